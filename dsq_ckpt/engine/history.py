@@ -136,7 +136,7 @@ class SaveHistory:
         self._lock = threading.RLock()
         self._known: list[KnownCheckpoint] = []
         self.told: defaultdict[Path | None, set[str]] = defaultdict(set)
-        """Names of tensors, by run directory, of which this process told that rows of them are lost, or exact."""
+        """Names of tensors, by run directory, that the user was warned of since the last keyframe."""
         _histories[self._key] = self
 
     @classmethod

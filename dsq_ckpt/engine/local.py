@@ -129,15 +129,26 @@ class LocalItems:
     objects: Iterable[tuple[str, bytes]] = ()
 
     def as_agreed(self, layout: Layout) -> LocalItems:
-        """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact."""
+        """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact.
+
+        First moments whose update is not known are rounded.
+        """
         return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
 
 
 def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
-    return [
-        replace(item, kind=EXACT, group=EXACT, config=None) if item.quantized and item.key.fqn in layout.frozen
-        else item for item in items
-    ]
+    return [_agreed(item, layout) for item in items]
+
+
+def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
+    if not item.quantized or item.config is None:
+        return item
+    if item.key.fqn in layout.frozen:
+        return replace(item, kind=EXACT, group=EXACT, config=None)
+    if item.key.fqn in layout.rounded:
+        rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
+        return replace(item, config=rounded, second_moment=None)
+    return item
 
 
 def layout_of(
@@ -157,6 +168,7 @@ def layout_of(
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     rests: dict[str, bool] = {}
+    usual: set[str] = set()
     residual = config.delta.against == "values"
     assignments = Assignments.under(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
@@ -174,11 +186,17 @@ def layout_of(
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
+            by_update = chosen.config.codebook.coordinates in ("update", "relative") and not chosen.by_rule
+            if chosen.kind == "exp_avg" and by_update:
+                usual.add(fqn)
             own = chosen.kind == "weights" and not chosen.by_rule
             if own and (found := in_tree(fqn, options.frozen.rests)) is not None:
                 rests[fqn] = found
     frozen = Frozen(options.frozen.trains, rests)
-    return Layout(tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen)
+    return Layout(
+        tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
+        frozenset() if residual else frozenset(usual),
+    )
 
 
 def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:

@@ -90,6 +90,8 @@ def quantize(
         if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None
     }
     searches = policy not in (as_configured, all_exact)
+    if context.parent is None:
+        options.history.told[context.run].clear()
     sketching = _Sketching(options, context, local, gradients, searches, workers)
     replicas: list[Chunk] = []
     before: dict[ChunkKey, Hashable] = {}
@@ -114,7 +116,10 @@ def quantize(
     if sketches.undefined:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
-    doubts = Doubts(None if context.parent is None else context.appeared, sketching.lost_rows)
+    told = options.history.told[context.run]
+    rounded = sketches.layout.rounded - told
+    told.update(rounded)
+    doubts = Doubts(None if context.parent is None else context.appeared, rounded, sketching.lost_rows)
     report(local, sketches, plan, options, doubts, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
@@ -209,8 +214,6 @@ class _Sketching:
             if needed is not False:
                 self.lost_rows[chunk.key.fqn] = chunk.key in left_out
         told = self._options.history.told[self._context.run]
-        if self._context.parent is None:
-            told.clear()
         self.lost_rows = {name: exact for name, exact in self.lost_rows.items() if name not in told}
         told.update(self.lost_rows)
         return [chunk for chunk in chunks if chunk.key not in left_out]

@@ -13,7 +13,7 @@ from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, in_tree, kind_of, unwrapped
+from dsq_ckpt.quantization.groups import beside_first_moments, in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO
@@ -24,16 +24,18 @@ _LOOKED_AT = 16  # weights that are compared with all names of a model
 
 
 class Doubts(NamedTuple):
-    """Weights that may lose more than others.
+    """Tensors that may lose more than others, or are larger than configured.
 
     Attributes:
-        appeared: names of those that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
+        appeared: names of weights that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
             doubtful about a tensor is said once.
-        lost_rows: names of those with rows that one step for all loses, and whether they are exact for that; without
+        rounded: names of first moments that are rounded since their update is not known, without those told of.
+        lost_rows: names of weights with rows that one step for all loses, and whether they are exact for that; without
             those that the user was told of.
     """
 
     appeared: Collection[str] | None
+    rounded: Collection[str]
     lost_rows: Mapping[str, bool]
 
 
@@ -48,7 +50,7 @@ def report(
         sketches: the global sketch.
         plan: how all ranks store theirs.
         options: options of the save.
-        doubts: of this rank, about weights.
+        doubts: of this rank.
         comm: communicator of the ranks that save.
 
     Raises:
@@ -66,6 +68,7 @@ def report(
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
+    _warn_of_rounded(doubts.rounded, sketches.layout, comm.rank)
     if sketches.layout.tensors and (doubts.appeared is None or doubts.appeared or sketches.uneven):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
@@ -135,6 +138,19 @@ def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
             )
 
 
+def _warn_of_rounded(names: Collection[str], layout: Layout, rank: int) -> None:
+    """Warn of first moments that are not quantized, since what the optimizer divides them by is not known."""
+    if names:
+        found = beside_first_moments(layout.shapes)
+        beside = sorted(set[str]().union(*(found[name] for name in names)))
+        warn(
+            f"the optimizer keeps {named(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
+            "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "
+            'update is like Adam\'s, quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] makes it smaller',
+            rank=rank,
+        )
+
+
 def _warn_of_doubtful(
     items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
     doubts: Doubts, comm: Communicator,
@@ -147,11 +163,6 @@ def _warn_of_doubtful(
             one for one in sketches.chunks
             if one.group in plan.analysis.fitted and (names is None or one.key.fqn in names)
         ]
-        moments = {one.key.fqn for one in fitted if one.group.startswith("exp_avg/")}
-        beside = [
-            item.key.fqn for item in items
-            if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
-        ]
         exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact}
         written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
         rows = (doubts.lost_rows.keys() - exact) & written
@@ -159,15 +170,15 @@ def _warn_of_doubtful(
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         lossy = sorted(asked & {one.key.fqn for one in fitted})
         if not model:
-            return rows, exact, beside_first_moments(beside), (), (), _untrained(sketches.layout).intersection(lossy)
+            return rows, exact, (), (), _untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
         strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
         strange += others[_LOOKED_AT:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
-        return rows, exact, beside_first_moments(beside), ("of the model",) if of_it else (), strange, ()
+        return rows, exact, ("of the model",) if of_it else (), strange, ()
 
     ranks = gather_from_all_ranks(comm, local)
-    rows, exact, beside, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    rows, exact, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
             f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
@@ -180,12 +191,6 @@ def _warn_of_doubtful(
             f"rows or columns of {_first(exact)} are more than {RATIO} times smaller than the others, and training "
             "needs them: these tensors are stored exactly. With inputs of one size, or a tensor for each unit of "
             "columns, they would be small too", rank=comm.rank,
-        )
-    if beside:
-        warn(
-            f"the optimizer keeps {named(beside)} beside exp_avg, which is quantized for an update like Adam's: if it "
-            "divides exp_avg by that, a restart may lose a few steps. Set quantize.exp_avg.method to bf16 then",
-            rank=comm.rank,
         )
     if untrained:
         warn(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -197,21 +197,22 @@ def is_of_optimizers(key: str) -> bool:
     return _OPTIMIZER_PART.fullmatch(key.lower()) is not None
 
 
-def beside_first_moments(names: Iterable[str]) -> set[str]:
-    """Return the names of the state that optimizers keep beside `exp_avg` and that is none of Adam's.
+def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
+    """Return the state that an optimizer keeps beside `exp_avg` and that is none of Adam's, by the name of the moment.
 
-    Such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may be divided by it, and not by `exp_avg_sq`.
+    Such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may be divided by it, and not by `exp_avg_sq`. First
+    moments without such state have no entry.
     """
-    names = list(names)
     owners = {parent for parent, _, leaf in (name.rpartition(".") for name in names) if leaf == "exp_avg"}
-    found = set()
-    for name in names:
+    found: dict[str, set[str]] = {}
+    for name in names if owners else ():
         parts = name.split(".")
         for deep in range(len(parts) - 1, 0, -1):
-            if ".".join(parts[:deep]) in owners:
-                found.add(parts[deep])
+            if (owner := ".".join(parts[:deep])) in owners:
+                if kind_of(name) == EXACT and not _ADAMS.fullmatch(parts[deep]):
+                    found.setdefault(f"{owner}.exp_avg", set()).add(parts[deep])
                 break
-    return {leaf for leaf in found if not _ADAMS.fullmatch(leaf)}
+    return found
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:

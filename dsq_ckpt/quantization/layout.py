@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.groups import beside_first_moments
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -40,6 +42,9 @@ class Layout:
         shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
         frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
             so are not among `tensors` once all ranks have agreed.
+        usual: first moments that are quantized for an update like Adam's, and no rule asks for it.
+        rounded: those of them beside which the optimizer keeps state that is none of Adam's, once all ranks have
+            agreed: their update is not known, and they are rounded to bf16.
     """
 
     tensors: dict[str, str]
@@ -51,6 +56,8 @@ class Layout:
     settings: frozenset[str] = frozenset()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: Frozen = field(default_factory=Frozen)
+    usual: frozenset[str] = frozenset()
+    rounded: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -76,7 +83,11 @@ class Layout:
                 if groups.setdefault(name, config) != config:
                     raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
         frozen = Frozen.agreed(part.frozen for part in parts)
-        tensors = {name: group for name, group in tensors.items() if name not in frozen}
+        shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+        usual = frozenset[str]().union(*(part.usual for part in parts))
+        beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
+        rounded = usual.intersection(beside, tensors)
+        tensors = {name: group for name, group in tensors.items() if name not in frozen and name not in rounded}
         used = set(tensors.values())
         groups = {name: config for name, config in groups.items() if name in used}
         averaged = any(part.averaged for part in parts)
@@ -86,7 +97,7 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   {name: shape for part in parts for name, shape in part.shapes.items()}, frozen)
+                   shapes, frozen, usual, rounded)
 
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""

@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 from dsq_ckpt import DSQConfig
+from dsq_ckpt.engine.local import LocalShard, layout_of
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import Assignments, assign, beside_first_moments, layer_types
+from dsq_ckpt.quantization.layout import Layout
 
 CONFIG = DSQConfig().quantize
 F32 = torch.float32
@@ -84,7 +88,28 @@ def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
 def test_what_other_optimizers_keep_beside_first_moments():
     of = "optimizer.state.layer.weight."
     adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
-    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == set()
+    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
     others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
-    assert beside_first_moments([of + name for name in others]) == {"hessian", "exp_avg_var", "Q"}
-    assert beside_first_moments([of + name for name in others[1:]]) == set()
+    known = [f"optimizer.state.known.weight.{name}" for name in adam]
+    found = beside_first_moments([*known, *(of + name for name in others)])
+    assert found == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
+    assert beside_first_moments([of + name for name in others[1:]]) == {}
+
+
+def test_ranks_agree_on_first_moments_whose_update_is_not_known():
+    """Whichever rank has the state that tells."""
+    def layout(*names, **config):
+        shards = [LocalShard(ChunkKey(name, (0, 0), (80, 80)), (80, 80), torch.float32, torch.empty) for name in names]
+        return layout_of(shards, SaveOptions(DSQConfig.create({"quantize": config})))
+
+    first, second = "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"
+    for names in ([[first, second], ["optimizer.state.w.hessian"]], [[first, second, "optimizer.state.w.Q.0"], []]):
+        agreed = Layout.union([layout(*own) for own in names])
+        assert agreed.rounded == {first} and set(agreed.tensors) == {second} and len(agreed.groups) == 1
+    others = [first, second, "optimizer.state.v.hessian", "optimizer.state.w.exp_avg_slow", "hessian"]
+    assert Layout.union([layout(*others)]).rounded == frozenset()
+    by_rule = {"rules": [{"pattern": "*.exp_avg", "group": "linear"}]}
+    by_size = {"exp_avg": {"codebook": {"fit": "kmeans"}}}
+    for asked in (by_rule, by_size):
+        agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian", **asked)])
+        assert agreed.rounded == frozenset() and first in agreed.tensors

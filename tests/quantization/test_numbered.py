@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.numbered import Shape, state_by_weight
-from dsq_ckpt.quantization.scales import _gauges_of
+from dsq_ckpt.quantization.scales import gauges_of
 
 MATRIX = (64, 128)
 
@@ -101,7 +101,7 @@ def test_each_of_two_optimizers_tells_of_its_model() -> None:
     }
     state = {f"{name}.exp_avg_sq": "exp_avg_sq" for name in numbered}
     layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, numbered))
-    assert {weight: gauge.name for weight, gauge in _gauges_of(layout).items()} == {
+    assert {weight: gauge.name for weight, gauge in gauges_of(layout).items()} == {
         "g.a": "opt_g.state.0.exp_avg_sq", "g.b": "opt_g.state.1.exp_avg_sq",
         "d.w.0": "opt_d.state.1.exp_avg_sq", "d.w.1": "opt_d.state.0.exp_avg_sq",
     }
