@@ -257,9 +257,13 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         comm = communicator(self._group)
-        with given_back(self.optimizer):
+
+        def asked() -> dict[str, Any]:
             with made_by_step(self.optimizer):
-                state = run_on_all_ranks(comm, lambda: self._state(extra), LoadFailed)
+                return self._state(extra)
+
+        with given_back(self.optimizer):
+            state = run_on_all_ranks(comm, asked, LoadFailed)
             found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load_with(
                 state, path, plain=found.plain, modules={("model",): self.model}, refinement=refinement,

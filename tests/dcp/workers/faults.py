@@ -259,7 +259,10 @@ class Counter:
 def giving(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """The user's code, which is given its state back, fails on one rank."""
     module = Hooked()
-    compressor = dsq_ckpt.Compressor(module, torch.optim.AdamW(module.parameters()), "exact")
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.inner(torch.ones(64)).sum().backward()
+    optimizer.step()  # else the failure of a hook is taken for that of a first step
+    compressor = dsq_ckpt.Compressor(module, optimizer, "exact")
     compressor.save(root / "giving-compressor" / "a")
     dsq_ckpt.save(module, root / "giving-module" / "a")
     dsq_ckpt.save({"module": module, "count": Counter(False), "more": {"a": 1}}, root / "giving-state" / "a")
