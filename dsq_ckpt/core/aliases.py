@@ -29,8 +29,9 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     if not storage.data_ptr():
         return tensor
     own = bytes_of(storage).untyped_storage()
-    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return made.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    with torch.inference_mode(False):  # a tensor that is made in it can only be written to in it, by no other thread
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return made.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -20,7 +20,7 @@ from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import _async_thread_executor, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -130,6 +130,11 @@ class SaveCall:
             return None
 
 
+def in_background() -> bool:
+    """Return whether this thread is that of DCP's asynchronous saves."""
+    return _locals_of(_IN_THREAD) is not None
+
+
 def group_of_save() -> dist.ProcessGroup | None:
     """Return the process group of the innermost save on this thread's stack; None for the default one, or no save."""
     found = _locals_of(_SAVE)
@@ -169,5 +174,6 @@ def plans_by_default(planner: SavePlanner | None) -> bool:
 
 
 _ASYNC_SAVE = inspect.unwrap(state_dict_saver.async_save).__code__
+_IN_THREAD = _async_thread_executor.save_wrapper.__code__
 _SAVE = inspect.unwrap(state_dict_saver._save_state_dict).__code__
 _REDUCE_SCATTER = inspect.unwrap(_DistWrapper.reduce_scatter).__code__

@@ -14,6 +14,7 @@ from io import BytesIO
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -239,6 +240,8 @@ class DSQStorageReader(Located, StorageReader):
                     tied.add(key.fqn, ref, _is_lossy(checkpoint.record(ref)), target, piece)
                 if load.tensor is not into:
                     target.copy_(piece)
+                elif not target.is_inference():
+                    increment_version(target)  # for a backward pass that needs what was there
                 planner.commit_tensor(item, target)
         tied.warn(checkpoint.directory)
 

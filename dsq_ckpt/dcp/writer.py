@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +23,7 @@ from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
-from dsq_ckpt.dcp.calls import NO_COLLECTIVES, NO_SEARCH, AsyncCall, group_of_save, rank_in, ranks_of
+from dsq_ckpt.dcp.calls import NO_COLLECTIVES, NO_SEARCH, AsyncCall, group_of_save, in_background, rank_in, ranks_of
 from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare, settled
 from dsq_ckpt.dcp.items import check_promised, contents_of, finished, objects_of, write_results
 from dsq_ckpt.dcp.located import Located
@@ -121,7 +120,6 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
             on_save=on_save, frozen=Frozen() if self._model is None else known(self._model),  # until `_begin` looks
         )
-        self._thread = threading.get_ident()
         self._gradients = dict(gradients or {})
         self._group = self._saves_on = process_group
         self.no_dist = no_dist
@@ -171,7 +169,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         began_at(self._line)
-        background, rank = threading.get_ident() != self._thread, kwargs.get("rank")
+        background, rank = in_background(), kwargs.get("rank")
         self._saves_on = (group_of_save() if background else None) or self._group
         if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._saves_on)) > 1:
             raise SaveFailed(NO_COLLECTIVES)
@@ -390,7 +388,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     def _begin(self) -> SavePipeline:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
-        if self._model is not None and threading.get_ident() == self._thread:  # else DCP was given another stager
+        if self._model is not None and not in_background():  # where training may be changing it
             self._options = replace(self._options, frozen=look(self._model))
         return SavePipeline(self.path, self._options)
 

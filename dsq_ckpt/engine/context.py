@@ -18,7 +18,6 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.runs import run_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class SaveContext:
         started: when the save began on the coordinator, in seconds since the epoch.
         shared: whether the next save is to be coded against the same parent, so that codes are not kept that have one.
         appeared: names of weights that are lossy, and were not in the previous checkpoint, where this process saved it.
-        run: run directory of the checkpoint.
     """
 
     save_id: str
@@ -53,7 +51,6 @@ class SaveContext:
     started: float = 0.0
     shared: bool = False
     appeared: frozenset[str] = frozenset()
-    run: Path | None = None
 
 
 def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
@@ -82,7 +79,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
             lineage.lossy_resumes, shared=parent is not None and 0 < parent.place < siblings,
-            appeared=_appeared(layout, lineage.previous, options.history), run=run_of(path.absolute()),
+            appeared=_appeared(layout, lineage.previous, options.history),
         )
 
     if exact is not None:

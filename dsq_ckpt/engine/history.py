@@ -13,7 +13,6 @@ import os
 import secrets
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -135,8 +134,8 @@ class SaveHistory:
         self._key = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._known: list[KnownCheckpoint] = []
-        self.told: defaultdict[Path | None, set[str]] = defaultdict(set)
-        """Names of tensors, by run directory, that the user was warned of since the last keyframe."""
+        self.told: dict[str, bool] = {}
+        """Names of tensors that the user was warned of since the last keyframe, and whether they were exact then."""
         _histories[self._key] = self
 
     @classmethod
@@ -256,8 +255,7 @@ class SaveHistory:
         other_jobs.forget(run)
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
-            for one in [run] if run is not None else list(self.told):
-                self.told.pop(one, None)
+            self.told.clear()
 
     def doubt(self) -> None:
         """Note that a load met a damaged file: the parent of the next save is checked completely first.

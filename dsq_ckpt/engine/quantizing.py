@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
@@ -31,7 +32,7 @@ from dsq_ckpt.quantization.groups import in_tree, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
-from dsq_ckpt.quantization.scales import Gauge, gauges_of
+from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
 from dsq_ckpt.quantization.undefined import hold_nan
 from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows
 from dsq_ckpt.storage.paths import expanded
@@ -91,7 +92,8 @@ def quantize(
     }
     searches = policy not in (as_configured, all_exact)
     if context.parent is None:
-        options.history.told[context.run].clear()
+        for name in context.layout.shapes:
+            options.history.told.pop(name, None)
     sketching = _Sketching(options, context, local, gradients, searches, workers)
     replicas: list[Chunk] = []
     before: dict[ChunkKey, Hashable] = {}
@@ -100,6 +102,7 @@ def quantize(
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
             )
+            sketches = replace(sketches, chunks=sketching.with_all_rows(sketches.chunks, sketches.octaves))
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
                 before = run_on_all_ranks(comm, lambda: _state(local, workers))
@@ -116,11 +119,12 @@ def quantize(
     if sketches.undefined:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
-    told = options.history.told[context.run]
-    rounded = sketches.layout.rounded - told
-    told.update(rounded)
+    rounded = sketches.layout.rounded - options.history.told.keys()
     doubts = Doubts(None if context.parent is None else context.appeared, rounded, sketching.lost_rows)
     report(local, sketches, plan, options, doubts, comm)
+    options.history.told.update(dict.fromkeys(rounded, False))
+    if context.parent is None or context.appeared or sketches.uneven:  # else no rank was asked
+        options.history.told.update(sketching.lost_rows)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
@@ -150,6 +154,8 @@ class _Sketching:
         self.loader = self._loader()
         self.undefined: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
+        self._asked: set[ChunkKey] = set()
+        self._tensors: dict[ChunkKey, torch.Tensor] = {}
 
     def __enter__(self) -> _Sketching:
         return self
@@ -177,14 +183,16 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        asked = self._asked(wanted)
-        weights = [chunk for chunk in chunks if chunk.key in asked]
+        self._tensors = {chunk.key: chunk.tensor for chunk in chunks}
+        self._asked = self._may_be_exact(wanted)
+        weights = [chunk for chunk in chunks if chunk.key in self._asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
         chunks = [chunk for chunk in chunks if chunk.key not in left_out]
-        return Loaded(self._with_all_rows(chunks, asked), len(self.undefined), len(self.lost_rows))
+        chunks = self.with_all_rows(chunks)
+        return Loaded(chunks, len(self.undefined), len(self.lost_rows))
 
-    def _asked(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
+    def _may_be_exact(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that are stored exactly if what they hold asks for it.
 
         In a search none of the model is: all are tried, the metric judges them, and buffers are exact anyway.
@@ -197,34 +205,44 @@ class _Sketching:
             and not (self._searches and in_tree(item.key.fqn, model) is not None)
         }
 
-    def _with_all_rows(self, chunks: list[Chunk], asked: set[ChunkKey]) -> list[Chunk]:
-        """Return the chunks without those of weights that would lose rows that training needs: these are exact."""
-        layout = self._context.layout
+    def with_all_rows(self, chunks: list[Chunk], octaves: Mapping[str, Counts] | None = None) -> list[Chunk]:
+        """Return the chunks without those of weights that would lose rows that training needs: these are exact.
+
+        Args:
+            chunks: chunks of this rank.
+            octaves: counts by octave of whole tensors, once they are known: for shards that are small as a whole, which
+                no other row here tells.
+        """
+        layout, whole = self._context.layout, dict[str, float]()
         if layout.residual:  # whose errors are those of differences
             return chunks
-        uneven = [chunk for chunk in chunks if chunk.group.startswith("weights/") and _is_uneven(chunk)]
-        tensors = {chunk.key: chunk.tensor for chunk in chunks} if uneven else {}
-        gauges = gauges_of(layout) if uneven else {}
+        weights = [chunk for chunk in chunks if chunk.group.startswith("weights/")]
+        if octaves is not None:
+            weights = [chunk for chunk in weights if chunk.key.shape != layout.shapes.get(chunk.key.fqn)]
+            names = {chunk.key.fqn for chunk in weights} & octaves.keys()
+            whole = mean_squares({name: octaves[name] for name in names}, sorted(names))
+        gauges: dict[str, Gauge] | None = None
         left_out = set()
-        for chunk in uneven:
-            squares = self._squares(chunk, gauges.get(chunk.key.fqn), tensors)
-            needed = None if squares is None else are_needed(chunk.tensor, squares)
-            if needed and chunk.key in asked:
+        for chunk in weights:
+            name = chunk.key.fqn
+            needed: bool | None = False
+            with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+                if not has_lost_rows(chunk.tensor, whole.get(name)):
+                    continue
+                gauges = gauges_of(layout) if gauges is None else gauges
+                squares = self._squares(chunk, gauges.get(name))
+                needed = None if squares is None else are_needed(chunk.tensor, squares, whole.get(name))
+            if needed and chunk.key in self._asked:
                 left_out.add(chunk.key)
-            if needed is not False:
-                self.lost_rows[chunk.key.fqn] = chunk.key in left_out
-        told = self._options.history.told[self._context.run]
-        self.lost_rows = {name: exact for name, exact in self.lost_rows.items() if name not in told}
-        told.update(self.lost_rows)
+            if needed is not False and self._options.history.told.get(name) is not (chunk.key in left_out):
+                self.lost_rows[name] = chunk.key in left_out
         return [chunk for chunk in chunks if chunk.key not in left_out]
 
-    def _squares(
-        self, chunk: Chunk, gauge: Gauge | None, tensors: Mapping[ChunkKey, torch.Tensor]
-    ) -> torch.Tensor | None:
+    def _squares(self, chunk: Chunk, gauge: Gauge | None) -> torch.Tensor | None:
         """Return the squared gradients of a chunk of weights, as far as the state of the save tells them."""
         gradient = self._gradients.get(chunk.key)
         if gauge is not None and gradient is None:
-            gradient = tensors.get(chunk.key._replace(fqn=gauge.name))
+            gradient = self._tensors.get(chunk.key._replace(fqn=gauge.name))
         if gauge is None or gradient is None:
             return None
         squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
@@ -265,12 +283,6 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
             yield quantized(chunks.popleft(), bases, plan.analysis, tables)
 
     return generate()
-
-
-def _is_uneven(chunk: Chunk) -> bool:
-    with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
-        return has_lost_rows(chunk.tensor)
-    return False
 
 
 def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:

@@ -88,7 +88,7 @@ def choose_scales(
     for fqn in sized:
         if tensors[fqn] in updates:
             sized[fqn][_NO_UPDATE:] = 0
-    for fqn, energy in _energies(sized, list(sized)).items():
+    for fqn, energy in mean_squares(sized, list(sized)).items():
         if energy:
             usual = _UPDATE if tensors[fqn] in updates else 0.0
             wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * usual) / 4
@@ -163,7 +163,7 @@ def _by_gradient(
         group: config.codebook.gradient_power for group, config in groups.items() if config.codebook.gradient_power > 0
     }
     names = [fqn for fqn, group in tensors.items() if group in strength]
-    energy = _energies(octaves, names)
+    energy = mean_squares(octaves, names)
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
     gradient = {fqn: float(_mean(octaves[gauges[fqn].name], gauges[fqn].power)) for fqn in names if fqn in gauges}
     known = [
@@ -191,7 +191,7 @@ def _by_gradient(
     return set(strength), unit, exponents
 
 
-def _energies(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
+def mean_squares(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
     """Return the mean square of each tensor, without its largest few values."""
     if not names:
         return {}

@@ -22,22 +22,26 @@ _MOST = 1 << 16
 _LOOKED_AT = 16
 
 
-def has_lost_rows(tensor: torch.Tensor) -> bool:
+def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
     """Return whether a row (along the first dimension) or a column has a root mean square below the tensor's / `RATIO`.
 
     A sample of each row tells which to look at; zeros alone count for nothing.
+
+    Args:
+        tensor: weights, or a shard of them.
+        whole: mean square of the tensor that a shard is of; None: a sample tells that of `tensor`.
     """
     if tensor.ndim < 2 or not tensor.numel():
         return False
     matrix = tensor.detach().reshape(len(tensor), -1)
     sides = [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
-    if not sides or not any(map(_may_have_small, sides)):
+    if not sides or (whole is None and not any(map(_may_have_small, sides))):
         return False
-    limit = _limit(matrix)
+    limit = _limit(matrix) if whole is None else whole / RATIO**2
     return any(_has_small(side, limit) for side in sides)
 
 
-def are_needed(tensor: torch.Tensor, squares: torch.Tensor) -> bool | None:
+def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
     """Return whether training needs any of the rows or columns that `has_lost_rows` found; None where nothing tells.
 
     A row is needed if a change of it by a part of its size is felt at least 1 / `RATIO` times as much as one of the
@@ -46,9 +50,10 @@ def are_needed(tensor: torch.Tensor, squares: torch.Tensor) -> bool | None:
     Args:
         tensor: weights of two or more dimensions.
         squares: their squared gradients, or averages of such; the shape of `tensor`.
+        whole: as `has_lost_rows` has it; the others are then those of the shard.
     """
     matrix, weighed = (one.detach().reshape(len(tensor), -1) for one in (tensor, squares))
-    limit = _limit(matrix)
+    limit = _limit(matrix) if whole is None else whole / RATIO**2
     usual = float(_felt(_sample(_some_rows(matrix)), _sample(_some_rows(weighed))).mean())
     if not 0 < usual < math.inf:
         return None

@@ -95,3 +95,35 @@ def test_no_save_and_no_load_keeps_a_storage_from_being_resized(tmp_path: Path, 
     dsq_ckpt.load(dict(zip(("model", "optimizer"), target, strict=True)), tmp_path / "sync" / "1")
     for owner in ((model, optimizer), target):
         assert [name for name, one in tensors(*owner).items() if not one.untyped_storage().resizable()] == []
+
+
+def halves() -> dict[str, torch.Tensor]:
+    values = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    return {"w": values, "half": values.bfloat16() * 2, "double": values.double() * 3, "few": values[0, :7].half()}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inference_mode(tmp_path: Path, inside: bool) -> None:
+    """Threads that decode are not in it; tensors that were made in it are loaded outside too."""
+    with torch.inference_mode():
+        for name in "01":
+            dsq_ckpt.save(halves(), tmp_path / name)
+        target = {name: torch.zeros_like(value) for name, value in halves().items()}
+    if not inside:
+        dsq_ckpt.load(target, tmp_path / "1")
+    else:
+        target = {name: torch.zeros_like(value) for name, value in halves().items()}
+        with torch.inference_mode():
+            dsq_ckpt.load(target, tmp_path / "1")
+    for name, value in halves().items():
+        torch.testing.assert_close(target[name].float(), value.float(), rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("name", ["w", "half", "double"])
+def test_a_backward_pass_that_needs_what_a_load_replaced_is_refused(tmp_path: Path, name: str) -> None:
+    dsq_ckpt.save(halves(), tmp_path / "0")
+    target = {name: torch.ones_like(value).requires_grad_() for name, value in halves().items()}
+    result = (torch.ones(4, 300, dtype=target[name].dtype, requires_grad=True) @ target[name]).sum()
+    dsq_ckpt.load(target, tmp_path / "0")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()

@@ -30,7 +30,7 @@ def test_an_evaluation_before_the_state_is_set(tmp_path):
 
 
 def test_placements_and_groups(tmp_path):
-    assert checks(torchrun("layouts", 3, tmp_path)) == 11
+    assert checks(torchrun("layouts", 3, tmp_path)) == 12
 
 
 def test_async(tmp_path):

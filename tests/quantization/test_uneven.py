@@ -159,3 +159,20 @@ def test_what_becomes_small_after_a_keyframe_is_told_once_or_exact(tmp_path: Pat
         assert exact == [gradients and number > 0, gradients or not number, False]
     assert [len(one) for one in said] == [0, 1, 0, 0]
     assert "model.poses.weight, model.w" in said[1][0] and ("stored exactly" in said[1][0]) is gradients
+
+
+def test_each_keyframe_tells_and_so_does_what_is_exact_no_longer(tmp_path: Path) -> None:
+    """Whatever directories checkpoints lie in; weights alone do not tell that training needs their rows."""
+    weights = with_part(normal(300, 90), COLUMN, 0.5 / RATIO)
+    gradients = with_part(normal(300, 90) * 1e-3, COLUMN, 2.0 * RATIO)
+    known = {"model.w": weights, "model.v": normal(90, 90), "optimizer.state.w.exp_avg_sq": gradients.square()}
+    alone = {name: known[name] for name in ("model.w", "model.v")}
+    said, history = [], dsq_ckpt.SaveHistory()
+    for number, saved in enumerate([known, known, alone, alone, known, known]):
+        parent = None if number in (0, 5) else tmp_path / f"checkpoint-{number - 1}" / "state"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsq_ckpt.save(saved, tmp_path / f"checkpoint-{number}" / "state", history=history, parent=parent)
+        found = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
+        said.append(["stored exactly" in one for one in found])
+    assert said == [[True], [], [False], [], [True], [True]]
