@@ -8,6 +8,8 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage import gc, remote_gc
 from dsq_ckpt.storage.links import left_by_removal
+from dsq_ckpt.storage.manifest import checkpoints
+from dsq_ckpt.storage.runs import run_below
 
 
 def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
@@ -40,6 +42,8 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
     more = f"; the bytes of {len(linked)} file(s) stay, by links elsewhere" if linked else ""
     screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}{more}" if orphans else "nothing to delete")
+    if not orphans and not any(True for _ in checkpoints(path, lambda *_: None)) and (below := run_below(path)):
+        screen.print(f"'{path}' holds no checkpoint; directories in it do, such as '{below}': name one", soft_wrap=True)
     for entry in left:
         younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
         screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)

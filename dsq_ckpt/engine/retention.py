@@ -21,7 +21,7 @@ def retire(directory: Path, config: DSQConfig) -> None:
     """Delete the refinement of older checkpoints, as `config.refinement` asks; after the commit."""
     try:
         drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
-    except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
+    except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, until the next save
         warn_safely(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
 
@@ -45,7 +45,7 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     manifest = Manifest.read(newest)
     if manifest.refinement != "kept" and manifest.lossy:
         return []
-    dropped: list[Path] = []
+    due: list[tuple[Path, Manifest]] = []
     for age, (directory, older) in enumerate(predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
@@ -53,10 +53,12 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
             break  # the one to go back to
         if age < keep_last or older.refinement == "none" or older.pinned:
             continue
-        if older.refinement == "dropped" or not _drop(directory, older, fsync):
-            break  # what is older was dropped before, or somebody removes it, and removed that before
-        dropped.append(directory)
-    return dropped
+        if older.refinement == "dropped":
+            break  # what is older was dropped before
+        due.append((directory, older))
+    # The oldest first: what a failure or a kill leaves is then what the next save meets first.
+    dropped = [directory for directory, older in reversed(due) if _drop(directory, older, fsync)]
+    return dropped[::-1]
 
 
 def _drop(directory: Path, manifest: Manifest, fsync: bool) -> bool:

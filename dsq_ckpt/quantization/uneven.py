@@ -35,7 +35,7 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
         return False
     matrix = tensor.detach().reshape(len(tensor), -1)
     sides = [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
-    if not sides or (whole is None and not any(map(_may_have_small, sides))):
+    if not any(_may_have_small(side, whole) for side in sides):
         return False
     limit = _limit(matrix) if whole is None else whole / RATIO**2
     return any(_has_small(side, limit) for side in sides)
@@ -95,11 +95,13 @@ def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix[:: max(1, len(matrix) // _MOST)]
 
 
-def _may_have_small(matrix: torch.Tensor) -> bool:
+def _may_have_small(matrix: torch.Tensor, whole: float | None) -> bool:
     """Return whether a row may be small by its sample, in which zeros count too; few calls, as for most it may not."""
-    sums = _sample(_some_rows(matrix)).float().square().sum(1)
-    least, whole = torch.stack([sums.amin(), sums.sum()]).tolist()
-    return not least * len(sums) * RATIO**2 >= whole
+    sample = _sample(_some_rows(matrix)).float()
+    sums = sample.square().sum(1)
+    least, total = torch.stack([sums.amin(), sums.sum()]).tolist()
+    usual = total / len(sums) if whole is None else whole * sample.shape[1]
+    return not least * RATIO**2 >= usual
 
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:

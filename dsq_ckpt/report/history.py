@@ -19,6 +19,7 @@ from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.description import sizes_of
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
+from dsq_ckpt.storage.runs import run_below
 
 CLASSES = ("weights", "moments", "everything")
 _AT_ONCE = 16  # requests to an object store
@@ -127,6 +128,7 @@ class History:
         if not entries:
             found = f"; damaged: {damaged[0][1]}" if damaged else ""
             found += f"; '{incomplete[0].name}' holds a save that did not complete" if incomplete else ""
+            found += "" if (below := run_below(run)) is None else f"; directories in it do, such as '{below}'"
             raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}; name a run's directory")
         total = {name: Bytes() for name in CLASSES}
         for entry in entries:

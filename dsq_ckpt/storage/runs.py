@@ -78,15 +78,11 @@ def warn_of_other(directory: Path, rank: int = 0) -> None:
 
     New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
     """
-    runs, found = [], []
-    for entry in islice(storage_of(directory).entries(directory), _SIBLINGS):
-        if not entry.directory:
-            found += [] if _BESIDE.fullmatch(entry.name) else [entry.name]
-        elif any(True for _ in checkpoints(directory / entry.name, lambda *_: None)):
-            runs.append(entry.name)
-    if runs:
+    entries = islice(storage_of(directory).entries(directory), _SIBLINGS)
+    found = [entry.name for entry in entries if not entry.directory and not _BESIDE.fullmatch(entry.name)]
+    if (run := run_below(directory)) is not None:
         warn(
-            f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{min(runs)}': "
+            f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{run}': "
             "was one of them meant?", rank=rank,
         )
     elif found:
@@ -95,6 +91,13 @@ def warn_of_other(directory: Path, rank: int = 0) -> None:
             f"'{directory}' holds no checkpoint, so a new run begins; other files are there ({shown}): is it the "
             "directory that the run's checkpoints lie in?", rank=rank,
         )
+
+
+def run_below(directory: Path) -> str | None:
+    """Return the first name in a directory, in alphabetical order, of one that holds checkpoints; None without any."""
+    entries = islice(storage_of(directory).entries(directory), _SIBLINGS)
+    names = sorted(entry.name for entry in entries if entry.directory)
+    return next((name for name in names if any(True for _ in checkpoints(directory / name, lambda *_: None))), None)
 
 
 def _nearly(missing: Path) -> Path | None:

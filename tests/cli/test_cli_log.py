@@ -162,5 +162,17 @@ def test_log_errors(trained, tmp_path):
     assert "holds no complete checkpoint" in error("log", tmp_path)
 
 
+def test_a_directory_of_runs_names_one(trained, tmp_path):
+    run, _ = trained
+    for name in ("b", "a"):
+        (tmp_path / name).symlink_to(run)
+    (tmp_path / "0").mkdir()
+    assert "directories in it do, such as 'a'" in error("log", tmp_path)
+    told = printed("gc", tmp_path)
+    assert "nothing to delete" in told and "directories in it do, such as 'a': name one" in told
+    for path in (run, tmp_path / "0"):
+        assert "directories in it" not in printed("gc", path)
+
+
 def test_log_says_which_columns_are_ratios(trained):
     assert "weights, moments, all: ratios of uncompressed bytes to those kept" in printed("log", trained[0], columns=80)

@@ -152,3 +152,25 @@ def test_a_name_as_long_as_a_file_system_takes(tmp_path, recwarn, length):
     assert [Manifest.read(path).refinement for path in paths] == ["dropped", "kept"]
     assert not [warning for warning in recwarn if "not dropped" in str(warning.message)]
     assert sorted(os.listdir(tmp_path)) == [path.name for path in paths]
+
+
+def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
+    """Whichever of several failed: none is behind one that was dropped, where no save looks again."""
+    for failing in range(2):
+        *older, newest = paths = saved(tmp_path / str(failing), 4)
+        replace, calls = retention._replace, []
+
+        def full(*given, replace=replace, calls=calls, failing=failing):
+            calls.append(given)
+            if len(calls) == failing + 1:
+                raise OSError(28, "No space left on device")
+            return replace(*given)
+
+        monkeypatch.setattr(retention, "_replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            retention.drop_refinements(newest, 1, False)
+        monkeypatch.undo()
+        kept = [Manifest.read(path).refinement == "kept" for path in older]
+        assert kept == [False] * failing + [True] * (3 - failing)
+        assert retention.drop_refinements(newest, 1, False) == older[failing:][::-1]
+        assert [Manifest.read(path).refinement for path in paths] == ["dropped"] * 3 + ["kept"]
