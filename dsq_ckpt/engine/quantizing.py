@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
 from dsq_ckpt.quantization.undefined import hold_nan
-from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows
+from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows, may_have_lost_rows
 from dsq_ckpt.storage.paths import expanded
 
 
@@ -222,11 +223,14 @@ class _Sketching:
             names = {chunk.key.fqn for chunk in weights} & octaves.keys()
             whole = mean_squares({name: octaves[name] for name in names}, sorted(names))
         gauges: dict[str, Gauge] | None = None
-        left_out = set()
-        for chunk in weights:
+        doubtful, left_out = list[Chunk](), set[ChunkKey]()
+        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+            sizes = [whole.get(chunk.key.fqn) for chunk in weights]
+            doubtful = list(compress(weights, may_have_lost_rows([chunk.tensor for chunk in weights], sizes)))
+        for chunk in doubtful:
             name = chunk.key.fqn
             needed: bool | None = False
-            with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+            with suppress(torch.OutOfMemoryError):
                 if not has_lost_rows(chunk.tensor, whole.get(name)):
                     continue
                 gauges = gauges_of(layout) if gauges is None else gauges

@@ -30,7 +30,7 @@ def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
-    seen, count = _on_host([*map(_some, tensors), *map(_edges, tensors)]), len(tensors)
+    seen, count = on_host([*map(_some, tensors), *map(_edges, tensors)]), len(tensors)
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
         or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
@@ -56,7 +56,7 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([first[0, 1:_GLANCE], first[1:_GLANCE, 0]])
 
 
-def _on_host(some: list[torch.Tensor]) -> list[list[float]]:
+def on_host(some: list[torch.Tensor]) -> list[list[float]]:
     """Return the elements of small tensors; each device is waited for once."""
     for device in {one.device for one in some} - {torch.device("cpu")}:
         mine = [number for number, one in enumerate(some) if one.device == device]

@@ -8,8 +8,11 @@ decay; the size of their gradients tells the two apart.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+from dsq_ckpt.quantization.nature import on_host
 
 RATIO = 64
 """How many times smaller than the tensor's root mean square that of a row is which a refined step hardly resolves."""
@@ -20,6 +23,25 @@ _SAMPLE = 16
 _MOST = 1 << 16
 """About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
+
+
+def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float | None]) -> list[bool]:
+    """Return, for each tensor, whether `has_lost_rows` is to be asked; for most, few calls tell that it is not.
+
+    Zeros in the samples count here. Tensors on a GPU are waited for once together.
+
+    Args:
+        tensors: weights, or shards of them.
+        wholes: as `has_lost_rows` has it, for each.
+    """
+    sides = [[_sample(_some_rows(side)) for side in _sides(tensor)] for tensor in tensors]
+    sums = [sample.float().square().sum(1) for side in sides for sample in side]
+    found = iter(on_host([torch.stack([one.amin(), one.mean()]) for one in sums]))
+    asked = []
+    for samples, whole in zip(sides, wholes, strict=True):
+        told = [(sample.shape[1], *next(found)) for sample in samples]
+        asked.append(any(not least * RATIO**2 >= (usual if whole is None else whole * n) for n, least, usual in told))
+    return asked
 
 
 def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
@@ -33,12 +55,8 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
     """
     if tensor.ndim < 2 or not tensor.numel():
         return False
-    matrix = tensor.detach().reshape(len(tensor), -1)
-    sides = [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
-    if not any(_may_have_small(side, whole) for side in sides):
-        return False
-    limit = _limit(matrix) if whole is None else whole / RATIO**2
-    return any(_has_small(side, limit) for side in sides)
+    limit = _limit(tensor.detach().reshape(len(tensor), -1)) if whole is None else whole / RATIO**2
+    return any(_has_small(side, limit) for side in _sides(tensor))
 
 
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
@@ -80,6 +98,14 @@ def _felt(matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     return (matrix.double().square() * squares.double()).mean(1)
 
 
+def _sides(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return matrices whose rows are those of a tensor and its columns, where these have enough elements."""
+    if tensor.ndim < 2 or not tensor.numel():
+        return []
+    matrix = tensor.detach().reshape(len(tensor), -1)
+    return [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
+
+
 def _limit(matrix: torch.Tensor) -> float:
     """Return the mean square below which a row is small."""
     return float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
@@ -93,15 +119,6 @@ def _sample(matrix: torch.Tensor) -> torch.Tensor:
 def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return all rows, or some of very many."""
     return matrix[:: max(1, len(matrix) // _MOST)]
-
-
-def _may_have_small(matrix: torch.Tensor, whole: float | None) -> bool:
-    """Return whether a row may be small by its sample, in which zeros count too; few calls, as for most it may not."""
-    sample = _sample(_some_rows(matrix)).float()
-    sums = sample.square().sum(1)
-    least, total = torch.stack([sums.amin(), sums.sum()]).tolist()
-    usual = total / len(sums) if whole is None else whole * sample.shape[1]
-    return not least * RATIO**2 >= usual
 
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.uneven import RATIO, are_needed, has_lost_rows
+from dsq_ckpt.quantization.uneven import RATIO, are_needed, has_lost_rows, may_have_lost_rows
 from tests.helpers.states import loaded, relative_error
 
 
@@ -39,6 +39,20 @@ def test_one_row_or_column_is_found(shape: tuple[int, ...], dtype: torch.dtype) 
 ])
 def test_others_are_not(values: torch.Tensor) -> None:
     assert not has_lost_rows(values)
+
+
+def test_the_first_look_leaves_out_none_that_the_second_finds() -> None:
+    """Nor many that it does not; the mean square of a whole tensor counts for shards that are small themselves."""
+    shapes = [(300, 90), (90, 300), (2000, 7), (7, 2000), (40, 12, 3, 3), (5000,), (1, 9000), (9000, 3), (0, 9)]
+    tensors = [with_part(normal(*shape), 5, 0.5 / RATIO) if shape[0] > 5 else normal(*shape) for shape in shapes]
+    tensors += [with_part(normal(*shape), COLUMN, 0.5 / RATIO) for shape in shapes if len(shape) == 2 and shape[1] > 7]
+    tensors += [normal(300, 90), torch.zeros(90, 90), torch.full((90, 90), torch.nan), normal(90, 90).bfloat16()]
+    for whole in (None, 1.0, (2.0 * RATIO) ** 2):
+        first = may_have_lost_rows(tensors, [whole] * len(tensors))
+        second = [has_lost_rows(tensor, whole) for tensor in tensors]
+        assert all(asked for asked, lost in zip(first, second, strict=True) if lost)
+        assert any(second)
+    assert may_have_lost_rows([normal(300, 90)] * 3, [None, 1.0, (2.0 * RATIO) ** 2]) == [False, False, True]
 
 
 def test_zeros_do_not_hide_a_small_row() -> None:
