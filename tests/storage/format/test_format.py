@@ -85,7 +85,7 @@ def state(large: bool) -> Tree:
         "lin4": {"weight": normal(20, 64, dtype=torch.float16)},
         "lin5": {"weight": normal(20, 64, dtype=torch.float64)},
         "wild": {"weight": normal(20, 64, scale=3e4)},
-        "tiny": {"weight": normal(20, 64, scale=1e-36)},
+        "tiny": {"weight": normal(20, 64, scale=1e-28)},
         "conv": {"weight": conv},
         "base": {"weight": normal(20, 64)},
         "nan": {"weight": torch.full((30, 40), torch.nan)},
