@@ -271,7 +271,7 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)])
 def test_a_dry_run_of_several_says_what_a_removal_does(store, order, tmp_path):
-    """What one of them keeps for another one goes with that."""
+    """A file that one of them keeps for another one goes with that."""
     for run in (f"{store}/run", str(tmp_path / "run")):
         paths = chain(run, 3)
         chosen = [str(paths[number]) for number in order]

@@ -203,7 +203,7 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
 
 
 def another_stager(root: Path) -> None:
-    """What torch stages is saved on the group of the call, while training uses the default one and its parameters."""
+    """A copy that torch staged is saved on the group of the call, while training uses the default group."""
     fresh()
     background = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=40))
     torch.manual_seed(0)
