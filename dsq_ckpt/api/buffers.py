@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsq_ckpt.core.hints import OTHER_SHAPE
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import unwrapped
-
-_OTHERWISE = (
-    "is it the same model? If the module is to size its buffers by what is loaded, load into an empty dict in the "
-    "place of its state dict, and give it that by load_state_dict"
-)
 
 
 def sized_by_load(module: nn.Module) -> set[str]:
@@ -69,7 +65,7 @@ def refused_sizes(path: str | os.PathLike[str]) -> Iterator[None]:
     except RuntimeError as error:
         if "size mismatch for " not in str(error):
             raise
-        raise LoadFailed(f"'{path}': {' '.join(str(error).split()).rstrip('.')}: {_OTHERWISE}") from error
+        raise LoadFailed(f"'{path}': {' '.join(str(error).split()).rstrip('.')}: {OTHER_SHAPE}") from error
 
 
 def _has_own_code(module: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""Hints for misspelled names: keys of a configuration that are wrong where they are, patterns that match nothing."""
+"""Hints for misspelled names: keys of a configuration that are wrong where they are, patterns that match nothing.
+
+And for tensors of other shapes than were saved.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,11 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+OTHER_SHAPE = (
+    "is it the same model? If the module is to size its buffers by what is loaded, load into an empty dict in the "
+    "place of its state dict, and give it that by load_state_dict"
+)
+"""Advice where a tensor was saved with another shape than it has."""
 _ANY = "*"
 _CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
 _ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dsq_ckpt.core.arguments import shown
-from dsq_ckpt.core.hints import name_hint
+from dsq_ckpt.core.hints import OTHER_SHAPE, name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.unchanged import named
@@ -154,9 +154,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             if stored.size != placeholder.size():
                 raise LoadFailed(
                     f"'{fqn}' was saved with the shape {tuple(stored.size)}, and has {tuple(placeholder.size())} in "
-                    "what it is loaded into: is it the same model? A module that sizes its buffers by what it is given "
-                    "takes them from load_state_dict: load into an empty dict in place of its state dict, and give it "
-                    "that"
+                    f"what it is loaded into: {OTHER_SHAPE}"
                 )
         try:
             return super().create_local_plan()

@@ -120,12 +120,13 @@ def quantize(
     if sketches.undefined:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
-    rounded = sketches.layout.rounded - options.history.told.keys()
+    told = options.history.told
+    rounded = {name: beside for name, beside in sketches.layout.rounded.items() if name not in told}
     doubts = Doubts(None if context.parent is None else context.appeared, rounded, sketching.lost_rows)
     report(local, sketches, plan, options, doubts, comm)
-    options.history.told.update(dict.fromkeys(rounded, False))
-    if context.parent is None or context.appeared or sketches.uneven:  # else no rank was asked
-        options.history.told.update(sketching.lost_rows)
+    told.update(dict.fromkeys(rounded, False))
+    if doubts.are_gathered(sketches):
+        told.update(sketching.lost_rows)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:

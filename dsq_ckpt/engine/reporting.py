@@ -13,7 +13,7 @@ from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.groups import beside_first_moments, in_tree, kind_of, unwrapped
+from dsq_ckpt.quantization.groups import in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO
@@ -29,14 +29,19 @@ class Doubts(NamedTuple):
     Attributes:
         appeared: names of weights that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
             doubtful about a tensor is said once.
-        rounded: names of first moments that are rounded since their update is not known, without those told of.
+        rounded: first moments that are rounded since their update is not known, and the names of state that is why;
+            without those told of.
         lost_rows: names of weights with rows that one step for all loses, and whether they are exact for that; without
             those that the user was told of.
     """
 
     appeared: Collection[str] | None
-    rounded: Collection[str]
+    rounded: Mapping[str, set[str]]
     lost_rows: Mapping[str, bool]
+
+    def are_gathered(self, sketches: GlobalSketch) -> bool:
+        """Return whether ranks tell each other of their weights; the same on all of them."""
+        return bool(sketches.layout.tensors and (self.appeared is None or self.appeared or sketches.uneven))
 
 
 def report(
@@ -68,8 +73,8 @@ def report(
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
-    _warn_of_rounded(doubts.rounded, sketches.layout, comm.rank)
-    if sketches.layout.tensors and (doubts.appeared is None or doubts.appeared or sketches.uneven):
+    _warn_of_rounded(doubts.rounded, comm.rank)
+    if doubts.are_gathered(sketches):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
 
@@ -138,11 +143,10 @@ def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
             )
 
 
-def _warn_of_rounded(names: Collection[str], layout: Layout, rank: int) -> None:
+def _warn_of_rounded(rounded: Mapping[str, set[str]], rank: int) -> None:
     """Warn of first moments that are not quantized, since what the optimizer divides them by is not known."""
-    if names:
-        found = beside_first_moments(layout.shapes)
-        beside = sorted(set[str]().union(*(found[name] for name in names)))
+    if rounded:
+        beside = sorted(set[str]().union(*rounded.values()))
         warn(
             f"the optimizer keeps {named(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
             "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "

@@ -43,8 +43,8 @@ class Layout:
         frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
             so are not among `tensors` once all ranks have agreed.
         usual: first moments that are quantized for an update like Adam's, and no rule asks for it.
-        rounded: those of them beside which the optimizer keeps state that is none of Adam's, once all ranks have
-            agreed: their update is not known, and they are rounded to bf16.
+        rounded: those of them beside which the optimizer keeps state that is none of Adam's, with the names of it, once
+            all ranks have agreed: their update is not known, and they are rounded to bf16.
     """
 
     tensors: dict[str, str]
@@ -57,7 +57,7 @@ class Layout:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: Frozen = field(default_factory=Frozen)
     usual: frozenset[str] = frozenset()
-    rounded: frozenset[str] = frozenset()
+    rounded: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -86,7 +86,7 @@ class Layout:
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
         usual = frozenset[str]().union(*(part.usual for part in parts))
         beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
-        rounded = usual.intersection(beside, tensors)
+        rounded = {name: names for name, names in beside.items() if name in usual and name in tensors}
         tensors = {name: group for name, group in tensors.items() if name not in frozen and name not in rounded}
         used = set(tensors.values())
         groups = {name: config for name, config in groups.items() if name in used}

@@ -53,10 +53,11 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
         tensor: weights, or a shard of them.
         whole: mean square of the tensor that a shard is of; None: a sample tells that of `tensor`.
     """
-    if tensor.ndim < 2 or not tensor.numel():
+    sides = _sides(tensor)
+    if not sides:
         return False
-    limit = _limit(tensor.detach().reshape(len(tensor), -1)) if whole is None else whole / RATIO**2
-    return any(_has_small(side, limit) for side in _sides(tensor))
+    limit = _limit(sides[0]) if whole is None else whole / RATIO**2
+    return any(_has_small(side, limit) for side in sides)
 
 
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -64,7 +62,7 @@ class Growing(nn.Module):
 @pytest.mark.parametrize("steps", [(3, 0), (0, 3)])
 def test_observers_are_given_what_they_saw(tmp_path, way, steps):
     saved, target = map(observed, steps)
-    save(way, copy.deepcopy(saved), tmp_path / "a")
+    save(way, saved, tmp_path / "a")
     assert any(value.shape != target.state_dict()[name].shape for name, value in saved.state_dict().items())
     load(way, target, tmp_path / "a")
     found = target.state_dict()

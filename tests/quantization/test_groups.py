@@ -105,11 +105,11 @@ def test_ranks_agree_on_first_moments_whose_update_is_not_known():
     first, second = "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"
     for names in ([[first, second], ["optimizer.state.w.hessian"]], [[first, second, "optimizer.state.w.Q.0"], []]):
         agreed = Layout.union([layout(*own) for own in names])
-        assert agreed.rounded == {first} and set(agreed.tensors) == {second} and len(agreed.groups) == 1
+        assert agreed.rounded.keys() == {first} and set(agreed.tensors) == {second} and len(agreed.groups) == 1
     others = [first, second, "optimizer.state.v.hessian", "optimizer.state.w.exp_avg_slow", "hessian"]
-    assert Layout.union([layout(*others)]).rounded == frozenset()
+    assert Layout.union([layout(*others)]).rounded == {}
     by_rule = {"rules": [{"pattern": "*.exp_avg", "group": "linear"}]}
     by_size = {"exp_avg": {"codebook": {"fit": "kmeans"}}}
     for asked in (by_rule, by_size):
         agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian", **asked)])
-        assert agreed.rounded == frozenset() and first in agreed.tensors
+        assert agreed.rounded == {} and first in agreed.tensors
