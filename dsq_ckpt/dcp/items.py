@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsq_ckpt.core.subclasses import object_named
+from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.engine.commit import SaveContents
 from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.engine.writing import RankResult
@@ -24,7 +25,7 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 
 _LOOK_UP = ("resolve_data", "lookup_object", "transform_object")
-"""Methods by which DCP's planner gives tensors of the state dict as they are."""
+"""Methods by which DCP's planner, and `NestedSavePlanner`, give tensors of the state dict as they are."""
 
 
 def key_of(item: WriteItem) -> ChunkKey:
@@ -46,7 +47,8 @@ def shards_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = No
     """
     kind = type(planner)
     is_view = issubclass(kind, DefaultSavePlanner) and all(
-        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOK_UP
+        getattr(kind, name) in (getattr(DefaultSavePlanner, name), getattr(NestedSavePlanner, name))
+        for name in _LOOK_UP
     )
     return [
         LocalShard(

@@ -83,11 +83,11 @@ class ChunkLoader:
         if parent is None or previous is None:
             return chunk
         self.bases[chunk.key] = previous[0]
-        chunk = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
         if device.serves(chunk):
+            near = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
             with suppress(torch.OutOfMemoryError):
-                return replace(chunk, device_codes=parent_on_device(chunk))
-        return replace(chunk, on_device=False, device_codes=None)
+                return replace(near, device_codes=parent_on_device(near))
+        return replace(chunk, parent=previous[1], on_device=False)
 
     def _with_values(self, chunk: Chunk) -> Chunk | None:
         known = None if self._parent is None else self._parent.values(chunk.key)

@@ -257,10 +257,7 @@ class _Sketching:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
         scales, loader = sketches.scales, self._loader()
         return [
-            replace(
-                chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
-                parent=None if chunk.group in scales.refit else chunk.parent,
-            )
+            chunk.scaled(scales.exponents.get(chunk.key.fqn, 0.0), keep_parent=chunk.group not in scales.refit)
             for item in self._local.replicas
             if item.quantized and item.kind == "weights" and item.key.fqn not in sketches.nonfinite
             for chunk in [loader.load(item)]
@@ -274,18 +271,17 @@ class _Sketching:
 def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
     """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
     fitted = plan.analysis.fitted
-    chunks = deque(
-        replace(
-            chunk, refinement_bits=fitted[chunk.group].refinement_bits, compensation=plan.compensations.get(chunk.key)
-        )
-        for chunk in sketches.chunks if chunk.group in fitted
-    )
+    chunks = deque(chunk for chunk in sketches.chunks if chunk.group in fitted)
     bases, tables = loader.bases, DeviceTableCache()
 
     def generate() -> Iterator[QuantizedChunk]:
         while chunks:
             let_signals_through()
-            yield quantized(chunks.popleft(), bases, plan.analysis, tables)
+            chunk = chunks.popleft()
+            bits, compensation = fitted[chunk.group].refinement_bits, plan.compensations.get(chunk.key)
+            if bits != chunk.refinement_bits or compensation is not None:
+                chunk = replace(chunk, refinement_bits=bits, compensation=compensation)
+            yield quantized(chunk, bases, plan.analysis, tables)
 
     return generate()
 

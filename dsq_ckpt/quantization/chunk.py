@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -65,6 +65,12 @@ class Chunk:
     """The coordinates in which values are sketched and quantized; None: their own."""
     compensation: Compensation | None = None
     """How errors of values make up for each other; only without previous codes and without a refinement layer."""
+
+    def scaled(self, exponent: float, keep_parent: bool = True) -> Chunk:
+        """Return the chunk with another scale, and maybe without its parent; itself where that changes nothing."""
+        if exponent == self.exponent and (keep_parent or self.parent is None):
+            return self
+        return replace(self, exponent=exponent, parent=self.parent if keep_parent else None)
 
     def flat(self) -> torch.Tensor:
         """Return the tensor in one dimension, row-major; a view if its layout allows."""

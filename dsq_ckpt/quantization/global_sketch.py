@@ -88,7 +88,7 @@ def build_global_sketch(
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
         nonlocal counted
         loaded, *told[:] = load_chunks()
-        chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
+        chunks = [c.scaled(parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
         gauges += [
             Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
@@ -141,7 +141,7 @@ def build_global_sketch(
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
     kept = [
-        replace(c, exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.refit else c.parent)
+        c.scaled(scales.exponents[c.key.fqn], keep_parent=c.group not in scales.refit)
         for c in chunks if c.key.fqn not in bad
     ]
     again = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups

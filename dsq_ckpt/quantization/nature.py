@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_GLANCE = 64
+_GLANCE = 32
 """Elements that tell of nearly all weights that they are such."""
+_EDGE = 8
+"""Elements of the first row, and of the first column, that tell of nearly all square weights that they are such."""
 _FEW = 16
 """Distinct values up to which a tensor is a mask or a table of constants."""
 _MOST_OFF = 0.01
@@ -53,7 +55,7 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_square(tensor):
         return tensor.new_empty(0)
     first = tensor.detach()[(0,) * (tensor.ndim - 2)]
-    return torch.cat([first[0, 1:_GLANCE], first[1:_GLANCE, 0]])
+    return torch.cat([first[0, 1:_EDGE], first[1:_EDGE, 0]])
 
 
 def on_host(some: list[torch.Tensor]) -> list[list[float]]:

@@ -225,20 +225,18 @@ def _is_unresolved(
     With `each`, it is enough if a little of the energy of any tensor does: the unit that tensors are scaled to has
     fallen, as beside one that has collapsed, and a new tensor is scaled to that unit alone.
     """
-    energy = resolved = 0.0
-    exponent = np.arange(1, 255)
+    names = [fqn for fqn in names if not octaves[fqn][-1]]
+    if not names:
+        return False
     first = book.window.lo // KEYS_PER_OCTAVE
     if each:  # an octave that the window begins in is not whole
         first += 1
-    for fqn in names:
-        if not octaves[fqn][-1]:
-            shift = exponents[fqn]
-            parts = _without_few(octaves[fqn])[1:255] * 4.0 ** (exponent - 127.0 - shift)
-            own, above = float(parts.sum()), float(parts[exponent - shift >= first].sum())
-            if each and own - above > _LOST * own:
-                return True
-            energy, resolved = energy + own, resolved + above
-    return resolved < energy / 2
+    exponent = np.arange(1, 255) - np.array([exponents[fqn] for fqn in names])[:, None]
+    parts = _without_few(np.stack([octaves[fqn] for fqn in names]))[:, 1:255] * 4.0 ** (exponent - 127.0)
+    energy, resolved = parts.sum(1), np.where(exponent >= first, parts, 0.0).sum(1)
+    if each and (energy - resolved > _LOST * energy).any():
+        return True
+    return bool(resolved.sum() < energy.sum() / 2)
 
 
 def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:

@@ -23,24 +23,36 @@ _SAMPLE = 16
 _MOST = 1 << 16
 """About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
+_BATCH = 1 << 20
+"""Elements that are looked at together."""
 
 
 def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float | None]) -> list[bool]:
     """Return, for each tensor, whether `has_lost_rows` is to be asked; for most, few calls tell that it is not.
 
-    Zeros in the samples count here. Tensors on a GPU are waited for once together.
+    Zeros in the samples count here. Tensors on a GPU are waited for once together, and those of one shape are looked at
+    together: for a small tensor, the calls take longer than their work.
 
     Args:
         tensors: weights, or shards of them.
         wholes: as `has_lost_rows` has it, for each.
     """
-    sides = [[_sample(_some_rows(side)) for side in _sides(tensor)] for tensor in tensors]
-    sums = [sample.float().square().sum(1) for side in sides for sample in side]
-    found = iter(on_host([torch.stack([one.amin(), one.mean()]) for one in sums]))
-    asked = []
-    for samples, whole in zip(sides, wholes, strict=True):
-        told = [(sample.shape[1], *next(found)) for sample in samples]
-        asked.append(any(not least * RATIO**2 >= (usual if whole is None else whole * n) for n, least, usual in told))
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        for side in _sides(tensor):
+            sample = _sample(_some_rows(side))
+            alike.setdefault((sample.shape, sample.dtype, sample.device), []).append((place, sample))
+    batches = []
+    for (shape, *_), samples in alike.items():
+        size = max(1, _BATCH // shape.numel())
+        batches += [samples[start : start + size] for start in range(0, len(samples), size)]
+    means = [torch.stack([sample for _, sample in batch]).float().square().mean(2) for batch in batches]
+    found = on_host([torch.cat([mean.amin(1), mean.mean(1)]) for mean in means])
+    asked = [False] * len(tensors)
+    for batch, told in zip(batches, found, strict=True):
+        for (place, _), least, usual in zip(batch, told[: len(batch)], told[len(batch) :], strict=True):
+            whole = wholes[place]
+            asked[place] |= not least * RATIO**2 >= (usual if whole is None else whole)
     return asked
 
 
@@ -114,12 +126,13 @@ def _limit(matrix: torch.Tensor) -> float:
 
 def _sample(matrix: torch.Tensor) -> torch.Tensor:
     """Return some columns."""
-    return matrix[:, :: max(1, matrix.shape[1] // _SAMPLE)][:, :_SAMPLE]
+    step = max(1, matrix.shape[1] // _SAMPLE)
+    return matrix[:, : step * _SAMPLE : step]
 
 
 def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return all rows, or some of very many."""
-    return matrix[:: max(1, len(matrix) // _MOST)]
+    return matrix if len(matrix) < 2 * _MOST else matrix[:: len(matrix) // _MOST]
 
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:
