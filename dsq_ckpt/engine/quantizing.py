@@ -122,9 +122,10 @@ def quantize(
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
     told = options.history.told
     rounded = {name: beside for name, beside in sketches.layout.rounded.items() if name not in told}
-    doubts = Doubts(None if context.parent is None else context.appeared, rounded, sketching.lost_rows)
+    fitted_to = sketches.layout.fitted_to - told.keys()
+    doubts = Doubts(None if context.parent is None else context.appeared, rounded, fitted_to, sketching.lost_rows)
     report(local, sketches, plan, options, doubts, comm)
-    told.update(dict.fromkeys(rounded, False))
+    told.update(dict.fromkeys([*rounded, *fitted_to], False))
     if doubts.are_gathered(sketches):
         told.update(sketching.lost_rows)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}

@@ -31,12 +31,14 @@ class Doubts(NamedTuple):
             doubtful about a tensor is said once.
         rounded: first moments that are rounded since their update is not known, and the names of state that is why;
             without those told of.
+        fitted_to: state of L-BFGS, for which weights are exact; without what was told of.
         lost_rows: names of weights with rows that one step for all loses, and whether they are exact for that; without
             those that the user was told of.
     """
 
     appeared: Collection[str] | None
     rounded: Mapping[str, set[str]]
+    fitted_to: Collection[str]
     lost_rows: Mapping[str, bool]
 
     def are_gathered(self, sketches: GlobalSketch) -> bool:
@@ -74,6 +76,7 @@ def report(
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
     _warn_of_rounded(doubts.rounded, comm.rank)
+    _warn_of_curvature(doubts.fitted_to, comm.rank)
     if doubts.are_gathered(sketches):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
@@ -152,6 +155,16 @@ def _warn_of_rounded(rounded: Mapping[str, set[str]], rank: int) -> None:
             "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "
             'update is like Adam\'s, quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] makes it smaller',
             rank=rank,
+        )
+
+
+def _warn_of_curvature(fitted_to: Collection[str], rank: int) -> None:
+    """Warn of weights that are exact since an optimizer's state would fit no others."""
+    if fitted_to:
+        warn(
+            f"{named(sorted(fitted_to))} is state of L-BFGS, which takes differences of gradients at the weights that "
+            "it saw: beside others it may never make a step again, so all weights are stored exactly. If it trains few "
+            'of them, quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
         )
 
 

@@ -215,6 +215,11 @@ def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
     return found
 
 
+def holds_curvature(fqn: str) -> bool:
+    """Return whether a tensor is the last gradient that L-BFGS keeps, of which the next step takes the difference."""
+    return fqn.rpartition(".")[2] == "prev_flat_grad"
+
+
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
     """Return the patterns of rules that apply to none of these tensors.
 

@@ -11,7 +11,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.groups import beside_first_moments
+from dsq_ckpt.quantization.groups import beside_first_moments, holds_curvature
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -45,6 +45,9 @@ class Layout:
         usual: first moments that are quantized for an update like Adam's, and no rule asks for it.
         rounded: those of them beside which the optimizer keeps state that is none of Adam's, with the names of it, once
             all ranks have agreed: their update is not known, and they are rounded to bf16.
+        chosen: weights that are quantized, and no rule asks for it.
+        fitted_to: state of L-BFGS, once all ranks have agreed. It holds differences of gradients, which are of use at
+            the very weights that they were taken at, so the `chosen` weights are exact beside it.
     """
 
     tensors: dict[str, str]
@@ -58,6 +61,8 @@ class Layout:
     frozen: Frozen = field(default_factory=Frozen)
     usual: frozenset[str] = frozenset()
     rounded: dict[str, set[str]] = field(default_factory=dict)
+    chosen: frozenset[str] = frozenset()
+    fitted_to: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -87,7 +92,13 @@ class Layout:
         usual = frozenset[str]().union(*(part.usual for part in parts))
         beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
         rounded = {name: names for name, names in beside.items() if name in usual and name in tensors}
-        tensors = {name: group for name, group in tensors.items() if name not in frozen and name not in rounded}
+        chosen = frozenset[str]().union(*(part.chosen for part in parts))
+        fitted_to = frozenset(filter(holds_curvature, shapes)) if chosen else frozenset[str]()
+        exact = chosen if fitted_to else frozenset[str]()
+        tensors = {
+            name: group for name, group in tensors.items()
+            if name not in frozen and name not in rounded and name not in exact
+        }
         used = set(tensors.values())
         groups = {name: config for name, config in groups.items() if name in used}
         averaged = any(part.averaged for part in parts)
@@ -97,7 +108,7 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   shapes, frozen, usual, rounded)
+                   shapes, frozen, usual, rounded, chosen, fitted_to)
 
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""

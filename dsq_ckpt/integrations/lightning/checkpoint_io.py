@@ -17,6 +17,7 @@ from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import explained, rest_of, to_state
+from dsq_ckpt.integrations.lightning.owner import Owner
 from dsq_ckpt.integrations.lightning.placing import PathLike
 from dsq_ckpt.integrations.lightning.removals import Removals
 from dsq_ckpt.integrations.staged import settle
@@ -28,7 +29,8 @@ class DSQCheckpointIO(CheckpointIO):
 
     It serves one device and DDP, where rank 0 saves and every rank loads, and may be wrapped by Lightning's
     `AsyncCheckpointIO`. A checkpoint is a directory of the name that Lightning gives it, and is coded against the one
-    that was saved or loaded before in the same directory. Files of Lightning's own are loaded as by Lightning.
+    that was saved or loaded before in the same directory. Frozen weights and buffers of the module are exact. Files of
+    Lightning's own are loaded as by Lightning, and the Tuner's, from which it takes back its trials, are saved so.
 
     Args:
         config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset; "exact": every
@@ -55,7 +57,14 @@ class DSQCheckpointIO(CheckpointIO):
         expect("pinned", pinned, bool, "True or False")
         expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
-        self._removals = Removals()
+        self._removals, self._owner = Removals(), Owner(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a process that Lightning spawns is given."""
+        return {name: value for name, value in vars(self).items() if name not in ("_removals", "_owner")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _removals=Removals(), _owner=Owner(self))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint dict; what is at `path` is replaced once the new checkpoint is complete.
@@ -69,14 +78,17 @@ class DSQCheckpointIO(CheckpointIO):
             raise ConfigError(
                 f"storage_options is {storage_options!r}, expected None: DSQCheckpointIO(config=...) has all settings"
             )
+        if placing.is_of_tuner(path):
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+            return
         goal, fsync = checkpoint_path(path), self.config.storage.fsync
         with self._removals.saving(goal):
             target = placing.directory_for(goal)
             placing.make_parents(goal, fsync)
             state = to_state(checkpoint)
             result = save(
-                state, target, config=self.config, overwrite=True, pinned=self.pinned, no_dist=True,
-                on_save=self.on_save,
+                state, target, config=self.config, overwrite=True, model=self._owner.module(), pinned=self.pinned,
+                no_dist=True, on_save=self.on_save,
             )
             placing.put_in_place(target, goal, fsync)
         if target != goal:

@@ -25,12 +25,18 @@ from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 _SHARDS = ".metadata"  # in directories of Lightning's sharded checkpoints
+_TUNERS = (".lr_find_", ".scale_batch_size_")
 PathLike = str | Path
 
 
 def is_ours(path: PathLike) -> bool:
     """Return whether a complete checkpoint of this package is at a path."""
     return not str(path).startswith(("http://", "https://")) and is_complete(checkpoint_path(path))
+
+
+def is_of_tuner(path: PathLike) -> bool:
+    """Return whether Lightning's Tuner saves here, which tries rates or batch sizes, and then takes all of it back."""
+    return Path(path).name.startswith(_TUNERS)
 
 
 def is_there(path: Path) -> bool:

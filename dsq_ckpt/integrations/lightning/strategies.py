@@ -24,6 +24,7 @@ from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
+from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.integrations.lightning import placing
@@ -100,9 +101,11 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
 
         target = gather_from_all_ranks(comm, begin)[0]
         assert target is not None
+        tuner = placing.is_of_tuner(goal)
         result = save(
-            state, target, config=self.config, overwrite=True, model=self.lightning_module, pinned=self.pinned,
-            on_save=self.on_save,
+            state, target, config="exact" if tuner else self.config, parent=None if tuner else "auto", overwrite=True,
+            model=self.lightning_module, pinned=self.pinned, history=SaveHistory() if tuner else None,
+            on_save=None if tuner else self.on_save,
         )
         run_on_all_ranks(comm, lambda: placing.put_in_place(target, goal, fsync) if self.is_global_zero else None)
         if target != goal:

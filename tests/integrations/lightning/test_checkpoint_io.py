@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import pickle
 import threading
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.tuner import Tuner
 
 import dsq_ckpt
 from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy, checkpoint_file
@@ -314,3 +316,66 @@ def test_object_stores(bucket: str, whole: Any) -> None:
     assert found == ["epoch=3-step=24.ckpt", "last.ckpt"]
     again, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
     assert again.global_step == 24
+
+
+class Frozen(Model):
+    """A frozen layer and a buffer, both of the shapes of trained layers, so that nothing but the module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 96)).requires_grad_(False)
+        self.register_buffer("table", torch.randn(96, 64))
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in self.state_dict().items() if name.startswith(("before", "table"))}
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_frozen_weights_and_buffers_are_exact(threaded: bool, tmp_path: Path) -> None:
+    """Trained layers are not; of two Trainers that have the plugin, the one that runs is asked."""
+    io = DSQCheckpointIO()
+    plugin = AsyncCheckpointIO(io) if threaded else io
+    for width in (32, 64):
+        seed(1)
+        model = Frozen() if width == 64 else Model(width)
+        one = trainer(plugin, epochs=2, callbacks=[saving(tmp_path / str(width))])
+        one.fit(model)
+    found = torch.load(checkpoint_file(next((tmp_path / "64").glob("*.ckpt"))), weights_only=True)["state_dict"]
+    assert {name for name, value in model.state_dict().items() if not value.equal(found[name])} == {
+        "embed.weight", "net.0.weight", "net.3.weight"
+    }
+    assert all(value.equal(found[name]) for name, value in model.kept().items())
+
+
+def test_frozen_weights_do_not_drift_over_restarts(tmp_path: Path) -> None:
+    seed(1)
+    first, path = Frozen().kept(), None
+    for epochs in range(1, 4):
+        seed(1)
+        model = Frozen()
+        trainer(DSQCheckpointIO(), epochs=epochs, callbacks=[saving(tmp_path, save_last=True)]).fit(
+            model, ckpt_path=path
+        )
+        path = "last"
+    assert same(model.kept(), first)
+
+
+def test_the_tuner_takes_back_all_that_it_tried(tmp_path: Path) -> None:
+    """Its file goes, and a save after it is a keyframe of its own."""
+    seed(1)
+    model = Frozen()
+    model.lr = 1e-3
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one = trainer(DSQCheckpointIO(), callbacks=[saving(tmp_path)], default_root_dir=tmp_path)
+    Tuner(one).lr_find(model, num_training=12)
+    assert same(dict(model.state_dict()), before)
+    assert not list(tmp_path.rglob(".lr_find*"))
+    one.fit(model)
+    assert sound(tmp_path) == 1
+
+
+def test_a_plugin_can_be_given_to_a_process_that_is_spawned(tmp_path: Path) -> None:
+    io = pickle.loads(pickle.dumps(DSQCheckpointIO(EXACT, pinned=False)))
+    assert io.config == DSQCheckpointIO(EXACT).config and not io.pinned
+    fit(io, 1, tmp_path)
+    assert sound(tmp_path) == 1
