@@ -64,7 +64,7 @@ class DSQCheckpointIO(CheckpointIO):
         return {name: value for name, value in vars(self).items() if name not in ("_removals", "_owner")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _removals=Removals(), _owner=Owner(self))
+        self.__dict__.update(state, _removals=Removals(), _owner=Owner(self))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint dict; what is at `path` is replaced once the new checkpoint is complete.
