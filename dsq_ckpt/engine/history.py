@@ -25,6 +25,7 @@ from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
@@ -89,6 +90,7 @@ class KnownCheckpoint:
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
         model: what its index tells a child, where this process wrote that; None: the index is to be read.
         lossy: names of its lossy weights, where this process saved it.
+        watch: looks at weights that no optimizer has state for, at it and at those before it.
     """
 
     save_id: str
@@ -103,6 +105,7 @@ class KnownCheckpoint:
     suspect: bool = False
     model: ParentModel | None = None
     lossy: frozenset[str] | None = None
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def run(self) -> Path:
@@ -219,6 +222,8 @@ class SaveHistory:
                     one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))
                 ]
                 new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
+                new.watch = next((one.watch for one in replaced), new.watch)
+                new.lossy = next((one.lossy for one in replaced if one.save_id == save_id), None)
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
             self._bound()
 

@@ -36,6 +36,7 @@ from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.errors import DSQError
+from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.storage.atomic_io import is_hidden
@@ -65,6 +66,9 @@ class SavePipeline:
         self._parent: Manifest | None = None
         """Manifest of the checkpoint that it is coded against, which may be removed once its files are linked."""
         self._manifest: Manifest | None = None
+        self._exact: set[str] = set()
+        """Names of tensors that were not quantized on this rank."""
+        self._watch = Watch()
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +123,8 @@ class SavePipeline:
     ) -> QuantizedState:
         """Sketch, sum over ranks, choose the configuration, quantize lazily; collective over `comm`."""
         state = quantize(self.options, context, local, comm, workers)
-        self.plan = state.plan
+        self.plan, self._watch = state.plan, state.watch
+        self._exact = {item.key.fqn for item in state.unquantized}
         return state
 
     def write(self, context: SaveContext, rank: int, state: QuantizedState, workers: Workers) -> RankResult:
@@ -136,12 +141,9 @@ class SavePipeline:
         """Keep the chunks that the next save is coded against, once this one is committed."""
         parent = None if context.parent is None else context.parent.save_id
         shares = parent if context.shared else None
-        exact = set[str]()
-        if not context.shared:  # else codes that have a parent are not kept
-            exact = {key.fqn for key in cache.refs} - {key.fqn for key in (*cache.codes, *cache.values)}
         new = KnownCheckpoint(
             context.save_id, self.path.absolute(), context.layout.shapes, cache, shares=shares,
-            lossy=context.layout.weights() - exact,
+            lossy=context.layout.weights() - self._exact, watch=self._watch,
         )
         self.options.history.add_pending(new, context.previous, parent)
 

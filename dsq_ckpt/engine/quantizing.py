@@ -28,14 +28,16 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
+from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
-from dsq_ckpt.quantization.groups import in_tree, unwrapped
+from dsq_ckpt.quantization.groups import in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
 from dsq_ckpt.quantization.undefined import hold_nan
 from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
 from dsq_ckpt.storage.paths import expanded
 
 
@@ -53,6 +55,7 @@ class QuantizedState:
         staged: whether the next save was given what it needs of the chunks when they were staged.
         alone: whether it may need no file of a parent: there is none, or it was found damaged.
         related: what `Kinship` found when the chunks were staged; None: it was not asked, or cannot tell.
+        watch: looks at weights that no optimizer has state for, for the next save.
     """
 
     chunks: Iterator[QuantizedChunk]
@@ -64,6 +67,7 @@ class QuantizedState:
     staged: bool = False
     alone: bool = False
     related: bool | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 def quantize(
@@ -134,7 +138,7 @@ def quantize(
         exact = [replace(item, config=None) for item in exact]  # not as bf16 either
     return QuantizedState(
         _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied,
-        local.objects, alone=context.parent is None,
+        local.objects, alone=context.parent is None, watch=sketching.watch,
     )
 
 
@@ -145,6 +149,7 @@ class _Sketching:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
+        watch: looks at weights that no optimizer has state for.
     """
 
     def __init__(
@@ -157,6 +162,8 @@ class _Sketching:
         self.loader = self._loader()
         self.undefined: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
+        known = None if context.previous is None else options.history.find(context.previous.save_id)
+        self.watch = Watch() if known is None else known.watch
         self._asked: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
 
@@ -190,7 +197,7 @@ class _Sketching:
         self._asked = self._may_be_exact(wanted)
         weights = [chunk for chunk in chunks if chunk.key in self._asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
-        left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
+        left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one} | self._untrained(weights)
         chunks = [chunk for chunk in chunks if chunk.key not in left_out]
         chunks = self.with_all_rows(chunks)
         return Loaded(chunks, len(self.undefined), len(self.lost_rows))
@@ -207,6 +214,20 @@ class _Sketching:
             item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
             and not (self._searches and in_tree(item.key.fqn, model) is not None)
         }
+
+    def _untrained(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
+        """Return the chunks of weights that are frozen, or buffers, as far as the state tells where no model does."""
+        options, layout = self._options, self._context.layout
+        if options.frozen.rests or options.config.quantize.frozen != "exact":
+            return set()
+        tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
+        doubtful = may_be_untrained(layout.weights(), layout.shapes, tied)
+        others = [chunk for chunk in weights if chunk.key.fqn in doubtful]
+        if others:
+            trained = [item for item in self._local.items if item.key.fqn not in doubtful]
+            trained.sort(key=lambda item: kind_of(item.key.fqn) == "weights")  # state of an optimizer first
+            self.watch.look((item.load() for item in trained), ((chunk.key, chunk.tensor) for chunk in others))
+        return {chunk.key for chunk in others if self.watch.rests(chunk.key)}
 
     def with_all_rows(self, chunks: list[Chunk], octaves: Mapping[str, Counts] | None = None) -> list[Chunk]:
         """Return the chunks without those of weights that would lose rows that training needs: these are exact.

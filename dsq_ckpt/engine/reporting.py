@@ -211,9 +211,9 @@ def _warn_of_doubtful(
         )
     if untrained:
         warn(
-            f"{named(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is "
-            "frozen, or a buffer, give the module too (model=), so that it is exact; if it is data, store it exactly, "
-            'by quantize.rules: [{"pattern": NAME, "exact": true}]; if it only had no gradient yet, nothing is wrong',
+            f"{named(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is a "
+            "buffer, give the module too (model=), so that it is exact; if it is data, store it exactly, by "
+            'quantize.rules: [{"pattern": NAME, "exact": true}]; if another optimizer trains it, nothing is wrong',
             rank=comm.rank,
         )
     if strange and known:

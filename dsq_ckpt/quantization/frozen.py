@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,41 +49,51 @@ class Frozen:
         return cls(trains, rests)
 
 
-class _Looks(NamedTuple):
-    """The last look at a model: a checksum of what is trained; checksums and changes of other tensors, by name."""
+class Watch:
+    """Looks at tensors, one at each save, which tell whether training leaves them as they are.
 
-    trained: Hashable
-    seen: dict[str, tuple[Hashable, int]]
+    A look at a state that training has not changed since the last one tells nothing new: a trainer may save twice at a
+    step.
+    """
+
+    def __init__(self) -> None:
+        self._trained: Hashable = None
+        self._seen: dict[Hashable, tuple[Hashable, int]] = {}  # checksum, and changes in a row
+
+    def look(
+        self, trained: Iterable[torch.Tensor], others: Iterable[tuple[Hashable, torch.Tensor]]
+    ) -> None:
+        """Look at the beginning of what is trained, and at all of other tensors, by name."""
+        mark = _mark(trained)
+        for name, tensor in others:
+            known = self._seen.get(name)
+            if known is None:
+                self._seen[name] = checksum(tensor), 0
+            elif not mark or mark != self._trained:
+                found = checksum(tensor)
+                self._seen[name] = found, min(known[1] + 1, _CHANGES) if found != known[0] else 0
+        self._trained = mark
+
+    def rests(self, name: Hashable) -> bool:
+        """Return whether a tensor was not seen to change twice in a row."""
+        return self._seen.get(name, (None, 0))[1] < _CHANGES
 
 
-_last: weakref.WeakKeyDictionary[nn.Module, _Looks] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
 
 
 def look(model: nn.Module) -> Frozen:
     """Look which tensors of a model are frozen, and whether they hold what they held at earlier looks.
 
-    To be called at each save. A look at a state that training has not changed since the last one tells nothing new: a
-    trainer may save twice at a step. What is on the meta device or not initialized is not looked at.
+    To be called at each save. What is on the meta device or not initialized is not looked at.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    mark, last = _mark(trained), _last.get(model, _Looks(None, {}))
-    seen: dict[str, tuple[Hashable, int]] = {}
-    rests: dict[str, bool] = {}
     shapes = {parameter.shape for parameter in model.parameters() if _is_there(parameter)}
-    for name, tensor in _tensors(model):
-        if tensor.requires_grad or tensor.shape not in shapes:
-            rests[unwrapped(name)] = not tensor.requires_grad
-            continue
-        known = last.seen.get(name)
-        if known is None:
-            known = checksum(tensor), 0
-        elif mark != last.trained:
-            found = checksum(tensor)
-            known = found, min(known[1] + 1, _CHANGES) if found != known[0] else 0
-        seen[name] = known
-        rests[unwrapped(name)] = known[1] < _CHANGES
-    _last[model] = _Looks(mark, seen)
-    return Frozen(bool(trained), rests)
+    watch = _watches.setdefault(model, Watch())
+    watch.look(trained, (
+        (name, tensor) for name, tensor in _tensors(model) if not tensor.requires_grad and tensor.shape in shapes
+    ))
+    return known(model)
 
 
 def known(model: nn.Module) -> Frozen:
@@ -92,21 +101,21 @@ def known(model: nn.Module) -> Frozen:
 
     For where training may be changing the tensors.
     """
-    seen = _last.get(model, _Looks(None, {})).seen
+    watch = _watches.get(model, Watch())
     rests = {
-        unwrapped(name): not tensor.requires_grad and (name not in seen or seen[name][1] < _CHANGES)
-        for name, tensor in _tensors(model)
+        unwrapped(name): not tensor.requires_grad and watch.rests(name) for name, tensor in _tensors(model)
     }
     return Frozen(any(parameter.requires_grad for parameter in model.parameters()), rests)
 
 
-def _mark(trained: Iterable[nn.Parameter]) -> Hashable:
-    """Return a checksum of the first of the trained parameters."""
+def _mark(trained: Iterable[torch.Tensor]) -> Hashable:
+    """Return a checksum of the first of the trained tensors."""
     found, left = [], _SEEN
-    for parameter in trained:
-        if left > 0 and _is_there(parameter):
-            found.append(checksum(parameter))
-            left -= parameter.numel()
+    for tensor in filter(_is_there, trained):
+        found.append(checksum(tensor))
+        left -= tensor.numel()
+        if left <= 0:
+            break
     return tuple(found)
 
 

@@ -19,9 +19,15 @@ Shape = tuple[int, ...]
 _NUMBERED = re.compile(r"(?P<optimizer>(.*\.)?state)\.(?P<number>\d+)\.\w+")
 
 
+def numbered(name: str) -> tuple[str, int] | None:
+    """Return the optimizer and the number of the parameter whose state has a name; None if it has no number."""
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else (found["optimizer"], int(found["number"]))
+
+
 def is_numbered(name: str) -> bool:
     """Return whether a name is that of state by the number of a parameter."""
-    return _NUMBERED.fullmatch(name) is not None
+    return numbered(name) is not None
 
 
 def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, str]:
@@ -37,8 +43,8 @@ def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[s
     """
     optimizers: dict[str, dict[Shape, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
     for name in state:
-        if (found := _NUMBERED.fullmatch(name)) is not None and len(shapes[name]) > 1:
-            optimizers[found["optimizer"]][shapes[name]].append((int(found["number"]), name))
+        if (found := numbered(name)) is not None and len(shapes[name]) > 1:
+            optimizers[found[0]][shapes[name]].append((found[1], name))
     if not optimizers:
         return {}
     models: dict[str, dict[Shape, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -46,11 +52,11 @@ def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[s
         if len(shape) > 1 and kind_of(name) == "weights":
             models[name.partition(".")[0]][shape].append(name)
     fitting: dict[str, set[str]] = defaultdict(set)
-    for numbered in optimizers.values():
+    for own_state in optimizers.values():
         for weights in models.values():
-            others = [shape for shape in weights if len(weights[shape]) != len(numbered.get(shape, ()))]
-            for shape in weights.keys() & numbered.keys():
-                own = [name for _, name in sorted(numbered[shape])]
+            others = [shape for shape in weights if len(weights[shape]) != len(own_state.get(shape, ()))]
+            for shape in weights.keys() & own_state.keys():
+                own = [name for _, name in sorted(own_state[shape])]
                 if others == [shape] and (len(own), len(weights[shape])) == (1, 2):
                     own *= 2  # all else is trained once, so that these are one parameter, a tied one
                 if len(own) == len(weights[shape]):

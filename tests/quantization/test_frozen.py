@@ -86,10 +86,10 @@ def test_ranks_agree():
 def test_models_are_let_go():
     model = Model()
     told(model)
-    reference, known = weakref.ref(model), len(frozen._last)
+    reference, known = weakref.ref(model), len(frozen._watches)
     del model
     gc.collect()
-    assert reference() is None and len(frozen._last) < known
+    assert reference() is None and len(frozen._watches) < known
 
 
 def saves(model, tmp_path, config=None, count=3):

@@ -15,7 +15,7 @@ from dsq_ckpt.storage.manifest import Manifest
 NAN = float("nan")
 OTHERS = [
     {"norm.running_var": torch.ones(96)}, {"linear.bias": torch.zeros(96)},
-    {"optimizer": {"state": {"linear.bias": {"exp_avg": torch.zeros(96)}}}},  # stored in bf16
+    {"optimizer": {"state": {"head.bias": {"exp_avg": torch.zeros(96)}}}},  # stored in bf16
     {"table": torch.randn(80, 80)},  # by a rule
 ]
 RULES = {"rules": [{"pattern": "table", "exact": True}]}

@@ -164,6 +164,7 @@ def test_what_becomes_small_after_a_keyframe_is_told_once_or_exact(tmp_path: Pat
             factor = 3.0 * RATIO if number else 1.0
             saved["optimizer.state.w.exp_avg_sq"] = with_part(normal(300, 90) * 1e-3, COLUMN, factor).square()
             saved["optimizer.state.poses.weight.exp_avg_sq"] = with_part(normal(2000, 7), POSES, 0.01).square()
+            saved["optimizer.state.v.exp_avg_sq"] = (normal(90, 90) * 1e-3).square()  # else it may be frozen
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.save(saved, tmp_path / str(number), history=history)

@@ -1,0 +1,94 @@
+"""Weights that no optimizer of a save trains, told by its state alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import dsq_ckpt
+from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
+
+M, T, V = (80, 80), (70, 80), (9, 90)
+
+
+def doubtful(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> set[str]:
+    weights = {name for name in shapes if ".state." not in name and name not in (tied or {})}
+    return may_be_untrained(weights, shapes, other_names((tied or {}).items()))
+
+
+def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optimizer: str = "optimizer") -> dict:
+    return {f"{optimizer}.state.{owner}.{leaf}": shape for owner in owners}
+
+
+@pytest.mark.parametrize("shapes, expected", [
+    ({"m.a.weight": M, "m.b.weight": M}, set()),  # no optimizer
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight"), {"m.b.weight"}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", shape=(), leaf="step"), {"m.b.weight"}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight.GG", leaf="0"), {"m.b.weight"}),  # lists of SOAP
+    ({"m.a.weight": M, "ema.a.weight": M} | state("a.weight"), set()),  # an average has the same names
+    ({"m.module.a.weight": M, "m.b.weight": M} | state("_orig_mod.a.weight"), {"m.b.weight"}),
+    ({"m.a.weight": M, "m.a.bias": V} | state("a.bias", shape=V), {"m.a.weight"}),
+    ({"m.a.weight": M, "m.a.bias": V} | state("net.a.bias", shape=V), set()),
+    ({"m.a.weight": M, "m.b.weight": M} | state("net.a.weight"), set()),  # names of another tree: nothing is known
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", "c.weight"), set()),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0"), {"m.a.weight", "m.b.weight"}),  # one of them
+    ({"m.a.weight": M, "m.b.weight": T} | state("0"), {"m.b.weight"}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0", "1"), set()),
+    ({"m.a.weight": M, "ema.a.weight": M} | state("0"), set()),
+    ({"g.a.weight": M, "d.a.weight": M} | state("0", optimizer="g_opt") | state("0", optimizer="d_opt"), set()),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0", shape=V), set()),  # not kept in the parameter's shape
+    ({"m.a.weight": M, "m.b.weight": T} | state("0") | state("a.weight", optimizer="other"), set()),  # both ways
+])
+def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: set[str]) -> None:
+    assert doubtful(shapes) == expected
+
+
+@pytest.mark.parametrize("owner", ["a.weight", "b.weight", "0"])
+def test_state_of_either_name_is_that_of_a_tied_weight(owner: str) -> None:
+    shapes = {"m.a.weight": M, "m.b.weight": M, "m.c.weight": T} | state(owner)
+    assert doubtful(shapes, {"m.b.weight": "m.a.weight"}) == {"m.c.weight"}
+
+
+@pytest.mark.parametrize("how", ["names", "numbers", "all parameters"])
+def test_frozen_layers_do_not_drift_where_no_model_is_given(tmp_path, how: str) -> None:
+    """Half of the blocks are frozen; each restart begins a chain of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(80, 80) for _ in range(4)))
+    model[:2].requires_grad_(False)
+    first = {name: value.clone() for name, value in model.state_dict().items() if name < "2"}
+
+    def states() -> tuple[dict, dict]:
+        weights, by_name = get_state_dict(model, optimizer)
+        return weights, by_name if how == "names" else optimizer.state_dict()
+
+    for restart in range(3):
+        history = dsq_ckpt.SaveHistory()
+        trained = [one for one in model.parameters() if one.requires_grad or how == "all parameters"]
+        optimizer = torch.optim.AdamW(trained)
+        for number in range(4):
+            model(torch.randn(30, 80)).square().sum().backward()
+            optimizer.step()
+            weights, own = states()
+            path = tmp_path / f"{restart}-{number}"
+            size = dsq_ckpt.save({"model": weights, "optimizer": own}, path, history=history).bytes_written
+        found = {"model": {}}
+        dsq_ckpt.load(found, path, history=history)
+        assert not found["model"]["3.weight"].equal(model[3].weight)  # trained ones are lossy, once seen to change
+        assert size < 60_000  # and frozen ones cost nothing at a delta
+        model.load_state_dict(found["model"])
+    assert all(value.equal(model.state_dict()[name]) for name, value in first.items())
+
+
+def test_frozen_tensors_may_be_lossy_where_the_configuration_says_so(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80).requires_grad_(False))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model(torch.randn(30, 80)).square().sum().backward()
+    optimizer.step()
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    for kept in ("exact", "lossy"):
+        dsq_ckpt.save(saved, tmp_path / kept, config={"quantize": {"frozen": kept}}, parent=None)
+        found = {"model": {}}
+        dsq_ckpt.load(found, tmp_path / kept)
+        assert found["model"]["1.weight"].equal(model[1].weight) == (kept == "exact")
