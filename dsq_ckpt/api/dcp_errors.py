@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dsq_ckpt.core.interrupts import raised_by_handler
 from dsq_ckpt.distributed.comm import Elsewhere
 from dsq_ckpt.errors import DSQError, SaveFailed, described
 
@@ -83,10 +84,11 @@ def without_warning(no_dist: bool) -> Iterator[None]:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Keep DCP from printing the traceback of an error of this package before it raises that error itself."""
+    """Keep DCP from printing the traceback of an error that the caller gets: one of this package, or of a handler."""
 
     def passes(record: logging.LogRecord) -> bool:
-        known = record.exc_info and isinstance(record.exc_info[1], DSQError)  # False where a caller gave False
+        error = record.exc_info[1] if record.exc_info else None  # False where a caller gave False
+        known = isinstance(error, DSQError) or (error is not None and error is raised_by_handler())
         return not (known and record.module == "state_dict_loader")
 
     root = logging.getLogger()  # by which that module logs

@@ -19,7 +19,7 @@ from dsq_ckpt.api.buffers import refused_sizes, sized_by_load, take_saved_shapes
 from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
 from dsq_ckpt.api.stateful import state_of, told_state, warn_of_objects
 from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
-from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.interrupts import held_signals, raised_by_handler
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
 from dsq_ckpt.core.subclasses import loading, refuse_cycles
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
@@ -182,6 +182,8 @@ def load_with(
         except BaseException as error:
             for target, _ in to_fill:
                 target.clear()
+            if (add_note := getattr(raised_by_handler(), "add_note", None)) is not None:  # of Python 3.11
+                add_note(f"during the load of '{reader.path}': what was to be loaded may be partly filled")
             if isinstance(error, DSQError) and reader.unreadable is not None:
                 raise reader.unreadable from error
             if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path

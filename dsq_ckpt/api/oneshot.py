@@ -27,6 +27,7 @@ from dsq_ckpt.convert.partitioner import deal
 from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
 from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
+from dsq_ckpt.core.interrupts import heard_handlers
 from dsq_ckpt.core.subclasses import by_parts
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
@@ -51,6 +52,7 @@ Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
 
 
+@heard_handlers()
 def compress(
     source: Source,
     path: str | os.PathLike[str],

@@ -34,13 +34,14 @@ from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
-from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.planner_data import decoded
+from dsq_ckpt.dcp.steps import step_of_dcp
 from dsq_ckpt.dcp.tied_targets import TiedTargets
 from dsq_ckpt.distributed.comm import keep_groups
 from dsq_ckpt.distributed.job import size_of_job
@@ -155,7 +156,7 @@ class DSQStorageReader(Located, StorageReader):
                 )
         return [replace(plan, storage_data=refined) for plan in plans]
 
-    @held_signals()
+    @step_of_dcp(LoadFailed)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return self._read(plan, planner)

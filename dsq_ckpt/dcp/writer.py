@@ -39,6 +39,7 @@ from dsq_ckpt.dcp.staging import (
     refuse_mixed,
     staged_payloads,
 )
+from dsq_ckpt.dcp.steps import step_of_dcp
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
@@ -192,6 +193,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         offer = Offer(self._pipeline.settings, layout_of_plan(items, self._options, bool(self._gradients)))
         return replace(plan, storage_data=offer) if self._cached is None else self._cached.offered(plan, offer)
 
+    @step_of_dcp(SaveFailed)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter has no_dist=True, but DCP saves with {len(plans)} ranks")
@@ -224,7 +226,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
         return found.with_context(context)
 
-    @held_signals()
+    @step_of_dcp(SaveFailed)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         context = plan.storage_data if self._cached is None else self._cached.arrived(plan)
         try:
@@ -265,7 +267,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
         return self._pipeline.quantize(context, local, comm, workers)
 
-    @held_signals()
+    @step_of_dcp(SaveFailed)
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
             self._finish(metadata, results)

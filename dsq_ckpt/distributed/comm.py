@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.core.arrays import Counts
+from dsq_ckpt.core.interrupts import heard_handlers
 from dsq_ckpt.distributed.lasting import keep
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
@@ -278,6 +279,7 @@ def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], otherwise: type
     return results[0]
 
 
+@heard_handlers()
 def gather_from_all_ranks(
     comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed
 ) -> list[_T]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsq_ckpt.core.arrays import Counts
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import let_signals_through, shielded
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
@@ -116,7 +116,8 @@ def quantize(
             known.suspect = True
         raise
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
-    plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
+    with shielded():  # a search puts trial weights into the model, and takes them out again
+        plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
     worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
     plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
     if searches:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dsq_ckpt.core.interrupts import in_users_function, let_signals_through
 from dsq_ckpt.core.notices import raised_at
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
@@ -159,11 +160,13 @@ class TrialModel:
         if trial is Probe.AGAIN:
             _draw_others(bool(self._random_cuda))
         try:
-            metric = self._with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
+            with in_users_function():
+                metric = self._with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
         except ModelChanged:
             raise
         except Exception as error:
             self._held.clear()  # it may have changed them
+            let_signals_through()  # what a handler raised is no failure of the function
             raise EvaluateRaised(f"`{name}` raised {described(error)}{raised_at(error)}") from error
         finally:
             self._undo()

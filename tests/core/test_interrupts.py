@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
-from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.interrupts import heard_handlers, held_signals, in_users_function, let_signals_through, shielded
+from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.engine import quantizing, warmup
+from dsq_ckpt.engine.pipeline import SavePipeline
+from dsq_ckpt.quantization import global_sketch
 from dsq_ckpt.quantization.chunk import QuantizingChunk
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest, _parsed, is_complete
+from dsq_ckpt.storage.shard import ShardWriter
 from tests.helpers.states import loaded, same
 from tests.helpers.training import Net, loss_of
 
@@ -179,3 +189,190 @@ def test_a_save_does_not_wait_for_kernels(tmp_path, monkeypatch):
         dsq_ckpt.save({"a.weight": torch.randn(100, 100)}, tmp_path / "x")
     compiled.set()
     assert not (tmp_path / "x").exists()
+
+
+class Preempted(Exception):
+    """What a handler of the user raises to stop a job."""
+
+
+class Alarm:
+    """A handler of SIGALRM; objects and others than functions are handlers, too."""
+
+    error: BaseException
+
+    def __call__(self, number, frame):
+        raise self.error
+
+
+@pytest.fixture(params=[Preempted, TimeoutError, FileNotFoundError, dsq_ckpt.LoadFailed, SystemExit])
+def alarm(request):
+    """What a handler of SIGALRM, which does not wait, raises; also of classes that the package takes for its own."""
+    handler = Alarm()
+    handler.error = error = request.param("by the queue")
+    error.__cause__ = cause = KeyError("of the user")
+    before = signal.signal(signal.SIGALRM, handler)
+    yield error
+    assert signal.getsignal(signal.SIGALRM) is handler
+    signal.signal(signal.SIGALRM, before)
+    assert isinstance(error, SystemExit) or error.__cause__ is cause
+
+
+def rings(original):
+    """Return a function before which the alarm rings."""
+    def function(*args, **kwargs):
+        signal.raise_signal(signal.SIGALRM)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def during(owner, name):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(owner, name, rings(getattr(owner, name)))
+    return patch
+
+
+SAVES = {
+    "sketches": (global_sketch, "add_joint"), "writing": (ShardWriter, "finish"),
+    "plan": (NestedSavePlanner, "create_local_plan"), "parent": (Manifest, "model_validate"),
+    "commit": (SavePipeline, "commit"),
+}
+
+
+@pytest.mark.parametrize("place", SAVES)
+def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm, place):
+    """The very exception, whatever was being done; the checkpoint is complete or was never there."""
+    state = {"a.weight": torch.randn(100, 100), "step": 1}
+    dsq_ckpt.save(state, tmp_path / "0")
+    for number, save in enumerate((dsq_ckpt.save, dsq_ckpt.Compressor(Net()).save)):
+        path = tmp_path / f"x{number}"
+        _parsed.cache_clear()
+        patch = during(*SAVES[place])
+        try:
+            with pytest.raises(type(alarm)) as caught:
+                save(state, path) if number == 0 else save(path)
+        finally:
+            patch.undo()
+        assert caught.value is alarm
+        assert is_complete(path) or not path.exists()
+        if place != "parent":  # which a first save reads nowhere, and what is complete is read once more
+            assert not is_complete(path), "it is raised where the save can still end"
+    dsq_ckpt.save(state, tmp_path / "1")
+    loaded(tmp_path / "1", state)
+
+
+@pytest.mark.parametrize("place", [(Manifest, "model_validate"), (Checkpoint, "record"), (Checkpoint, "load")],
+                         ids=lambda place: place[1])
+def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm, place):
+    """It is no LoadFailed, on which a job would go back to an older checkpoint, and says that the state is half new."""
+    state = {"a.weight": torch.randn(100, 100), "b.weight": torch.randn(100, 100)}
+    dsq_ckpt.save(state, tmp_path / "a")
+    compressor = dsq_ckpt.Compressor(Net())
+    compressor.save(tmp_path / "b")
+    loads = [lambda: dsq_ckpt.load(state, tmp_path / "a"), lambda: compressor.load(tmp_path / "b")]
+    for load in loads:
+        _parsed.cache_clear()
+        patch = during(*place)
+        try:
+            with pytest.raises(type(alarm)) as caught:
+                load()
+        finally:
+            patch.undo()
+        assert caught.value is alarm
+        if place[0] is Checkpoint and sys.version_info >= (3, 11):
+            assert "partly filled" in alarm.__notes__[-1]
+        load()
+
+
+def test_what_a_handler_raises_within_dcps_functions(tmp_path, alarm):
+    """DCP bundles it as it is."""
+    state = {"a.weight": torch.randn(100, 100)}
+    dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "a"))
+    for place, call in {
+        (ShardWriter, "finish"): lambda: dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "b")),
+        (Checkpoint, "record"): lambda: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a")),
+    }.items():
+        patch = during(*place)
+        try:
+            with pytest.raises(CheckpointException) as caught:
+                call()
+        finally:
+            patch.undo()
+        assert caught.value.failures[0][0] is alarm
+
+
+def test_latest_is_no_older_one_when_a_handler_raises(tmp_path, alarm):
+    for name in ("a", "b"):
+        dsq_ckpt.save({"w": torch.randn(10)}, tmp_path / name)
+    _parsed.cache_clear()
+    patch = during(Manifest, "model_validate")
+    try:
+        with pytest.raises(type(alarm)) as caught:
+            dsq_ckpt.latest(tmp_path)
+    finally:
+        patch.undo()
+    assert caught.value is alarm
+    assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "b")
+
+
+def test_an_alarm_in_an_evaluation_ends_the_save(tmp_path, alarm):
+    """It is not taken for a metric that cannot be had, for which weights are stored finely; the model is put back."""
+    def evaluate():
+        signal.raise_signal(signal.SIGALRM)
+        pytest.fail("it is raised at once")
+
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(type(alarm)) as caught:
+        dsq_ckpt.Compressor(model, evaluate=evaluate).save(tmp_path / "x")
+    assert caught.value is alarm
+    assert not (tmp_path / "x").exists()
+    assert all(same(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_evaluation_may_catch_its_alarm(tmp_path, alarm):
+    def evaluate():
+        with pytest.raises(type(alarm)):
+            signal.raise_signal(signal.SIGALRM)
+        return loss_of(model)
+
+    model = Net()
+    dsq_ckpt.Compressor(model, evaluate=evaluate, config={"search": {"epsilon": 0.5}}).save(tmp_path / "x")
+    assert dsq_ckpt.latest(tmp_path) is not None
+
+
+def test_what_was_lost_is_raised_again(alarm):
+    """As in a destructor, or where the package goes on without something; where others can be told, or at the end."""
+    with pytest.raises(type(alarm)) as caught, heard_handlers():
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGALRM)
+        with held_signals(), pytest.raises(type(alarm)):
+            let_signals_through()
+        let_signals_through()
+        raise ValueError("of the work")
+    assert caught.value is alarm
+    assert alarm.__context__ is None
+
+
+def test_an_alarm_waits_only_while_the_model_is_not_the_users(alarm):
+    """A second one does not wait; the handler itself never does."""
+    with pytest.raises(type(alarm)), held_signals(), shielded():
+        signal.raise_signal(signal.SIGALRM)
+        with in_users_function(), pytest.raises(type(alarm)):
+            signal.raise_signal(signal.SIGALRM)
+        with pytest.raises(type(alarm)):
+            signal.raise_signal(signal.SIGALRM)
+        with pytest.raises(type(alarm)):
+            let_signals_through()
+        signal.raise_signal(signal.SIGALRM)
+    with pytest.raises(type(alarm)), held_signals():
+        signal.raise_signal(signal.SIGALRM)
+        pytest.fail("not reached")
+
+
+def test_a_handler_that_calls_the_one_before_it(handler):
+    """As a library that sets its own during an evaluation: the signals of later are not held for good."""
+    with held_signals():
+        kept = signal.getsignal(signal.SIGUSR1)
+    kept(signal.SIGUSR1, None)
+    assert handler.calls == 1

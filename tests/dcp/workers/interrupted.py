@@ -22,10 +22,19 @@ import torch.distributed as dist
 from harness import done, normal, world
 
 import dsq_ckpt
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import is_complete
 
-RAISES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+
+class Preempted(Exception):
+    """What a handler raises; it can be pickled, but not unpickled."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(f"{why} {number}")
+
+
+RAISES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit, signal.SIGALRM: Preempted}
 
 
 class Saves:
@@ -67,7 +76,7 @@ class Saves:
             self.save(how)
             if waiting is not None:
                 waiting.join()
-        except (dsq_ckpt.SaveFailed, KeyboardInterrupt, SystemExit) as error:
+        except (dsq_ckpt.SaveFailed, KeyboardInterrupt, SystemExit, Preempted) as error:
             caught = error
             if waiting is not None:
                 waiting.join()
@@ -114,6 +123,11 @@ def leave(number: int, frame: Any) -> None:
     sys.exit(5)
 
 
+def preempt(number: int, frame: Any) -> None:
+    raise Preempted(number, "by signal")
+
+
+USERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: leave, signal.SIGALRM: preempt}
 HANDLERS: dict[int, Any] = {}
 
 
@@ -139,6 +153,29 @@ def from_within(saves: Saves) -> None:
     done("from within")
 
 
+def during_a_load(saves: Saves) -> None:
+    """The rank gets what its handler raised, the others LoadFailed; the next load works."""
+    own, path = saves.rank == saves.culprit, saves.run / f"{saves.count:03d}"
+    for number, raised in RAISES.items():
+        find = Checkpoint.record
+
+        def record(self: Any, *args: Any) -> Any:
+            os.kill(os.getpid(), number)  # noqa: B023
+            return find(self, *args)  # noqa: B023
+
+        expected = raised if own else dsq_ckpt.LoadFailed
+        with mock.patch.object(Checkpoint, "record", record if own else find):
+            try:
+                dsq_ckpt.load(saves.state(), path)
+            except BaseException as error:
+                assert type(error) is raised if own else isinstance(error, expected), repr(error)
+                assert own or raised.__name__ in str(error), repr(error)
+            else:
+                raise AssertionError("not reached")
+        dsq_ckpt.load(saves.state(), path)
+    done("during a load")
+
+
 def in_the_background(saves: Saves) -> None:
     """What ends the thread of an asynchronous save ends its future."""
     saves.thing = Leaves() if saves.rank == saves.culprit else None
@@ -152,8 +189,8 @@ def at_any_time(saves: Saves) -> None:
     """The signal comes from a thread, whenever it comes."""
     chance = random.Random(5)
     interrupted = 0
-    for turn in range(16):
-        how, number = ("sync", "compressor")[turn % 2], list(RAISES)[turn // 2 % 2]
+    for turn in range(24):
+        how, number = ("sync", "compressor")[turn % 2], list(RAISES)[turn // 2 % 3]
         delay = chance.random() * 0.2
 
         def soon() -> threading.Thread | None:
@@ -170,18 +207,19 @@ def at_any_time(saves: Saves) -> None:
 
         interrupted += saves.attempt(how, number, always=True, before=soon)
     saves.works()
-    print(f"{interrupted} of 16 in the middle", flush=True)
+    print(f"{interrupted} of 24 in the middle", flush=True)
     done("at any time")
 
 
 def main() -> None:
     with world() as (_, size):
         for number in RAISES:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else leave)
+            signal.signal(number, USERS[number])
             HANDLERS[number] = signal.getsignal(number)
         saves = Saves(Path(sys.argv[1]) / "run", culprit=size - 1)
         saves.works()
         from_within(saves)
+        during_a_load(saves)
         in_the_background(saves)
         at_any_time(saves)
 
