@@ -24,7 +24,7 @@ def may_be_untrained(
         shapes: shapes of all tensors of the save.
         tied: other names of the memory of a weight, by its name.
     """
-    state = [name for name in shapes if kind_of(name) != "weights" and _parameter(name)]
+    state = [name for name in shapes if kind_of(name) != "weights" and _state(name)]
     if not weights or not state:
         return set()
     by_number = {name: found for name in state if (found := numbered(name)) is not None}
@@ -37,12 +37,16 @@ def _by_name(
     weights: Collection[str], shapes: Mapping[str, Shape], state: Collection[str], tied: Mapping[str, Collection[str]]
 ) -> set[str]:
     """Return the weights by whose name no state goes, if all state of matrices goes by the name of some weight."""
-    owners = {one for name in state for one in _beginnings(unwrapped(_parameter(name)))}
-    everything = {name for name in shapes if kind_of(name) == "weights"}
-    owned = {name: {tail for tail in _tails(unwrapped(name)) if tail in owners} for name in everything}
-    found = set[str]().union(*owned.values())
-    matrices = [name for name in state if len(shapes[name]) > 1]
-    if not found or any(found.isdisjoint(_beginnings(unwrapped(_parameter(name)))) for name in matrices):
+    owners = {name: _owner(name) for name in state}
+    beginnings = {owner: _beginnings(owner) for owner in set(owners.values())}
+    every = {one for found in beginnings.values() for one in found}
+    owned = {
+        name: next((tail for tail in _tails(unwrapped(name)) if tail in every), None)
+        for name in shapes if kind_of(name) == "weights"
+    }
+    matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
+    found = set(owned.values()) - {None}
+    if not found or any(found.isdisjoint(beginnings[owner]) for owner in matrices):
         return set()
     return {name for name in weights if not any(owned.get(one) for one in (name, *tied.get(name, ())))}
 
@@ -67,21 +71,27 @@ def _by_number(
     return {name for name in weights if models[name.partition(".")[0]][shapes[name]] > trained[shapes[name]]}
 
 
-def _parameter(name: str) -> str:
+def _state(name: str) -> str:
     """Return the name of a parameter, and of what an optimizer keeps for it; empty for other tensors."""
     return f".{name}".partition(".state.")[2]
 
 
-def _beginnings(name: str) -> Iterator[str]:
-    """Yield the names that a name begins with, but for all of it."""
+def _owner(name: str) -> str:
+    """Return the name of the parameter that state belongs to, or a longer one, of what the optimizer keeps below it."""
+    return unwrapped(_state(name).rpartition(".")[0])
+
+
+def _beginnings(name: str) -> list[str]:
+    """Return the names that a name begins with."""
     parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _tails(name: str) -> Iterator[str]:
-    """Yield the names that a name ends with."""
-    parts = name.split(".")
-    return (".".join(parts[start:]) for start in range(len(parts)))
+    """Yield the names that a name ends with, the longest first."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def other_names(tied: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
