@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
 from dsq_ckpt.report.gradient_log import LogSession
-from dsq_ckpt.report.history import CLASSES, History
+from dsq_ckpt.report.history import CLASSES, History, Leftovers
 from dsq_ckpt.report.searches import Search
 
 
@@ -91,21 +90,24 @@ def _told(history: History) -> list[str]:
 
 
 def _print_leftovers(history: History) -> None:
-    """Print warnings about damaged and incomplete checkpoints."""
+    """Print warnings about damaged, incomplete and removed checkpoints."""
     screen = output.console()
-    for path, problem in history.damaged:
+    for path, problem in history.leftovers.damaged:
         screen.print(f"damaged: {path.name}: {problem}", soft_wrap=True)
     for entry in history.entries:
         if entry.problems:
             more = f" and {len(entry.problems) - 1} more" if len(entry.problems) > 1 else ""
             screen.print(f"damaged: {entry.path.name}: {entry.problems[0]}{more}; see dsq verify", soft_wrap=True)
-    print_incomplete(history.incomplete)
+    print_without_manifest(history.leftovers)
 
 
-def print_incomplete(paths: list[Path]) -> None:
-    """Print a line for each directory of a save without a manifest."""
-    for path in paths:
-        output.console().print(f"incomplete: {path.name}: a save under way, or a failed one for dsq gc", soft_wrap=True)
+def print_without_manifest(left: Leftovers) -> None:
+    """Print a line for each directory with files of ours and no manifest."""
+    screen = output.console()
+    for path in left.incomplete:
+        screen.print(f"incomplete: {path.name}: a save under way, or a failed one for dsq gc", soft_wrap=True)
+    for path, count in left.removed:
+        screen.print(f"removed: {path.name}: {count} file(s) stay, which other checkpoints need", soft_wrap=True)
 
 
 def _print_sessions(found: list[LogSession]) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.cli.history import print_incomplete
+from dsq_ckpt.cli.history import print_without_manifest
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import check
-from dsq_ckpt.report.history import leftovers
+from dsq_ckpt.report.history import Leftovers, leftovers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_complete
@@ -69,7 +69,7 @@ class Verification:
 
     path: Path
     reports: list[Report]
-    incomplete: list[Path]
+    left: Leftovers
     segments: list[tuple[str, int, str | None]] = field(default_factory=list)
     """Of a run's gradient log: name, bytes, and what is wrong."""
 
@@ -85,7 +85,7 @@ class Verification:
         return {
             "path": str(self.path), "ok": not (self.damaged or self.damaged_segments),
             "checkpoints": [report.as_json() for report in self.reports],
-            "incomplete": [path.name for path in self.incomplete],
+            **self.left.as_json(),
             "gradient_log": [
                 {"name": name, "bytes": size, "problem": problem} for name, size, problem in self.segments
             ],
@@ -121,7 +121,7 @@ class Verification:
                 screen.print(f"  {text}", soft_wrap=True)
             if wrong:
                 screen.print("  Recovery from a snapshot before these steps ends there; later snapshots remove them.")
-        print_incomplete(self.incomplete)
+        print_without_manifest(self.left)
 
 
 _SHOWN = 8
@@ -144,16 +144,17 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
         CheckpointNotFound: there is none, or none is left.
     """
     reports: list[Report] = []
-    incomplete: list[Path] = []
+    left = Leftovers([], [], [])
     segments: list[tuple[str, int, str | None]] = []
     if is_complete(path):
         reports = [Report(path, Manifest.read(path).save_id)]
     else:
-        reports = [Report(directory, manifest.save_id) for directory, manifest in checkpoints(path, lambda *_: None)]
+        complete = dict(checkpoints(path, lambda *_: None))
+        reports = [Report(directory, manifest.save_id) for directory, manifest in complete.items()]
         if is_remote(path) or path.is_dir():
-            damaged, incomplete = leftovers(path)
+            left = leftovers(path, complete)
             segments = [] if is_remote(path) else check(path, deep)
-            reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in damaged]
+            reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in left.damaged]
         if not reports:
             Manifest.read(path)  # raises, and says what is there instead
             raise CheckpointNotFound(f"'{path}' changed while it was being read; verify again")
@@ -174,7 +175,7 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     if not segments and all(report.meanwhile is not None for report in reports):
         how = " or ".join(sorted({str(report.meanwhile) for report in reports}))
         raise CheckpointNotFound(f"'{path}': all that was there was {how} while it was being read; verify again")
-    return Verification(path, reports, incomplete, segments)
+    return Verification(path, reports, left, segments)
 
 
 def _read_manifest(report: Report) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsq_ckpt.core import figures
 from dsq_ckpt.core.urls import is_remote
@@ -99,6 +99,26 @@ class RunCheckpoint:
         }
 
 
+class Leftovers(NamedTuple):
+    """Directories of a run that hold files of ours and cannot be read as checkpoints.
+
+    Attributes:
+        damaged: with a manifest that cannot be read, and why.
+        incomplete: without a manifest, with files that no checkpoint needs: a save is under way, or failed.
+        removed: of a checkpoint that was removed, and the number of files that stay since other checkpoints need them.
+    """
+
+    damaged: list[tuple[Path, str]]
+    incomplete: list[Path]
+    removed: list[tuple[Path, int]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "incomplete": [path.name for path in self.incomplete],
+            "removed": [{"name": path.name, "files": count} for path, count in self.removed],
+        }
+
+
 @dataclass
 class History:
     """A run: its checkpoints, oldest first, and directories in it that cannot be read as checkpoints."""
@@ -106,8 +126,7 @@ class History:
     run: Path
     entries: list[RunCheckpoint]
     total: dict[str, Bytes]
-    damaged: list[tuple[Path, str]] = field(default_factory=list)
-    incomplete: list[Path] = field(default_factory=list)
+    leftovers: Leftovers
     gradients: list[LogSession] = field(default_factory=list)
 
     @classmethod
@@ -124,10 +143,10 @@ class History:
         if not is_remote(run) and not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
         entries = list(_entries(list(checkpoints(run, lambda *_: None))))
-        damaged, incomplete = leftovers(run, {entry.path for entry in entries})
+        left = leftovers(run, {entry.path: entry.manifest for entry in entries})
         if not entries:
-            found = f"; damaged: {damaged[0][1]}" if damaged else ""
-            found += f"; '{incomplete[0].name}' holds a save that did not complete" if incomplete else ""
+            found = f"; damaged: {left.damaged[0][1]}" if left.damaged else ""
+            found += f"; '{left.incomplete[0].name}' holds a save that did not complete" if left.incomplete else ""
             found += "" if (below := run_below(run)) is None else f"; directories in it do, such as '{below}'"
             raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}; name a run's directory")
         total = {name: Bytes() for name in CLASSES}
@@ -135,45 +154,50 @@ class History:
             for name, part in entry.classes.items():
                 total[name].add(part)
         total["everything"].kept = sum(entry.growth for entry in entries)
-        return cls(run, entries, total, damaged, incomplete, sessions(run))
+        return cls(run, entries, total, left, sessions(run))
 
     def as_json(self) -> dict[str, Any]:
         return {
             "run": str(self.run), "checkpoints": [entry.as_json() for entry in self.entries],
             "total": {name: part.as_json() for name, part in self.total.items()},
             "seconds": sum(entry.manifest.seconds for entry in self.entries),
-            "damaged": [{"name": path.name, "problem": problem} for path, problem in self.damaged],
-            "incomplete": [path.name for path in self.incomplete],
+            "damaged": [{"name": path.name, "problem": problem} for path, problem in self.leftovers.damaged],
+            **self.leftovers.as_json(),
             "gradient_log": [session.as_json() for session in self.gradients],
         }
 
 
-def leftovers(run: Path, complete: Collection[Path] = ()) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Return the directories of damaged checkpoints, with the problem, and of incomplete ones.
+def leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
+    """Return the directories of damaged, incomplete and removed checkpoints.
 
     Args:
         run: the run directory.
-        complete: directories of checkpoints whose manifests were read; they are not looked at again.
+        complete: manifests that were read, by directory; these directories are not looked at again.
     """
-    damaged, incomplete = [], []
+    found = Leftovers([], [], [])
     storage = storage_of(run)
-    for entry in sorted(run / found.name for found in storage.entries(run) if found.directory):
+    needed = {file.path_in(path) for path, manifest in complete.items() for file in manifest.files}
+    for entry in sorted(run / one.name for one in storage.entries(run) if one.directory):
         if entry in complete:
             continue
         try:
-            names = {found.name for found in storage.entries(entry)}
+            names = {one.name for one in storage.entries(entry)}
         except PermissionError:
             continue  # lost+found and the like
-        if not any(map(is_ours, names)):
+        ours = {name for name in names if is_ours(name)}
+        if not ours:
             continue
         if MANIFEST not in names or is_hidden(entry.name):
-            incomplete.append(entry)
+            if all(entry / name in needed for name in ours):
+                found.removed.append((entry, len(ours)))
+            else:
+                found.incomplete.append(entry)
             continue
         try:
             Manifest.read(entry)
         except DSQError as error:
-            damaged.append((entry, str(error)))
-    return damaged, incomplete
+            found.damaged.append((entry, str(error)))
+    return found
 
 
 Listing = dict[str, tuple[object, int]]

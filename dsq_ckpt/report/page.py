@@ -144,12 +144,14 @@ def _restores(entries: Sequence[RunCheckpoint]) -> dict[int, str]:
 
 def _problems(history: History) -> list[tuple[str, str, str]]:
     """Return kind, name and text of what is wrong, or not there."""
-    found = [("damaged", path.name, text) for path, text in history.damaged]
+    found = [("damaged", path.name, text) for path, text in history.leftovers.damaged]
     found += [("damaged", e.path.name, "; ".join(_first(e.problems, 3))) for e in history.entries if e.problems]
     found += [("incomplete", path.name, "no manifest: a save under way, or one that failed (dsq gc)")
-              for path in history.incomplete]
+              for path in history.leftovers.incomplete]
+    found += [("removed", path.name, f"{count} file(s) stay, which other checkpoints need")
+              for path, count in history.leftovers.removed]
     here = {entry.manifest.save_id for entry in history.entries} | {entry.path.name for entry in history.entries}
-    here |= {path.name for path, _ in history.damaged}
+    here |= {path.name for path, _ in [*history.leftovers.damaged, *history.leftovers.removed]}
     for entry in history.entries:
         manifest = entry.manifest
         for save_id, name in ((manifest.previous, manifest.previous_name), (manifest.parent, manifest.parent_name)):

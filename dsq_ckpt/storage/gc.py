@@ -192,6 +192,8 @@ def _left(directory: Path, min_age_seconds: float) -> Left | None:
     if not any(map(is_ours, names)):
         return None
     if _is_absent(directory / MANIFEST):
+        if {name for name in names if is_ours(name)} <= held_for_others(directory):  # of a checkpoint that was removed
+            return None
         written = journaled(directory)
         others = [] if plain_backups(directory) else _others(names, written)
         why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None

@@ -384,7 +384,7 @@ def _missing(directory: Path) -> str:
     inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]
     if inside:
         return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
-    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"
+    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or one that did not complete or was removed"
 
 
 def _missing_remote(directory: Path) -> str:
@@ -396,4 +396,4 @@ def _missing_remote(directory: Path) -> str:
     inside = [entry.name for entry in entries if entry.directory]
     if inside:
         return f"'{directory}' is a run, not a checkpoint; `dsq_ckpt.latest` gives the newest checkpoint in it"
-    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"
+    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or one that did not complete or was removed"

@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.report.history import History
+from dsq_ckpt.report.page import render
 from dsq_ckpt.storage import references, remote_gc
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.removal import remove
+from tests.helpers.commands import document, printed
 
 
 def state_of(step: int) -> dict:
@@ -94,6 +97,28 @@ def test_the_command(store):
     assert result.exit_code == 0, result.output
     assert "4 file(s)" in result.output or "3 file(s)" in result.output
     assert CliRunner().invoke(app, ["rm", str(paths[1])]).exit_code == 1
+
+
+def _said_of_what_stays(run: str) -> None:
+    """Check what the commands say of a run from whose first checkpoint one file stays."""
+    for command in ("log", "verify"):
+        assert "removed: step-1: 1 file(s) stay, which other checkpoints need" in printed(command, run)
+        told = document(command, run)
+        assert (told["removed"], told["incomplete"]) == ([{"name": "step-1", "files": 1}], [])
+    assert "1 file(s) stay, which other checkpoints need" in render(History.read(checkpoint_path(run)))
+    told = document("gc", "--older-than", "0s", "--dry-run", run)
+    assert told["files"] == told["left"] == []
+
+
+def test_what_stays_of_a_removed_checkpoint_is_no_save_that_failed(store):
+    paths = chain(f"{store}/run", 3)
+    remove(paths[0])
+    _said_of_what_stays(f"{store}/run")
+    with pytest.raises(CheckpointNotFound, match="or was removed"):
+        loaded(paths[0])
+    put(paths[0] / f"{'0' * 16}-00000.dsq")  # a save under way
+    told = document("verify", f"{store}/run")
+    assert (told["removed"], told["incomplete"]) == ([], ["step-1"])
 
 
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(store):
@@ -261,6 +286,9 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
     value = loaded(paths[2])["w"]
     done = remove(paths[0])
     assert len(done.kept) == 1
+    (paths[0] / "notes.txt").write_text("mine")
+    _said_of_what_stays(str(tmp_path / "run"))
+    (paths[0] / "notes.txt").unlink()
     result = CliRunner().invoke(app, ["gc", "--older-than", "0s", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     dsq_ckpt.save(state_of(9), paths[1], overwrite=True, parent=None)
