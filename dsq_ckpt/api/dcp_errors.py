@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,6 +15,37 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dsq_ckpt.core.interrupts import raised_by_handler
 from dsq_ckpt.distributed.comm import Elsewhere
 from dsq_ckpt.errors import DSQError, SaveFailed, described
+
+
+class _Alone(threading.local):
+    """A filter of DCP's warning about a single process: in this thread while `here`, in all once `everywhere`.
+
+    `warnings.catch_warnings` would let all warnings that Python gives once come again after each save. Others that copy
+    filters, as to processes, find a pattern in it.
+    """
+
+    pattern = "torch.distributed is disabled, unavailable or uninitialized"
+    here = False
+    everywhere = False
+
+    def match(self, text: str) -> bool:
+        """Return whether a text is to be ignored; `warnings` calls it in place of a pattern's method."""
+        silent = self.here or _Alone.everywhere
+        return silent and text.startswith(self.pattern)
+
+    def __reduce__(self) -> str:
+        return "_alone"
+
+    def ignore(self, everywhere: bool) -> None:
+        """Ignore that warning from now on, whatever filters were set meanwhile."""
+        self.here = True
+        _Alone.everywhere |= everywhere
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        if not any(one[1] is self for one in filters[:1]):
+            filters.insert(0, ("ignore", self, Warning, None, 0))
+
+
+_alone = _Alone()
 
 
 @contextmanager
@@ -77,9 +110,11 @@ def without_warning(no_dist: bool) -> Iterator[None]:
     if not no_dist:
         yield
         return
-    with warnings.catch_warnings():
-        silence()
+    _alone.ignore(False)
+    try:
         yield
+    finally:
+        _alone.here = False
 
 
 @contextmanager
@@ -100,8 +135,5 @@ def without_traceback() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Silence DCP's warning about a single process until the process ends, for saves in the background.
-
-    Filters belong to the process, not to a thread.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    """Silence DCP's warning about a single process until the process ends, for saves in threads of DCP."""
+    _alone.ignore(True)

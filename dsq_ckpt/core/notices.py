@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -36,6 +37,9 @@ class Line(NamedTuple):
     module: str
 
 
+_NUMBER = re.compile(r"0x[0-9a-f]+|\b(?:inf|nan)\b|[-+]?\d[\d.]*(?:e[-+]?\d+)?")
+_elsewhere: dict[str, Any] = {}
+"""The globals of modules that this process does not have, whose lines began what it does."""
 _background: ContextVar[Line | None] = ContextVar("line that began the work of this thread", default=None)
 
 
@@ -64,9 +68,23 @@ def warn(text: str, *, rank: int = 0) -> None:
     line = _background.get() if frame is None else _line(frame)
     if line is None:
         warnings.warn(text, stacklevel=2)
-    else:
-        registry = None if frame is None else frame.f_globals.setdefault("__warningregistry__", {})
+    else:  # with the module's own registry, so that a text is said once for a line, from whatever thread
+        module = sys.modules.get(line.module)
+        known = frame.f_globals if frame is not None else _elsewhere if module is None else vars(module)
+        registry = known.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
+
+
+def is_new(text: str, told: set[str]) -> bool:
+    """Return whether `told` has no text that differs from this one in numbers alone, and note it there.
+
+    For warnings of what stays as it is from save to save, while the numbers in them change: Python says equal texts
+    once, and these would come at every save.
+    """
+    kind = _NUMBER.sub("#", text)
+    new = kind not in told
+    told.add(kind)
+    return new
 
 
 def raised_at(error: BaseException) -> str:

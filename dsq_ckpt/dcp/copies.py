@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt.core.aliases import bytes_of
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
-from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.core.notices import is_new, warn_safely
 from dsq_ckpt.core.pinning import pinned_memory
 from dsq_ckpt.core.subclasses import checked, object_named
 from dsq_ckpt.errors import SaveFailed
@@ -34,6 +34,8 @@ _Kind = tuple[int, bool]
 
 _spare: dict[_Kind, list[torch.Tensor]] = {}
 """Memory of earlier copies: uint8, flat."""
+
+_told = set[str]()  # hosts without the memory that were warned of
 
 _ALONE = 1 << 24
 """Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
@@ -85,7 +87,7 @@ def copies_instead(how: str, costs: Sequence[CopyCost | None], processes: bool, 
     if processes or len(sizes) < len(known):
         return False
     lacking = _shortage(known)
-    if lacking is not None and rank == 0:
+    if lacking is not None and rank == 0 and is_new(lacking, _told):
         warn_safely(
             f"{lacking}: this asynchronous save quantizes while training waits, which takes longer and less memory; "
             "storage.stage: quantize does so always, and says nothing"

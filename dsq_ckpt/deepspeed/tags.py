@@ -15,6 +15,7 @@ from dsq_ckpt.storage.manifest import is_complete
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
 """Files that DeepSpeed writes beside tags."""
 _SHOWN = 8
+_told = set[str]()  # directories in which tags that differ by rank were warned of
 
 
 def agreed_tag(
@@ -52,7 +53,8 @@ def agreed_tag(
     if wrong := _wrong(first):
         raise SaveFailed(f"the tag {first!r} {wrong}; choose another tag. Nothing was written")
     tags = [one for one, *_ in gathered]
-    if set(tags) != {first} and not refused_later:
+    if set(tags) != {first} and not refused_later and directory not in _told:
+        _told.add(directory)
         warn(
             f"the tag differs by rank ({_by_rank(tags)}): a checkpoint is one directory, so all ranks save to "
             f"'{first}', the tag of rank 0; pass the same tag on all ranks", rank=comm.rank,

@@ -139,6 +139,8 @@ class SaveHistory:
         self._known: list[KnownCheckpoint] = []
         self.told: dict[str, bool] = {}
         """Names of tensors that the user was warned of since the last keyframe, and whether they were exact then."""
+        self.said = set[str]()
+        """Groups whose next update was said to break its bound, by a save since the run began."""
         _histories[self._key] = self
 
     @classmethod
@@ -261,6 +263,7 @@ class SaveHistory:
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
             self.told.clear()
+            self.said.clear()
 
     def doubt(self) -> None:
         """Note that a load met a damaged file: the parent of the next save is checked completely first.

@@ -96,6 +96,8 @@ def quantize(
         if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None
     }
     searches = policy not in (as_configured, all_exact)
+    if context.previous is None:
+        options.history.said.clear()
     if context.parent is None:
         for name in context.layout.shapes:
             options.history.told.pop(name, None)

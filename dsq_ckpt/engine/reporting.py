@@ -72,7 +72,7 @@ def report(
         if warning:
             warn(warning, rank=comm.rank)
     # On all ranks, though rank 0 alone prints: where warnings are errors, all of them leave the collectives here.
-    _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
+    _warn_of_updates(plan.analysis, sketches.layout, options.history.said, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
     _warn_of_rounded(doubts.rounded, comm.rank)
@@ -130,19 +130,20 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
-    """Warn of groups of first moments whose bound on the update error cannot be kept with the configured bits."""
+def _warn_of_updates(analysis: Analysis, layout: Layout, said: set[str], rank: int) -> None:
+    """Warn, once for a run, of groups of first moments whose bound on the update error the configured bits break."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
         if fitted.update_error is None or not most or not codebook.update_bound:
             continue
-        if fitted.update_error > codebook.update_bound:
+        if fitted.update_error > codebook.update_bound and group not in said:
+            said.add(group)
             kind = group.partition("/")[0]
             warn(
                 f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
                 f"{fitted.update_error:.0%}, more than the {codebook.update_bound:.0%} of "
                 f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
-                f"{kind} with method exact", rank=rank,
+                f"{kind} with method exact. This is said once for a run", rank=rank,
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.schema import DSQConfig, TensorConfig
 from dsq_ckpt.config.space import Point, Space
+from dsq_ckpt.core.notices import is_new, warn
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
@@ -48,6 +49,7 @@ class SaveSearch:
         comm: of the ranks that save.
         model: entered; it evaluates candidates.
         groups: of weights, those that are quantized.
+        told: warnings of this search and of those of earlier saves; see `is_new`.
         candidates: by point and number of the variant.
         fits: by group and codebook.
         degradations: by point and number of the variant, on each fold of batches (`evaluate`, `check`).
@@ -62,11 +64,17 @@ class SaveSearch:
     model: TrialModel
     usual: Analysis
     groups: list[str]
+    told: set[str]
     candidates: dict[tuple[Point, int], Candidate] = field(default_factory=dict)
     fits: dict[str, Analysis] = field(default_factory=dict)
     degradations: dict[tuple[Point, int], dict[str, float]] = field(default_factory=dict)
     evaluations: Counter[str] = field(default_factory=Counter)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def warn(self, text: str) -> None:
+        """Warn on all ranks, which find the same, unless a search of the run did, with whatever numbers."""
+        if is_new(text, self.told):
+            warn(text, rank=self.comm.rank)
 
     def candidate(self, point: Point, variant: int) -> Candidate:
         """Return the configuration at a point, fitted; groups that several points have in common are fitted once.

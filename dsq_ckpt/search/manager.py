@@ -24,7 +24,6 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core import figures
-from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.trees import by_dotted_key
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
@@ -48,6 +47,7 @@ _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound i
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
 _UNCHECKED = 0.75  # of its bound that steps by class may use without `check`: one choice of many flatters itself
+_LATER = "Of later ones only `satisfied` in `quality` tells"
 
 
 @dataclass
@@ -86,7 +86,7 @@ class ConfigManager:
         self._known = _Known()
         self._budget = RunBudget()
         self._reading = Reading()
-        self._told = False  # that a restore breaks its bound
+        self._told = set[str]()
 
     def resume(self, manifest: Manifest, *, refined: bool) -> None:
         """Resume the search of a loaded checkpoint.
@@ -96,6 +96,7 @@ class ConfigManager:
             refined: the load took the refinement layer, where there is one.
         """
         self._budget = RunBudget.after(manifest, refined)
+        self._told.clear()
         quality = manifest.quality
         if not quality or quality.get("chosen") is None:
             return
@@ -139,7 +140,7 @@ class ConfigManager:
             record["run_lost"] = self._budget.lost
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
         model = run_on_all_ranks(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
-        save = SaveSearch(sketches, config, space, comm, model, usual, groups)
+        save = SaveSearch(sketches, config, space, comm, model, usual, groups, self._told)
         try:
             choice = self._searched(save, record)
         except EvaluationFailed as failure:
@@ -173,9 +174,9 @@ class ConfigManager:
         point, variant = self._base(save, record)
         best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
         if search.higher_is_better and best < -TOO_GOOD:  # of which no ruined model was asked
-            warn(
+            save.warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
-                "lower is better, as of a loss, unset search.higher_is_better", rank=save.comm.rank
+                "lower is better, as of a loss, unset search.higher_is_better"
             )
         last = save.most_conservative
         if point is None and save.always_nearest(last) and self._try(save, [last], 0)[0]:
@@ -358,20 +359,17 @@ class ConfigManager:
         record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
         if lost > allowed:
             record["satisfied"] = False
-            if not self._told:
-                warn(
-                    f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} "
-                    f"that its bound allows, with {bits} refinement bits; it is stored so. Of later ones only "
-                    "`satisfied` in `quality` tells", rank=save.comm.rank
-                )
-            self._told = True
+            save.warn(
+                f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} "
+                f"that its bound allows, with {bits} refinement bits; it is stored so. {_LATER}"
+            )
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
 
     def _exact(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
         """Return the plan that stores weights exactly, with a warning that says why."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
-        warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
+        save.warn(f"{why}; the weights of this checkpoint are stored exactly. {_LATER}")
         kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
         analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
         return QuantizationPlan(analysis, save.config, quality=record)
@@ -391,9 +389,9 @@ class ConfigManager:
             lost = degradation(measure(save, fold, [refined], bits)[0], save.metrics[fold.name], save.config.search)
             if not keeps(lost, save.config.search.epsilon, self._reading.doubted):
                 return self._exact(save, record, f"{why}, nor does a restore with {bits} refinement bits")
-        warn(
+        save.warn(
             f"{why}; this checkpoint is stored with the most conservative configuration "
-            f"({save.space.describe(point, save.space.variants[0])})", rank=save.comm.rank
+            f"({save.space.describe(point, save.space.variants[0])}). {_LATER}"
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return QuantizationPlan(refined, config, record)

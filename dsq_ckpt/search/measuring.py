@@ -8,7 +8,6 @@ from typing import Any
 
 from dsq_ckpt.core import figures
 from dsq_ckpt.core.interrupts import let_signals_through
-from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import FailedElsewhere
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis
@@ -83,11 +82,10 @@ def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, An
     if noise:
         record["noise"] = max(noise, record.get("noise", 0.0))
     if noise > bound:
-        warn(
+        save.warn(
             f"`{fold.name}` is not deterministic: of the same weights it gave {exact:.6g}, and {again:.6g} when asked "
             f"again. That differs by {figures.percent(noise)}, and a bound of this search is {figures.percent(bound)}, "
-            "which is then kept by chance: evaluate on the same batches in each call, without dropout (model.eval())",
-            rank=save.comm.rank,
+            "which is then kept by chance: evaluate on the same batches in each call, without dropout (model.eval())"
         )
 
 
@@ -110,6 +108,7 @@ def ruined_metric(save: SaveSearch, fold: Fold) -> float:
         if save.distortion(coarsest) > _VISIBLE and measure(save, fold, [coarsest.analysis])[0] == exact:
             raise EvaluationFailed(
                 f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
-                "evaluate the model that the Compressor was given, with its present weights"
+                "evaluate the model that the Compressor was given, with its present weights (does it measure an "
+                "average of them, such as an EMA?)"
             )
     return ruined

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 
 import pytest
@@ -10,7 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
 from tests.api.test_compressor import base_loss
 from tests.helpers.states import relative_error
-from tests.helpers.training import loss_of, trained
+from tests.helpers.training import loss_of, train, trained
 
 
 def near(model, error):
@@ -32,6 +34,39 @@ def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path
         compressor.save(tmp_path / "a")
     assert base_loss(tmp_path / "a") == loss_of(model)
     assert compressor.quality["chosen"] is None and not compressor.quality["satisfied"]
+
+
+@pytest.mark.parametrize("kind, says", [
+    ("average", r"gave \S+ for the model and for one .* an average of them, such as an EMA"),
+    ("strict", "no configuration keeps the metric within"),
+    ("failing", r"`evaluate` raised ValueError: step \d+"),
+    ("noisy", "is not deterministic"),
+])
+def test_what_every_save_would_say_is_said_once(tmp_path, kind, says):
+    """Numbers in it differ from save to save, by which Python takes them for different warnings."""
+    model, optimizer = trained()
+    average, calls = {name: value.clone() for name, value in model.named_parameters()}, itertools.count()
+
+    def evaluate() -> float:
+        if kind == "failing":
+            raise ValueError(f"step {step}")
+        if kind == "noisy":
+            return 1 + next(calls) % 7
+        if kind == "average":
+            return float(sum(value.square().mean() for value in average.values()))
+        return near_now()
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"bound": "relative"}}, evaluate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            train(model, optimizer, step, step + 1)
+            near_now = near(model, 1e-3)
+            for name, value in model.named_parameters():
+                average[name] = average[name] * 0.9 + value.detach() * 0.1
+            compressor.save(tmp_path / str(step))
+            assert kind == "noisy" or not compressor.quality["satisfied"]
+    assert len([one for one in caught if re.search(says, str(one.message))]) == 1
 
 
 def test_the_most_conservative_configuration_is_close(tmp_path):

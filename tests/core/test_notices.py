@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import warnings
 
 import pytest
@@ -53,6 +54,27 @@ def test_once_for_a_line_by_default():
         for _ in range(3):
             notices.warn("a text")
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.async_save, dsq_ckpt.save])
+def test_a_save_in_a_thread_says_a_text_once_for_a_line_too(tmp_path, save):
+    """As Python does by default: at every save of a training it would be read no more."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for number in range(3):
+            done = save(state(), tmp_path / str(number))
+            if save is dsq_ckpt.async_save:
+                done.result()
+        assert pickle.loads(pickle.dumps(warnings.filters)) == warnings.filters  # as libraries send them to processes
+    assert len([one for one in caught if "NaN or Inf" in str(one.message)]) == 1
+    assert not any("single process" in str(one.message) for one in caught)
+
+
+def test_texts_that_differ_in_numbers_alone_are_one():
+    told = set()
+    texts = ["it gave 1.78484 for both", "it gave nan for both", "it gave -3.2e-05 for both", "0x7f3a gave 2 for both"]
+    assert [notices.is_new(text, told) for text in texts] == [True, False, False, True]
+    assert notices.is_new("it gave 1.78484 for one", told) and not notices.is_new("0x2bc0 gave inf for both", told)
 
 
 def test_one_rank_speaks():
