@@ -147,6 +147,7 @@ def attach(
     engine.checkpoint_engine = DSQCheckpointEngine(
         engine, inner, chosen, group, _policy(engine, evaluate, check), gradients, on_save
     )
+    _tell_of_client_states(engine)
     _check_and_remember_loads(engine)
 
 
@@ -221,6 +222,20 @@ def quality(engine: Any) -> dict[str, Any] | None:
     """Return the measurements of the search for the engine's last checkpoint, or None without a search."""
     found: DSQCheckpointEngine = engine.checkpoint_engine
     return getattr(found, "quality", None)
+
+
+def _tell_of_client_states(engine: Any) -> None:
+    """Let the checkpoint engine know what of a tag's files is the user's; DeepSpeed merges it with its own state."""
+    original, ours = type(engine).save_checkpoint, engine.checkpoint_engine
+
+    def save_checkpoint(
+        save_dir: str, tag: str | None = None, client_state: dict[Any, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        client_state = {} if client_state is None else client_state
+        with ours.saving(client_state):
+            return original(engine, save_dir, tag, client_state, *args, **kwargs)
+
+    engine.save_checkpoint = functools.wraps(original)(save_checkpoint)
 
 
 def _check_and_remember_loads(engine: Any) -> None:

@@ -84,6 +84,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._on_save = on_save
         self._queue: dict[Path, Any] = {}
         self._tag: str | None = None  # of the save that is under way
+        self._client: Mapping[Any, Any] = {}  # its client_state
         self._last: Path | None = None
         self._unusable: OSError | None = None
         self._looked_at: tuple[Path, str, Any] | None = None
@@ -159,6 +160,15 @@ class DSQCheckpointEngine(CheckpointEngine):
     def tag_to_load(self, file: Path, tag: str | None) -> str | None:
         """See `tags.tag_to_load`."""
         return tag_to_load(self._comm, file, tag)
+
+    @contextmanager
+    def saving(self, client_state: Mapping[Any, Any]) -> Iterator[None]:
+        """Return a context for saving a tag whose `client_state` is stored exactly."""
+        self._client = client_state
+        try:
+            yield
+        finally:
+            self._client = {}
 
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:
@@ -271,7 +281,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             raise SaveFailed(f"rank {self._comm.rank}: {error}") from error
 
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Attachment:
-        return partial(_write_stored, found=found, unlike=unlike, state=state)
+        return partial(_write_stored, found=found, unlike=unlike, state=state, client=self._client)
 
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
         """Verify this rank's share of a tag's files; return the problems, and the manifest of a compressed tag."""
@@ -293,8 +303,10 @@ class DSQCheckpointEngine(CheckpointEngine):
             resume(manifest, refined=True)
 
 
-def _write_stored(stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any) -> None:
-    substituted = Substitution(save_id, found, unlike)(state)
+def _write_stored(
+    stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any, client: Mapping[Any, Any]
+) -> None:
+    substituted = Substitution(save_id, found, unlike).of_file(state, client)
     try:
         torch.save(substituted, stream)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

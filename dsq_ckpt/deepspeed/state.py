@@ -151,6 +151,19 @@ class Substitution:
             return node if same else type(node)(changed_list)
         return node
 
+    def of_file(self, state: Any, client: Mapping[Any, Any]) -> Any:
+        """Return a copy of the state dict of a file, in which what the user gave for it is exact.
+
+        Args:
+            state: state dict of DeepSpeed, which has the values of `client_state` beside its own at the top level.
+            client: `client_state` of the save. Tensors in it may be the engine's own, and are stored as they are.
+        """
+        exact = {key for key, value in client.items() if type(state) is dict and state.get(key, client) is value}
+        if not exact:
+            return self(state)
+        as_it_is = Substitution(self._save_id, Inventory(), set())
+        return {key: (as_it_is if key in exact else self)(value) for key, value in state.items()}
+
     def _stored(self, tensor: torch.Tensor) -> Any:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor
