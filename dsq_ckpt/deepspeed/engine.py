@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.deepspeed.gradients import FlatGradients
-from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
+from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
@@ -84,6 +85,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._on_save = on_save
         self._queue: dict[Path, Any] = {}
         self._tag: str | None = None  # of the save that is under way
+        self._whole = set[str]()  # keys of state that is not compressed, of which was warned
         self._client: Mapping[Any, Any] = {}  # its client_state
         self._last: Path | None = None
         self._unusable: OSError | None = None
@@ -239,12 +241,14 @@ class DSQCheckpointEngine(CheckpointEngine):
         found = Inventory()
         parent = "auto"
 
-        def surveyed() -> set[str]:
+        def surveyed() -> tuple[set[str], Counter[str]]:
             nonlocal found, parent
             found, parent = inventory(self._engine), self._parent_of(directory)
-            return differing(found)
+            return differing(found), left_whole(self._engine, found, self.config.quantize.min_elements)
 
-        unlike = set().union(*gather_from_all_ranks(self._comm, surveyed))
+        ranks = gather_from_all_ranks(self._comm, surveyed)
+        unlike = set().union(*(one for one, _ in ranks))
+        self._tell_of_whole(sum((left for _, left in ranks), Counter()))
 
         def state() -> LocalState:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
@@ -270,6 +274,16 @@ class DSQCheckpointEngine(CheckpointEngine):
         if parent != "auto":
             self._history.clear(self._last)  # codes of every directory that a run uses would stay in memory
         self.quality, self._last = plan.quality, directory
+
+    def _tell_of_whole(self, left: Counter[str]) -> None:
+        """Warn, once, of state that is in DeepSpeed's own files, uncompressed."""
+        if new := sorted(left.keys() - self._whole):
+            self._whole.update(new)
+            warn(
+                f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {named(new)} is stored whole, in "
+                "DeepSpeed's own files: it is not laid out as the weights are, so which parameters it belongs to is "
+                "not known", rank=self._comm.rank,
+            )
 
     def _parent_of(self, directory: Path) -> str:
         """Return the parent of a tag, which may be in another run directory, as with Hugging Face's trainer."""

@@ -9,6 +9,7 @@ holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,7 @@ def inventory(engine: Any) -> Inventory:
         for buffer in [Buffer(MASTER, tensor, slices, replicated), *known]:
             if buffer.tensor.is_contiguous() and buffer.tensor.numel():
                 found.buffers.append(buffer)
+    found.buffers += _muon(engine, names)
     if not _partitions_parameters(engine):
         found.parameters = {names[p]: p.detach() for p in names if p.numel()}
         optimized = {id(p) for group in engine.basic_optimizer.param_groups for p in group["params"]}
@@ -117,6 +119,43 @@ def inventory(engine: Any) -> Inventory:
             name: tuple(p.shape) for p, name in names.items() if p.numel() and id(p) in (grouped or optimized)
         }
     return found
+
+
+def _muon(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Buffer]:
+    """Yield the momentum of DeepSpeed's Muon in ZeRO 1 and 2: that of whole parameters, one after another.
+
+    Each rank has it for all parameters that lie in its partition, also in part. Those that lie in another one too have
+    it on both ranks, so that no rank has it to itself; they are left out, and stay in DeepSpeed's files.
+    """
+    optimizer = engine.optimizer
+    for number, flat in enumerate(getattr(optimizer, "single_partition_of_fp32_groups", ())):
+        own = optimizer.params_in_partition[number]
+        state = _state_of(engine).get(engine.basic_optimizer.param_groups[number]["params"][0], {})
+        value = state.get("momentum_buffer")
+        if value is None or value.dtype not in QUANTIZABLE or value.numel() == flat.numel():  # as that of others
+            continue
+        if not value.is_contiguous() or value.numel() != sum(p.numel() for p in own):
+            continue
+        size = int(optimizer.partition_size[number])
+        start = dist.get_rank(optimizer.real_dp_process_group[number]) * size
+        placed = zip(_groups(engine)[number], optimizer.round_robin_bit16_offsets[number], strict=True)
+        inside = {id(p) for p, at in placed if start <= at and at + p.numel() <= start + size}
+        slices = [
+            ParameterSlice(names[p], tuple(p.shape), 0, p.numel(), at) for p, at in _packed(own)
+            if id(p) in inside and p in names
+        ]
+        yield Buffer("momentum_buffer", value, slices, False)
+
+
+def left_whole(engine: Any, found: Inventory, least: int) -> Counter[str]:
+    """Return the bytes of the optimizer's float state that no buffer holds, by key, of tensors of `least` elements."""
+    held, left = {id(buffer.tensor) for buffer in found.buffers}, Counter[str]()
+    groups = engine.basic_optimizer.param_groups if found.buffers else ()
+    for parameter in (one for group in groups for one in group["params"]):  # some have state of former ones beside it
+        for key, value in _state_of(engine).get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() >= least:
+                left[str(key)] += 0 if id(value) in held else value.nbytes
+    return +left
 
 
 def has_unknown_names(engine: Any) -> bool:

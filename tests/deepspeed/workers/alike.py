@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,20 @@ from common import EXACT, LOSSY, begin, check, end, engine_of, settings, train
 from torch import nn
 
 import dsq_ckpt.deepspeed
+from dsq_ckpt.storage.manifest import Manifest
 
 SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+MUON = {"type": "Muon", "params": {"lr": 0.01, "momentum": 0.9}}
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer with state of a size that weights do not have."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("kept", torch.ones(2 * parameter.numel()))
+        super().step(closure)
 
 
 class Tied(common.Model):
@@ -39,6 +52,8 @@ KINDS: dict[str, tuple[dict[str, Any], type[nn.Module], dict[str, Any]]] = {
     "tied, stage 3": (settings(3), Tied, {}),
     "SGD, stage 0, fp32": ({**settings(0, bf16=False), "optimizer": SGD}, common.Model, {}),
     "SGD, stage 1": ({**settings(1), "optimizer": SGD, "zero_allow_untested_optimizer": True}, common.Model, {}),
+    "Muon, stage 1": ({**settings(1), "optimizer": MUON}, common.Model, {}),
+    "Muon, stage 2": ({**settings(2), "optimizer": MUON}, common.Model, {}),
     "fp32 accumulation, stage 1": ({**settings(1), "data_types": {"grad_accum_dtype": "fp32"}}, common.Model, {}),
     "elastic, stage 2": (settings(2, elastic_checkpoint=True), common.Model, {}),
     "without frozen ones, stage 2": (settings(2), common.Model, {"exclude_frozen_parameters": True}),
@@ -115,8 +130,40 @@ def lossy(run: Path, stage: int) -> None:
     check(stored < 100_000, f"stage {stage}: {stored} bytes of optimizer state are left to DeepSpeed")
 
 
+def momentum(run: Path) -> None:
+    """That of Muon is compressed for each parameter that lies in one partition, and others say what is not."""
+    engine = engine_of({**settings(1), "optimizer": MUON}, LOSSY)
+    train(engine, 0, 2)
+    said = told(engine, run / "muon")
+    manifest = Manifest.read(run / "muon" / "1")
+    check("momentum/linear/relative" in manifest.groups and said == [], f"Muon: {sorted(manifest.groups)}, {said}")
+    again = engine_of({**settings(1), "optimizer": MUON}, LOSSY, seed=1)
+    again.load_checkpoint(str(run / "muon"))
+    two = [next(iter(one.basic_optimizer.state.values()))["momentum_buffer"].float() for one in (engine, again)]
+    off = float((two[0] - two[1]).norm() / two[0].norm())
+    # All that the second rank has of it is of a matrix that the first has a part of too.
+    check(0 < off < 0.3 if dist.get_rank() == 0 else off == 0, f"momentum comes back, {off:.1%} off")
+    tree = {**settings(1), "zero_allow_untested_optimizer": True}
+    del tree["optimizer"]
+    engine = engine_of(tree, LOSSY, optimizer=lambda groups: Odd(groups, lr=0.01, momentum=0.9))
+    train(engine, 0, 2)
+    said = told(engine, run / "odd")
+    expected = "MiB of the optimizer's 'kept' is stored whole, in DeepSpeed's own files"
+    check(len(said) == (dist.get_rank() == 0) and all(expected in one for one in said), f"told: {said}")
+
+
+def told(engine: Any, run: Path) -> list[str]:
+    """What two saves say of state that is stored whole."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tag in "01":
+            engine.save_checkpoint(str(run), tag=tag)
+    return [str(one.message) for one in caught if "stored whole" in str(one.message)]
+
+
 def main() -> None:
     directory = begin()
+    momentum(directory / "momentum")
     for stage in (0, 2):
         lossy(directory / f"lossy-{stage}", stage)
     for name in KINDS:
