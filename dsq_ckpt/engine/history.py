@@ -252,7 +252,9 @@ class SaveHistory:
             for save_id in own.keys() & adopted.keys():
                 known = own[save_id]
                 shares = adopted[save_id].shares or known.shares  # the other process does not know what it was
-                adopted[save_id] = replace(adopted[save_id], cache=known.cache, shares=shares)
+                adopted[save_id] = replace(
+                    adopted[save_id], cache=known.cache, shares=shares, watch=known.watch, lossy=known.lossy
+                )
             shared = {one.shares for one in adopted.values()} - {None} - adopted.keys()
             self._known[:] = [*adopted.values(), *(one for one in self._known if one.save_id in shared)]
 

@@ -32,7 +32,7 @@ from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.groups import in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
-from dsq_ckpt.quantization.nature import unlike_weights
+from dsq_ckpt.quantization.nature import are_zero, unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
 from dsq_ckpt.quantization.undefined import hold_nan
@@ -219,18 +219,51 @@ class _Sketching:
         }
 
     def _untrained(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
-        """Return the chunks of weights that are frozen, or buffers, as far as the state tells where no model does."""
+        """Return the chunks of weights that stay as they are and have no state of an optimizer, or zeros alone.
+
+        Each is taken to stay until it was seen to change. Of what the model knows to need no gradient, it tells.
+        """
         options, layout = self._options, self._context.layout
-        if options.frozen.rests or options.config.quantize.frozen != "exact":
+        if options.config.quantize.frozen != "exact":
             return set()
         tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
         doubtful = may_be_untrained(layout.weights(), layout.shapes, tied)
-        others = [chunk for chunk in weights if chunk.key.fqn in doubtful]
+        if not self._may_learn():
+            doubtful = {name: may_be for name, may_be in doubtful.items() if not may_be}
+        idle = self._without_steps([chunk for chunk in weights if chunk.key.fqn not in doubtful])
+        others = [
+            chunk for chunk in weights if (chunk.key.fqn in doubtful or chunk.key in idle)
+            and in_tree(chunk.key.fqn, options.frozen.moves) is None
+        ]
         if others:
-            trained = [item for item in self._local.items if item.key.fqn not in doubtful]
+            left = {chunk.key for chunk in others}
+            trained = [item for item in self._local.items if item.key not in left]
             trained.sort(key=lambda item: kind_of(item.key.fqn) == "weights")  # state of an optimizer first
             self.watch.look((item.load() for item in trained), ((chunk.key, chunk.tensor) for chunk in others))
-        return {chunk.key for chunk in others if self.watch.rests(chunk.key)}
+        return {chunk.key for chunk in others if self.watch.rests(chunk.key, changes=1)}
+
+    def _may_learn(self) -> bool:
+        """Return whether later saves can tell what changes, or may be able to.
+
+        None follows a checkpoint made of a file; and saves of one state in several directories know nothing of each
+        other, or are of several trainings.
+        """
+        context, options = self._context, self._options
+        if context.previous is not None:
+            return True
+        others = (one.shapes == context.layout.shapes for one in options.history.checkpoints())
+        return options.parent is not None and not any(others)
+
+    def _without_steps(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
+        """Return the chunks whose squared gradients are zero throughout, where others here have some."""
+        if not weights or not (gauges := gauges_of(self._context.layout)):
+            return set()
+        known = {
+            chunk.key: self._tensors[key] for chunk in weights if (gauge := gauges.get(chunk.key.fqn)) is not None
+            and (key := chunk.key._replace(fqn=gauge.name)) in self._tensors
+        }
+        zero = set(compress(known, are_zero(list(known.values()))))
+        return zero if len(zero) < len(known) else set()
 
     def with_all_rows(self, chunks: list[Chunk], octaves: Mapping[str, Counts] | None = None) -> list[Chunk]:
         """Return the chunks without those of weights that would lose rows that training needs: these are exact.

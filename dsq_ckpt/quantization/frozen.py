@@ -20,7 +20,8 @@ from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
 
 _CHANGES = 2
-_SEEN = 1 << 20  # elements of trained parameters that tell whether training went on since the last look
+_MARKS = 64  # trained tensors that tell whether training went on since the last look
+_SEEN = 1 << 12  # about how many elements of each
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Frozen:
     Attributes:
         trains: whether any parameter is trained; else nothing is frozen.
         rests: whether a tensor needs no gradient and stays as it is, by its name; of trained ones False.
+        moves: tensors that need no gradient and were seen to change, of this rank alone.
     """
 
     trains: bool = False
     rests: dict[str, bool] = field(default_factory=dict)
+    moves: dict[str, bool] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return self.trains and self.rests.get(name, False)
@@ -52,8 +55,7 @@ class Frozen:
 class Watch:
     """Looks at tensors, one at each save, which tell whether training leaves them as they are.
 
-    A look at a state that training has not changed since the last one tells nothing new: a trainer may save twice at a
-    step.
+    That a tensor is as it was tells nothing where training has not gone on since: a trainer may save twice at a step.
     """
 
     def __init__(self) -> None:
@@ -63,20 +65,20 @@ class Watch:
     def look(
         self, trained: Iterable[torch.Tensor], others: Iterable[tuple[Hashable, torch.Tensor]]
     ) -> None:
-        """Look at the beginning of what is trained, and at all of other tensors, by name."""
+        """Look at the beginnings of what is trained, and at all of other tensors, by name."""
         mark = _mark(trained)
         for name, tensor in others:
-            known = self._seen.get(name)
-            if known is None:
-                self._seen[name] = checksum(tensor), 0
-            elif not mark or mark != self._trained:
-                found = checksum(tensor)
-                self._seen[name] = found, min(known[1] + 1, _CHANGES) if found != known[0] else 0
+            found = checksum(tensor)
+            known, changes = self._seen.get(name, (found, 0))
+            if found != known:
+                self._seen[name] = found, min(changes + 1, _CHANGES)
+            elif mark != self._trained:
+                self._seen[name] = found, 0
         self._trained = mark
 
-    def rests(self, name: Hashable) -> bool:
-        """Return whether a tensor was not seen to change twice in a row."""
-        return self._seen.get(name, (None, 0))[1] < _CHANGES
+    def rests(self, name: Hashable, changes: int = _CHANGES) -> bool:
+        """Return whether a tensor was not seen to change so often in a row."""
+        return self._seen.get(name, (None, 0))[1] < changes
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -102,21 +104,23 @@ def known(model: nn.Module) -> Frozen:
     For where training may be changing the tensors.
     """
     watch = _watches.get(model, Watch())
-    rests = {
-        unwrapped(name): not tensor.requires_grad and watch.rests(name) for name, tensor in _tensors(model)
-    }
-    return Frozen(any(parameter.requires_grad for parameter in model.parameters()), rests)
+    resting = {name: watch.rests(name) for name, tensor in _tensors(model) if not tensor.requires_grad}
+    rests = {unwrapped(name): resting.get(name, False) for name, _ in _tensors(model)}
+    moves = {unwrapped(name): True for name, one in resting.items() if not one}
+    return Frozen(any(parameter.requires_grad for parameter in model.parameters()), rests, moves)
 
 
 def _mark(trained: Iterable[torch.Tensor]) -> Hashable:
-    """Return a checksum of the first of the trained tensors."""
-    found, left = [], _SEEN
-    for tensor in filter(_is_there, trained):
-        found.append(checksum(tensor))
-        left -= tensor.numel()
-        if left <= 0:
-            break
-    return tuple(found)
+    """Return a checksum of the beginnings of some trained tensors, of this rank's parts of them."""
+    there = list(filter(_is_there, trained))
+    return tuple(checksum(_beginning(tensor)) for tensor in there[:: -(-len(there) // _MARKS) or 1])
+
+
+def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to slice a DTensor may be collective
+    if hasattr(local, "__tensor_flatten__") or local.numel() <= _SEEN:
+        return local
+    return local[: max(1, len(local) * _SEEN // local.numel())]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,6 +41,12 @@ def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     ]
 
 
+def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return, for each tensor, whether all of it is zero; those on a GPU are waited for as by `unlike_weights`."""
+    seen = on_host(list(map(_some, tensors)))
+    return [not any(glance) and not bool(tensor.any()) for tensor, glance in zip(tensors, seen, strict=True)]
+
+
 def _some(tensor: torch.Tensor) -> torch.Tensor:
     """Return a few elements."""
     part = tensor.detach()

@@ -1,8 +1,9 @@
-"""Weights that no optimizer of a save trains, where no model tells which are frozen: they have no state.
+"""Weights that no optimizer of a save trains, as far as the state of the optimizers tells.
 
 State is named by its parameter, as `get_optimizer_state_dict` does it, or by the number of it, as the optimizer itself
 does. Numbers tell no names, only how many parameters of a shape are trained; if there are more weights of it, each may
-be one that is not.
+be one that is not. So may each of several models whose weights have the names of one state: one may be an average of
+the other, or a frozen reference. Of these the one below the key `model` is taken to be trained.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.quantization.numbered import Shape, numbered
 
+_MODEL = "model"
 
 def may_be_untrained(
     weights: Collection[str], shapes: Mapping[str, Shape], tied: Mapping[str, Collection[str]]
-) -> set[str]:
-    """Return the weights that the state of optimizers leaves in doubt; none where it tells of no weight at all.
+) -> dict[str, bool]:
+    """Return the weights that the state of optimizers does not name, and whether they may be trained all the same.
+
+    Where the state tells of no weight at all, there are none.
 
     Args:
         weights: names of lossy weights.
@@ -26,49 +30,64 @@ def may_be_untrained(
     """
     state = [name for name in shapes if kind_of(name) != "weights" and _state(name)]
     if not weights or not state:
-        return set()
+        return {}
     by_number = {name: found for name in state if (found := numbered(name)) is not None}
     if not by_number:
         return _by_name(weights, shapes, state, tied)
-    return _by_number(weights, shapes, by_number, tied) if len(by_number) == len(state) else set()
+    return _by_number(weights, shapes, by_number, tied) if len(by_number) == len(state) else {}
 
 
 def _by_name(
     weights: Collection[str], shapes: Mapping[str, Shape], state: Collection[str], tied: Mapping[str, Collection[str]]
-) -> set[str]:
+) -> dict[str, bool]:
     """Return the weights by whose name no state goes, if all state of matrices goes by the name of some weight."""
     owners = {name: _owner(name) for name in state}
-    beginnings = {owner: _beginnings(owner) for owner in set(owners.values())}
-    every = {one for found in beginnings.values() for one in found}
-    owned = {
-        name: next((tail for tail in _tails(unwrapped(name)) if tail in every), None)
-        for name in shapes if kind_of(name) == "weights"
-    }
+    sizes: dict[str, set[Shape]] = {}  # of state, by the names that its own begins with
+    for name, owner in owners.items():
+        for one in _beginnings(owner):
+            sizes.setdefault(one, set()).add(shapes[name])
+    named = {other for others in tied.values() for other in others}
+    fitting: dict[str, list[str]] = {}
+    for name in shapes:
+        if kind_of(name) == "weights" and (tail := next((one for one in _tails(unwrapped(name)) if one in sizes), "")):
+            fitting.setdefault(tail, []).append(name)
     matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
-    found = set(owned.values()) - {None}
-    if not found or any(found.isdisjoint(beginnings[owner]) for owner in matrices):
-        return set()
-    return {name for name in weights if not any(owned.get(one) for one in (name, *tied.get(name, ())))}
+    if not fitting or any(fitting.keys().isdisjoint(_beginnings(owner)) for owner in matrices):
+        return {}
+    trained = set[str]()
+    for tail, names in fitting.items():
+        alike = [name for name in names if shapes[name] in sizes[tail]] or names
+        alone = [name for name in alike if name not in named]
+        own = [name for name in alone if unwrapped(name) in (tail, f"{_MODEL}.{tail}")]
+        trained.update(alike if len(alone) < 2 else own)
+    fit = {name for names in fitting.values() for name in names}
+    return {name: name in fit for name in weights if trained.isdisjoint((name, *tied.get(name, ())))}
 
 
 def _by_number(
     weights: Collection[str], shapes: Mapping[str, Shape], state: Mapping[str, tuple[str, int]],
     tied: Mapping[str, Collection[str]],
-) -> set[str]:
-    """Return the weights of shapes that more weights of a model have than state is there for."""
+) -> dict[str, bool]:
+    """Return the weights of shapes that more weights have than state is there for."""
     named = {other for others in tied.values() for other in others}
-    models: dict[str, Counter[Shape]] = {}
-    for name, shape in shapes.items():
-        if kind_of(name) == "weights" and name not in named:
-            models.setdefault(name.partition(".")[0], Counter())[shape] += 1
-    known = set[Shape]().union(*models.values())
+    there = [name for name in shapes if kind_of(name) == "weights" and name not in named]
     own: dict[tuple[str, int], set[Shape]] = {}
     for name, number in state.items():
         own.setdefault(number, set()).add(shapes[name])
-    trained = Counter(shape for found in own.values() for shape in found & known)
-    if any(found.isdisjoint(known) for found in own.values()):  # it is not kept in the parameter's shape
-        return set()
-    return {name for name in weights if models[name.partition(".")[0]][shapes[name]] > trained[shapes[name]]}
+    kept = [found - {()} or found for found in own.values()]
+    trained = Counter(shape for found in kept for shape in found)
+    whole = Counter(shapes[name] for name in there)
+    if any(len(found) > 1 for found in kept) or trained - whole:  # it is not kept in the parameter's shape
+        return {}
+    model = Counter(shapes[name] for name in there if _is_of_model(name))
+    return {
+        name: shapes[name] in trained for name in weights
+        if (model if _is_of_model(name) else whole)[shapes[name]] > trained[shapes[name]]
+    }
+
+
+def _is_of_model(name: str) -> bool:
+    return name.startswith(f"{_MODEL}.")
 
 
 def _state(name: str) -> str:

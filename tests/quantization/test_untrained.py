@@ -13,9 +13,17 @@ from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
 M, T, V = (80, 80), (70, 80), (9, 90)
 
 
-def doubtful(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> set[str]:
+def doubtful(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> dict[str, bool]:
     weights = {name for name in shapes if ".state." not in name and name not in (tied or {})}
     return may_be_untrained(weights, shapes, other_names((tied or {}).items()))
+
+
+def sure(*names: str) -> dict[str, bool]:
+    return dict.fromkeys(names, False)
+
+
+def perhaps(*names: str) -> dict[str, bool]:
+    return dict.fromkeys(names, True)
 
 
 def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optimizer: str = "optimizer") -> dict:
@@ -23,32 +31,45 @@ def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optim
 
 
 @pytest.mark.parametrize("shapes, expected", [
-    ({"m.a.weight": M, "m.b.weight": M}, set()),  # no optimizer
-    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight"), {"m.b.weight"}),
-    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", shape=(), leaf="step"), {"m.b.weight"}),
-    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight.GG", leaf="0"), {"m.b.weight"}),  # lists of SOAP
-    ({"m.a.weight": M, "ema.a.weight": M} | state("a.weight"), set()),  # an average has the same names
-    ({"m.module.a.weight": M, "m.b.weight": M} | state("_orig_mod.a.weight"), {"m.b.weight"}),
-    ({"m.a.weight": M, "m.a.bias": V} | state("a.bias", shape=V), {"m.a.weight"}),
-    ({"m.a.weight": M, "m.a.bias": V} | state("net.a.bias", shape=V), set()),
-    ({"m.a.weight": M, "m.b.weight": M} | state("net.a.weight"), set()),  # names of another tree: nothing is known
-    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", "c.weight"), set()),
-    ({"m.a.weight": M, "m.b.weight": M} | state("0"), {"m.a.weight", "m.b.weight"}),  # one of them
-    ({"m.a.weight": M, "m.b.weight": T} | state("0"), {"m.b.weight"}),
-    ({"m.a.weight": M, "m.b.weight": M} | state("0", "1"), set()),
-    ({"m.a.weight": M, "ema.a.weight": M} | state("0"), set()),
-    ({"g.a.weight": M, "d.a.weight": M} | state("0", optimizer="g_opt") | state("0", optimizer="d_opt"), set()),
-    ({"m.a.weight": M, "m.b.weight": M} | state("0", shape=V), set()),  # not kept in the parameter's shape
-    ({"m.a.weight": M, "m.b.weight": T} | state("0") | state("a.weight", optimizer="other"), set()),  # both ways
+    ({"m.a.weight": M, "m.b.weight": M}, {}),  # no optimizer
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight"), sure("m.b.weight")),
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", shape=(), leaf="step"), sure("m.b.weight")),
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight.GG", leaf="0"), sure("m.b.weight")),  # lists of SOAP
+    ({"m.a.weight": M, "ema.a.weight": M} | state("a.weight"), perhaps("m.a.weight", "ema.a.weight")),
+    ({"model.a.weight": M, "ema.a.weight": M} | state("a.weight"), perhaps("ema.a.weight")),
+    ({"model.a.weight": M, "extra.vae.a.weight": T} | state("a.weight"), perhaps("extra.vae.a.weight")),
+    ({"0.weight": M, "vae.encoder.0.weight": M} | state("0.weight"), perhaps("vae.encoder.0.weight")),
+    ({"m.module.a.weight": M, "m.b.weight": M} | state("_orig_mod.a.weight"), sure("m.b.weight")),
+    ({"m.a.weight": M, "m.a.bias": V} | state("a.bias", shape=V), sure("m.a.weight")),
+    ({"m.a.weight": M, "m.a.bias": V} | state("net.a.bias", shape=V), {}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("net.a.weight"), {}),  # names of another tree: nothing is known
+    ({"m.a.weight": M, "m.b.weight": M} | state("a.weight", "c.weight"), {}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0"), perhaps("m.a.weight", "m.b.weight")),  # one of them
+    ({"m.a.weight": M, "m.b.weight": T} | state("0"), sure("m.b.weight")),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0", "1"), {}),
+    ({"model.a.weight": M, "ema.a.weight": M} | state("0"), perhaps("ema.a.weight")),
+    ({"policy.a.weight": M, "reference.a.weight": M} | state("0"), perhaps("policy.a.weight", "reference.a.weight")),
+    ({"g.a.weight": M, "d.a.weight": M} | state("0", optimizer="g_opt") | state("0", optimizer="d_opt"), {}),
+    ({"m.a.weight": M, "m.b.weight": M} | state("0", shape=V), {}),  # not kept in the parameter's shape
+    # Factors of Adafactor, which have the shapes of biases.
+    ({"m.a.weight": M, "m.a.bias": (80,)} | state("0", shape=(80,), leaf="exp_avg_sq_row")
+     | state("0", shape=(80,), leaf="exp_avg_sq_col") | state("1", shape=(80,), leaf="exp_avg_sq"), {}),
+    ({"m.a.weight": M, "m.b.weight": T} | state("0") | state("a.weight", optimizer="other"), {}),  # both ways
 ])
-def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: set[str]) -> None:
+def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: dict[str, bool]) -> None:
     assert doubtful(shapes) == expected
 
 
 @pytest.mark.parametrize("owner", ["a.weight", "b.weight", "0"])
 def test_state_of_either_name_is_that_of_a_tied_weight(owner: str) -> None:
     shapes = {"m.a.weight": M, "m.b.weight": M, "m.c.weight": T} | state(owner)
-    assert doubtful(shapes, {"m.b.weight": "m.a.weight"}) == {"m.c.weight"}
+    assert doubtful(shapes, {"m.b.weight": "m.a.weight"}) == sure("m.c.weight")
+
+
+def test_a_model_whose_weights_all_have_other_names_is_served() -> None:
+    shapes = {"head.weight": M, "wte.weight": M, "wpe.weight": T} | state("0") | state("1", shape=T)
+    assert doubtful(shapes, {"head.weight": "wte.weight"}) == {}
+    assert doubtful(shapes, {"wte.weight": "head.weight"}) == {}
 
 
 @pytest.mark.parametrize("how", ["names", "numbers", "all parameters"])

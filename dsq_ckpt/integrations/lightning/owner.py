@@ -34,10 +34,10 @@ class Owner:
         return (one for one in gc.get_objects() if issubclass(type(one), Strategy) and self._is_held_by(one))
 
     def _is_held_by(self, strategy: Strategy) -> bool:
-        held, plugin = strategy._checkpoint_io, self._plugin()
+        held, plugin = getattr(strategy, "_checkpoint_io", None), self._plugin()  # one that failed has none
         while held is not plugin and isinstance(held, _WrappingCheckpointIO):
             held = held.checkpoint_io
-        return held is plugin and strategy.lightning_module is not None
+        return held is not None and held is plugin and strategy.lightning_module is not None
 
 
 def _runs(strategy: Strategy) -> bool:
