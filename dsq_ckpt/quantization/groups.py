@@ -3,8 +3,9 @@
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
 kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
 one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
-moment we know, what is known to be frozen, and what no training leaves in weights (see `nature`). All other float
-tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+moment we know, the points that parametrizations of torch start from, what is known to be frozen, and what no training
+leaves in weights (see `nature`). All other float tensors of two or more dimensions count as weights, buffers too: rules
+say otherwise.
 """
 
 from __future__ import annotations
@@ -254,6 +255,8 @@ def _kind(fqn: str) -> tuple[str, str]:
     if leaf in _MOMENTS:
         return _MOMENTS[leaf], parent
     parts = fqn.lower().split(".")
+    if leaf == "base" and "parametrizations" in parts:
+        return EXACT, fqn  # a point of `orthogonal` of torch, which no step would bring back to its manifold
     if any(is_of_optimizers(part) or part in _MOMENTS for part in parts):
         return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
     return "weights", fqn

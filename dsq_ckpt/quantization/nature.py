@@ -1,9 +1,9 @@
 """Tensors that count as weights by name and shape, but hold what no training leaves in weights.
 
 These are masks, tables of few constants, counts, numbers of tokens or classes, variances that an optimizer of the
-user's own keeps, and symmetric matrices such as covariances: a code would make of 1 something near it, of a small
-variance zero, and of a covariance a matrix with negative eigenvalues. They are told by what they hold, and stored
-exactly.
+user's own keeps, symmetric matrices such as covariances, and matrices that keep signs on their diagonal, as those of
+Householder reflections: a code would make of 1 something near it, of a small variance zero, and of a covariance a
+matrix with negative eigenvalues. They are told by what they hold, and stored exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _GLANCE = 32
 """Elements that tell of nearly all weights that they are such."""
 _EDGE = 8
 """Elements of the first row, and of the first column, that tell of nearly all square weights that they are such."""
+_DIAGONAL = 4
+"""Elements of the first main diagonal that tell of nearly all weights that they hold no signs there."""
 _FEW = 16
 """Distinct values up to which a tensor is a mask or a table of constants."""
 _MOST_OFF = 0.01
@@ -27,17 +29,21 @@ _BLOCK = 1 << 20
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 
-    So has a matrix that is symmetric, but for rounding.
+    So has a matrix that is symmetric, but for rounding, and one with 1 or -1 all along its diagonal: `orthogonal` of
+    torch takes whole numbers from it.
 
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
-    seen, count = on_host([*map(_some, tensors), *map(_edges, tensors)]), len(tensors)
+    seen, count = on_host([*map(_some, tensors), *map(_edges, tensors), *map(_diagonal, tensors)]), len(tensors)
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
         or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
         or (_may_be_symmetric(edges) and _symmetric(tensor))
-        for tensor, glance, edges in zip(tensors, seen[:count], seen[count:], strict=True)
+        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_signs(tensor))
+        for tensor, glance, edges, diagonal in zip(
+            tensors, seen[:count], seen[count : 2 * count], seen[2 * count :], strict=True
+        )
     ]
 
 
@@ -62,6 +68,13 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(0)
     first = tensor.detach()[(0,) * (tensor.ndim - 2)]
     return torch.cat([first[0, 1:_EDGE], first[1:_EDGE, 0]])
+
+
+def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the beginning of the main diagonal of the first matrix; nothing where there is none."""
+    if tensor.ndim < 2 or not tensor.numel():
+        return tensor.new_empty(0)
+    return tensor.detach()[(0,) * (tensor.ndim - 2)].diagonal()[:_DIAGONAL]
 
 
 def on_host(some: list[torch.Tensor]) -> list[list[float]]:
@@ -136,6 +149,12 @@ def _symmetric(tensor: torch.Tensor) -> bool:
                 return False
             beside = beside or bool(rows.triu(start + 1).any())
     return beside
+
+
+def _has_signs(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite, and the main diagonal of each matrix is 1 or -1 throughout."""
+    signs = bool((tensor.detach().diagonal(dim1=-2, dim2=-1).abs() == 1).all())
+    return signs and all(bool(block.isfinite().all()) for block in _blocks(tensor))
 
 
 def _is_few(values: Sequence[float]) -> bool:

@@ -97,6 +97,48 @@ def test_an_element_makes_the_difference(name: str) -> None:
         assert unlike_weights([changed]) == [False]
 
 
+def with_diagonal(values: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
+    values.diagonal(dim1=-2, dim2=-1).fill_(sign)[..., 1::3] *= -1
+    return values
+
+
+@pytest.mark.parametrize("shape", [(90, 60), (60, 90), (70, 70), (12, 40, 30), (3, 2, 40, 30)])
+def test_signs_all_along_the_diagonal_are_kept(shape: tuple[int, ...]) -> None:
+    """Of each matrix; in any type, and whatever lies in a row in memory. One that is a little off does not count."""
+    signs = [with_diagonal(normal(*shape)), with_diagonal(normal(*shape), -1.0).bfloat16(),
+             with_diagonal(normal(*shape)).mT, with_diagonal(normal(*shape).mT.contiguous()).double()]
+    assert unlike_weights(signs) == [True] * len(signs)
+    for place in (0, 17, -1):
+        changed = with_diagonal(normal(*shape))
+        changed.diagonal(dim1=-2, dim2=-1)[..., place].view(-1)[-1] *= 0.9998
+        assert unlike_weights([changed]) == [False]
+
+
+@pytest.mark.parametrize(("orthogonal_map", "trivial"), [
+    ("householder", False), ("householder", True), ("matrix_exp", True), ("cayley", True),
+])
+def test_orthogonal_layers_stay_orthogonal(tmp_path: Path, orthogonal_map: str, trivial: bool) -> None:
+    """However often they are restored; a layer of 64 x 128, whose signs torch makes whole numbers of."""
+    torch.manual_seed(0)
+    layer = torch.nn.utils.parametrizations.orthogonal(
+        torch.nn.Linear(128, 64), orthogonal_map=orthogonal_map, use_trivialization=trivial
+    )
+    inputs = normal(64, 128)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
+    for number in range(3):
+        for _ in range(4):
+            optimizer.zero_grad()
+            (layer(inputs) - inputs[:, :64]).square().mean().backward()
+            optimizer.step()
+        state = {"layer": layer.state_dict()}
+        dsq_ckpt.save(state, tmp_path / str(number))
+        found = loaded(tmp_path / str(number), state)["layer"]
+        original = "parametrizations.weight.original"
+        assert found[original].diagonal().equal(state["layer"][original].diagonal())
+        layer.load_state_dict(found)
+        assert torch.dist(layer.weight @ layer.weight.T, torch.eye(64)) < 1e-4
+
+
 def test_masks_and_variances_come_back_as_they_were(tmp_path: Path) -> None:
     """`torch.nn.utils.prune`, and an Adam of one's own in plain dicts; weights beside them are quantized."""
     torch.manual_seed(0)
