@@ -199,16 +199,16 @@ def _warn_of_doubtful(
     rows, exact, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
-            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
-            "restore they may be off by half of their size or more. If they count for anything (columns in other "
-            'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
-            rank=comm.rank,
+            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, or vary that "
+            "little around a mean, and after a restore they, or their differences, may be off by half of their size or "
+            "more. If these count for anything (columns in other units, positions far from the origin), store the "
+            'tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts', rank=comm.rank,
         )
     if exact:
         warn(
-            f"rows or columns of {_first(exact)} are more than {RATIO} times smaller than the others, and training "
-            "needs them: these tensors are stored exactly. With inputs of one size, or a tensor for each unit of "
-            "columns, they would be small too", rank=comm.rank,
+            f"rows or columns of {_first(exact)} are more than {RATIO} times smaller than the others, or vary that "
+            "little around a mean, and training needs them: these tensors are stored exactly. With inputs of one size, "
+            "a tensor for each unit of columns, or means taken off, they would be small too", rank=comm.rank,
         )
     if untrained:
         warn(

@@ -1,28 +1,34 @@
-"""Weights of which some rows or columns are so much smaller than the others that one step for all loses them.
+"""Weights of which some rows or columns vary so little, for the size of the tensor, that one step for all loses them.
 
-Such are tables whose columns are in different units, as positions beside quaternions, and first layers for inputs of
-different sizes. Rows that training does not need, as those of tokens that never occur, are small too, after long weight
-decay; the size of their gradients tells the two apart.
+They are small, or lie around a mean far from zero. Such are tables whose columns are in different units, as positions
+beside quaternions, first layers for inputs of different sizes, and positions on a map, far from its origin. Rows that
+training does not need, as those of tokens that never occur, are small too, after long weight decay; the size of their
+gradients tells the two apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dsq_ckpt.quantization.nature import on_host
 
 RATIO = 64
-"""How many times smaller than the tensor's root mean square that of a row is which a refined step hardly resolves."""
+"""How many times smaller than the tensor's root mean square a row's spread is which a refined step hardly resolves."""
 _FEWEST = 6
-"""Elements that a row must have: fewer may all be small by chance."""
+"""Elements that a row must have: fewer may all be small, or alike, by chance."""
 _SAMPLE = 16
 """Elements of each row that tell which to look at."""
 _MOST = 1 << 16
 """About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
+_ENOUGH = 8
+"""Elements from which on their mean is taken off: fewer may lie close to each other by chance."""
+_ROUNDING = 8
+"""Units of the last place by which a mean may be off."""
 _BATCH = 1 << 20
 """Elements that are looked at together."""
 
@@ -30,7 +36,7 @@ _BATCH = 1 << 20
 def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float | None]) -> list[bool]:
     """Return, for each tensor, whether `has_lost_rows` is to be asked; for most, few calls tell that it is not.
 
-    Zeros in the samples count here. Tensors on a GPU are waited for once together, and those of one shape are looked at
+    Rows of one value count here. Tensors on a GPU are waited for once together, and those of one shape are looked at
     together: for a small tensor, the calls take longer than their work.
 
     Args:
@@ -46,8 +52,7 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
     for (shape, *_), samples in alike.items():
         size = max(1, _BATCH // shape.numel())
         batches += [samples[start : start + size] for start in range(0, len(samples), size)]
-    means = [torch.stack([sample for _, sample in batch]).float().square().mean(2) for batch in batches]
-    found = on_host([torch.cat([mean.amin(1), mean.mean(1)]) for mean in means])
+    found = on_host([_least_and_usual(torch.stack([sample for _, sample in batch])) for batch in batches])
     asked = [False] * len(tensors)
     for batch, told in zip(batches, found, strict=True):
         for (place, _), least, usual in zip(batch, told[: len(batch)], told[len(batch) :], strict=True):
@@ -56,10 +61,24 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
     return asked
 
 
-def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
-    """Return whether a row (along the first dimension) or a column has a root mean square below the tensor's / `RATIO`.
+def _least_and_usual(samples: torch.Tensor) -> torch.Tensor:
+    """Return, for each matrix, the least variance of a row without its zeros, then, for each, the mean square.
 
-    A sample of each row tells which to look at; zeros alone count for nothing.
+    A variance may be off by some 1e-6 of the mean square of its row, as that of large values around a mean.
+    """
+    values = samples.float()
+    ones = values.new_ones(values.shape[2])  # products are faster than sums over few elements
+    count, squares = values.sign().abs_() @ ones, values.square() @ ones
+    sums = (values @ ones).masked_fill_(count < _ENOUGH, 0.0)
+    least = (squares - sums.square_() / count.clamp(min=1)).div_(count.clamp(min=1)).amin(1)
+    return torch.cat([least, squares.mean(1) / len(ones)])
+
+
+def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
+    """Return whether a row (along the first dimension) or a column has a spread below the tensor's size / `RATIO`.
+
+    The spread is the standard deviation of the elements that are not zero, the size the root mean square. A sample of
+    each row tells which to look at; rows of one value, beside zeros, count for nothing.
 
     Args:
         tensor: weights, or a shard of them.
@@ -75,8 +94,8 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
     """Return whether training needs any of the rows or columns that `has_lost_rows` found; None where nothing tells.
 
-    A row is needed if a change of it by a part of its size is felt at least 1 / `RATIO` times as much as one of the
-    others: to second order, with squared gradients for the curvature, by the mean of squared values times those.
+    A row is needed if a change of it by a part of its spread is felt at least 1 / `RATIO` times as much as one of the
+    others: to second order, with squared gradients for the curvature, by the mean of squared deviations times those.
 
     Args:
         tensor: weights of two or more dimensions.
@@ -85,30 +104,30 @@ def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None 
     """
     matrix, weighed = (one.detach().reshape(len(tensor), -1) for one in (tensor, squares))
     limit = _limit(matrix) if whole is None else whole / RATIO**2
-    usual = float(_felt(_sample(_some_rows(matrix)), _sample(_some_rows(weighed))).mean())
-    if not 0 < usual < math.inf:
-        return None
-    most = max(_most_felt(matrix, weighed, limit), _most_felt(matrix.t(), weighed.t(), limit))
-    return most >= usual / RATIO
+    told = [
+        most >= usual / RATIO for rows, squared in ((matrix, weighed), (matrix.t(), weighed.t()))
+        for most, usual in [_most_felt(rows, squared, limit)] if 0 < usual < math.inf
+    ]
+    return any(told) if told else None
 
 
-def _most_felt(matrix: torch.Tensor, squares: torch.Tensor, limit: float) -> float:
-    """Return how much a change of one of the small rows is felt, of the one where this is most; 0 without any."""
+def _most_felt(matrix: torch.Tensor, squares: torch.Tensor, limit: float) -> tuple[float, float]:
+    """Return how much a change of one of the small rows is felt, of the one where this is most, and of a usual row.
+
+    The former is 0 without any, and both are where rows are too short.
+    """
     if matrix.shape[1] < _FEWEST:
-        return 0.0
+        return 0.0, 0.0
     matrix, squares = _some_rows(matrix), _some_rows(squares)
-    mean, count = _mean_square(_sample(matrix))
-    felt = _felt(_sample(matrix), _sample(squares)).nan_to_num().masked_fill((mean >= limit) | (count == 0), -1.0)
+    spread, weighed = _Spread.of(_sample(matrix)), _sample(squares)
+    felt = spread.felt(weighed)
+    usual = float(felt.mean())
+    felt = felt.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), -1.0)
     rows = felt.topk(min(_LOOKED_AT, len(felt))).indices
-    part, weighed = _some_rows(matrix.t()).t()[rows], _some_rows(squares.t()).t()[rows]
-    mean, count = _mean_square(part)
-    felt = _felt(part, weighed).masked_fill((mean >= limit) | (count < _FEWEST), 0.0)
-    return float(felt.max())
-
-
-def _felt(matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the mean of squared values times squared gradients; float64, for what is tiny."""
-    return (matrix.double().square() * squares.double()).mean(1)
+    spread = _Spread.of(_some_rows(matrix.t()).t()[rows])
+    felt = spread.felt(_some_rows(squares.t()).t()[rows])
+    felt = felt.masked_fill((spread.variance >= limit) | (spread.number < _FEWEST), 0.0)
+    return float(felt.max()), usual
 
 
 def _sides(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -136,18 +155,42 @@ def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:
-    """Return whether the mean square of a row's elements that are not zero is below a limit."""
+    """Return whether the variance of a row's elements that are not zero is below a limit."""
     matrix = _some_rows(matrix)
-    mean, count = _mean_square(_sample(matrix))
-    mean = mean.nan_to_num().masked_fill((mean >= limit) | (count == 0), math.inf)
-    least, rows = mean.topk(min(_LOOKED_AT, len(mean)), largest=False)
+    spread = _Spread.of(_sample(matrix))
+    asked = spread.variance.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), math.inf)
+    least, rows = asked.topk(min(_LOOKED_AT, len(asked)), largest=False)
     if not bool(least[0] < limit):
         return False
-    mean, count = _mean_square(_some_rows(matrix.t()).t()[rows])
-    return bool(((mean < limit) & (count >= _FEWEST)).any())
+    spread = _Spread.of(_some_rows(matrix.t()).t()[rows])
+    return bool(((spread.variance < limit) & (spread.number >= _FEWEST)).any())
 
 
-def _mean_square(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row, the mean square of the elements that are not zero, and how many these are."""
-    squares, count = matrix.float().square(), matrix.count_nonzero(1)
-    return squares.sum(1) / count.clamp(min=1), count
+class _Spread(NamedTuple):
+    """How far the elements of each row that are not zero lie from their mean.
+
+    Attributes:
+        deviations: differences to the mean of the row; 0 for zeros. Of few elements, the mean counts as 0.
+        variance: mean square of the deviations, without zeros.
+        number: of elements that are not zero; 0 where all are one value, but for rounding.
+    """
+
+    deviations: torch.Tensor
+    variance: torch.Tensor
+    number: torch.Tensor
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> _Spread:
+        """Return that of a matrix."""
+        values = matrix if matrix.dtype == torch.float64 else matrix.float()
+        some = values != 0
+        count = some.sum(1)
+        mean = (values.sum(1) / count.clamp(min=1)).masked_fill_(count < _ENOUGH, 0.0)
+        deviations = (values - mean[:, None]).mul_(some)
+        variance = deviations.square().sum(1) / count.clamp(min=1)
+        alike = variance <= (_ROUNDING * torch.finfo(values.dtype).eps * mean).square_()
+        return cls(deviations, variance, count.masked_fill_(alike, 0))
+
+    def felt(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return, for each row, the mean of squared deviations times squared gradients; float64, for what is tiny."""
+        return (self.deviations.double().square() * squares.double()).mean(1)

@@ -191,3 +191,35 @@ def test_each_keyframe_tells_and_so_does_what_is_exact_no_longer(tmp_path: Path)
         found = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
         said.append(["stored exactly" in one for one in found])
     assert said == [[True], [], [False], [], [True], [True]]
+
+
+@pytest.mark.parametrize("shape", [(300, 90), (2000, 3), (7, 2000), (40, 12, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_varies_little_around_a_mean_is_found(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A whole tensor, or one column, beside zeros too; not what has one value, nor what varies enough."""
+    around = 100 + 0.003 * normal(*shape).to(dtype)
+    beside = around * (normal(*shape).flip(0) > -0.5)
+    column = normal(*shape).to(dtype)
+    column[:, 1] = around[:, 1] / 100
+    one = normal(*shape).to(dtype)
+    one[:, 1] = 0.7
+    wide = 100 + 4 * normal(*shape).to(dtype)
+    tensors = [around, -around, beside, column, one, wide]
+    found = [True, True, True, True, False, False]
+    if len(shape) == 4 or shape[0] == 7:  # the one column is a part of a row, or too short for a mean
+        del tensors[3], found[3]
+    assert [has_lost_rows(tensor) for tensor in tensors] == found
+    first = may_have_lost_rows(tensors, [None] * len(tensors))
+    assert all(asked for asked, lost in zip(first, found, strict=True) if lost)
+
+
+def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None:
+    """Where gradients tell that their differences count; else a warning says that these may be lost."""
+    positions = torch.tensor([-122.4, 37.8, 12.0]) + 0.01 * normal(4000, 3)
+    assert are_needed(positions, normal(4000, 3).square()) is True
+    for known in (True, False):
+        saved = {"model.p": positions, **({"optimizer.state.p.exp_avg_sq": normal(4000, 3).square()} if known else {})}
+        with pytest.warns(UserWarning, match="vary that little around a mean") as caught:
+            dsq_ckpt.save(saved, tmp_path / str(known))
+        assert any("stored exactly" in str(one.message) for one in caught) is known
+        assert loaded(tmp_path / str(known), saved)["model.p"].equal(positions) is known
