@@ -131,7 +131,7 @@ class LocalItems:
     def as_agreed(self, layout: Layout) -> LocalItems:
         """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact.
 
-        So are weights beside L-BFGS. First moments whose update is not known are rounded.
+        So are weights beside L-BFGS or Rprop. First moments whose update is not known are rounded.
         """
         return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
 

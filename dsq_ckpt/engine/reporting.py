@@ -31,7 +31,7 @@ class Doubts(NamedTuple):
             doubtful about a tensor is said once.
         rounded: first moments that are rounded since their update is not known, and the names of state that is why;
             without those told of.
-        fitted_to: state of L-BFGS, for which weights are exact; without what was told of.
+        fitted_to: state of L-BFGS or Rprop, for which weights are exact; without what was told of.
         lost_rows: names of weights with rows that one step for all loses, and whether they are exact for that; without
             those that the user was told of.
     """
@@ -163,10 +163,16 @@ def _warn_of_curvature(fitted_to: Collection[str], rank: int) -> None:
     """Warn of weights that are exact since an optimizer's state would fit no others."""
     if fitted_to:
         warn(
-            f"{named(sorted(fitted_to))} is state of L-BFGS, which takes differences of gradients at the weights that "
-            "it saw: beside others it may never make a step again, so all weights are stored exactly. If it trains few "
-            'of them, quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
+            f"{named(sorted(fitted_to))} is state of {_optimizers(fitted_to)} that fits the very weights that it was "
+            "made at: with others, L-BFGS may never make a step again, and the small steps of Rprop take long to mend "
+            "them. So all weights are stored exactly. If it trains few of them, "
+            'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
         )
+
+
+def _optimizers(fitted_to: Collection[str]) -> str:
+    rprop = {name.endswith(".step_size") for name in fitted_to}
+    return " and ".join(name for name, of_rprop in (("L-BFGS", False), ("Rprop", True)) if of_rprop in rprop)
 
 
 def _warn_of_doubtful(

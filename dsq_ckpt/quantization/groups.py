@@ -216,9 +216,18 @@ def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
     return found
 
 
-def holds_curvature(fqn: str) -> bool:
-    """Return whether a tensor is the last gradient that L-BFGS keeps, of which the next step takes the difference."""
-    return fqn.rpartition(".")[2] == "prev_flat_grad"
+def fitted_to_weights(names: Collection[str]) -> frozenset[str]:
+    """Return state that is of use at the very weights that it was made at, of all tensors of a save.
+
+    Such are the last gradient that L-BFGS keeps, of which the next step takes the difference, and the step sizes of
+    Rprop, which have shrunk to the distance of its weights from the best ones.
+    """
+    known, found = frozenset(names), set[str]()
+    for name in known:
+        parent, _, leaf = name.rpartition(".")
+        if leaf == "prev_flat_grad" or (leaf == "step_size" and f"{parent}.prev" in known):
+            found.add(name)
+    return frozenset(found)
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.groups import beside_first_moments, holds_curvature
+from dsq_ckpt.quantization.groups import beside_first_moments, fitted_to_weights
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -46,8 +46,9 @@ class Layout:
         rounded: those of them beside which the optimizer keeps state that is none of Adam's, with the names of it, once
             all ranks have agreed: their update is not known, and they are rounded to bf16.
         chosen: weights that are quantized, and no rule asks for it.
-        fitted_to: state of L-BFGS, once all ranks have agreed. It holds differences of gradients, which are of use at
-            the very weights that they were taken at, so the `chosen` weights are exact beside it.
+        fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
+            that have shrunk, which are of use at the very weights that they were made at, so the `chosen` weights are
+            exact beside it.
     """
 
     tensors: dict[str, str]
@@ -93,7 +94,7 @@ class Layout:
         beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
         rounded = {name: names for name, names in beside.items() if name in usual and name in tensors}
         chosen = frozenset[str]().union(*(part.chosen for part in parts))
-        fitted_to = frozenset(filter(holds_curvature, shapes)) if chosen else frozenset[str]()
+        fitted_to = fitted_to_weights(shapes) if chosen else frozenset[str]()
         exact = chosen if fitted_to else frozenset[str]()
         tensors = {
             name: group for name, group in tensors.items()

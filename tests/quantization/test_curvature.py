@@ -1,4 +1,4 @@
-"""Weights beside the state of L-BFGS, which holds differences of gradients at these weights."""
+"""Weights beside the state of L-BFGS and Rprop, which is of use at these very weights."""
 
 from __future__ import annotations
 
@@ -77,3 +77,42 @@ def test_in_the_background_and_in_a_search(tmp_path) -> None:
         dsq_ckpt.load(found, tmp_path / path)
         assert all(value.equal(found["model"][name]) for name, value in model.state_dict().items())
     assert math.isfinite(step(model, optimizer))
+
+
+def rprop(steps: int) -> tuple[nn.Module, torch.optim.Rprop]:
+    model, _ = fitted(0)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        step_of_rprop(model, optimizer)
+    return model, optimizer
+
+
+def step_of_rprop(model: nn.Module, optimizer: torch.optim.Rprop) -> float:
+    inputs = torch.linspace(0, 6, 60, dtype=torch.float64)[:, None]
+    optimizer.zero_grad()
+    loss = (model(inputs) - inputs.sin()).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+def test_a_run_of_rprop_goes_on_as_if_not_restored(tmp_path, recwarn) -> None:
+    """Its steps have shrunk, and would take long to bring back weights that are a little off."""
+    model, optimizer = rprop(50)
+    for number in range(2):
+        step_of_rprop(model, optimizer)
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
+    assert len([one for one in recwarn if "is state of Rprop" in str(one.message)]) == 1
+    other, restored = rprop(1)
+    dsq_ckpt.load({"model": other, "optimizer": restored}, tmp_path / "1")
+    for value, found in zip(model.parameters(), other.parameters(), strict=True):
+        assert value.equal(found)
+    assert step_of_rprop(other, restored) == step_of_rprop(model, optimizer)
+
+
+def test_a_step_size_alone_is_no_state_of_rprop(tmp_path) -> None:
+    saved = {"w": torch.randn(80, 80), "optimizer": {"state": {"w": {"step_size": torch.rand(80, 80)}}}}
+    dsq_ckpt.save(saved, tmp_path / "0")
+    found = {"w": torch.empty(80, 80)}
+    dsq_ckpt.load(found, tmp_path / "0")
+    assert not found["w"].equal(saved["w"])
