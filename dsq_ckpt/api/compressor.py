@@ -31,7 +31,7 @@ from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
-from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.interrupts import held_signals, in_users_function
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
@@ -179,8 +179,11 @@ class Compressor:
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
         if self.optimizer is None:
-            return {"model": self._chosen(get_model_state_dict(self.model)), **extra}
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+            with in_users_function():  # hooks of modules
+                model = get_model_state_dict(self.model)
+            return {"model": self._chosen(model), **extra}
+        with in_users_function():
+            model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": self._chosen(model), "optimizer": optimizer, **extra}
 
     @held_signals()
@@ -276,14 +279,15 @@ class Compressor:
 
     def _take(self, state: dict[str, Any], found: Found, refined: bool) -> None:
         """Give loaded state to model, optimizer and search; hooks of the model may fail on this rank alone."""
-        with refused_sizes(found.directory):
+        with refused_sizes(found.directory), in_users_function(loads_module=True):
             set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:
             optimizer = state["optimizer"]
             if found.groups is not None:
                 optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
             options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
+            with in_users_function():
+                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
             if found.groups is not None:
                 fill_groups(self.optimizer, optimizer["param_groups"])
         if self._manager is not None:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
-from dsq_ckpt.api.buffers import refused_sizes, sized_by_load, take_saved_shapes
+from dsq_ckpt.api.buffers import sized_by_load, take_saved_shapes
 from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
-from dsq_ckpt.api.stateful import state_of, told_state, warn_of_objects
+from dsq_ckpt.api.stateful import give_state, state_of, told_state, warn_of_objects
 from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
 from dsq_ckpt.core.interrupts import held_signals, raised_by_handler
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
@@ -83,12 +83,7 @@ def load(
             process_group=process_group, no_dist=no_dist, history=history,
         )
         own.update(found)
-
-        def take() -> None:
-            with refused_sizes(path):
-                state_dict.load_state_dict(own)
-
-        run_on_all_ranks(comm, take, LoadFailed)
+        run_on_all_ranks(comm, lambda: give_state(state_dict, own, path), LoadFailed)
         tell_of_more(own, path, comm)
         return
     state_of(state_dict, "load(state_dict, path)")
@@ -159,8 +154,7 @@ def load_with(
         number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
         for key, value in told.items() if told is not state_dict else ():
             if isinstance(own := state_dict[key], Stateful):
-                with refused_sizes(path):
-                    own.load_state_dict(value)
+                give_state(own, value, path)
             else:
                 state_dict[key] = value
 

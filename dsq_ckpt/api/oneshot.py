@@ -20,14 +20,14 @@ from xxhash import xxh3_128_hexdigest
 from dsq_ckpt.api import background
 from dsq_ckpt.api.bounded import configuration, with_small_weights
 from dsq_ckpt.api.saving import ConfigLike
-from dsq_ckpt.api.stateful import told_state
+from dsq_ckpt.api.stateful import own_state, told_state
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State
 from dsq_ckpt.convert.partitioner import deal
 from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
 from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
-from dsq_ckpt.core.interrupts import heard_handlers
+from dsq_ckpt.core.interrupts import heard_handlers, in_users_function
 from dsq_ckpt.core.subclasses import by_parts
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
@@ -168,7 +168,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
     opened: Opened
     if isinstance(source, nn.Module | Mapping):
-        opened = _whole(dict(source.state_dict()) if isinstance(source, nn.Module) else told_state(dict(source)))
+        opened = _whole(dict(own_state(source)) if isinstance(source, nn.Module) else told_state(dict(source)))
     elif not is_url(source) and expanded(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
@@ -227,7 +227,8 @@ def _share(opened: Opened, comm: Communicator) -> LocalState:
 def _dumped(value: Any) -> bytes:
     """Return an object as DCP serializes it."""
     stream = io.BytesIO()
-    torch.save(value, stream)
+    with in_users_function():
+        torch.save(value, stream)
     return stream.getvalue()
 
 
@@ -275,7 +276,7 @@ def _loaded_into(model: nn.Module, state: State) -> State:
     Raises:
         ConfigError: no entry has the model's keys, or a shape or dtype differs.
     """
-    own = model.state_dict()
+    own = own_state(model)
     path, entry = _entry(own, state)
     for name, value in entry.items():
         if not isinstance(value, torch.Tensor):
@@ -287,10 +288,11 @@ def _loaded_into(model: nn.Module, state: State) -> State:
                 "evaluate a model of the same shapes and dtypes (model.to(dtype))"
             )
     try:
-        model.load_state_dict(dict(entry), strict=False)  # keys were compared; of tied tensors one is enough
+        with in_users_function(loads_module=True):
+            model.load_state_dict(dict(entry), strict=False)  # keys were compared; of tied tensors one is enough
     except RuntimeError as error:
         raise ConfigError(f"the model does not take the source's weights: {error}") from error
-    own = model.state_dict()
+    own = own_state(model)
     adopted = {name: own[name] if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
     return _replaced(state, path, adopted)
 

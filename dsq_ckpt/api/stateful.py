@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import is_of_optimizers, unwrapped
@@ -28,17 +31,29 @@ def state_of(value: Any, call: str) -> dict[str, Any]:
         ConfigError: it is neither.
     """
     if isinstance(value, nn.Module):
-        return value.state_dict()  # with the versions of its modules
+        return own_state(value)  # with the versions of its modules
     expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
     found: dict[str, Any] = value
     return found
+
+
+def own_state(value: nn.Module | Stateful) -> dict[str, Any]:
+    """Return the state dict that a module, or another object of the user, tells."""
+    with in_users_function():
+        return value.state_dict()
+
+
+def give_state(value: nn.Module | Stateful, state: dict[str, Any], directory: str | os.PathLike[str]) -> None:
+    """Give a module, or another object of the user, what was loaded from a directory."""
+    with refused_sizes(directory), in_users_function(loads_module=isinstance(value, nn.Module)):
+        value.load_state_dict(state)
 
 
 def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
     """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
     if not any(isinstance(value, Stateful) for value in state.values()):
         return state
-    told = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    told = {key: own_state(value) if isinstance(value, Stateful) else value for key, value in state.items()}
     for key, value in state.items() if loads else ():
         if isinstance(value, nn.Module):
             refuse_meta(told[key])
@@ -55,7 +70,7 @@ def only_module(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     if len(modules) != 1:
         return None
-    names = {unwrapped(name) for name in modules[0].state_dict()}
+    names = {unwrapped(name) for name in own_state(modules[0])}
     others = (value for key, value in state.items() if not is_of_optimizers(str(key)))
     return None if any(map(_has_matrices, others)) or not names.isdisjoint(map(str, state)) else modules[0]
 

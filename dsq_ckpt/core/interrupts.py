@@ -49,14 +49,15 @@ class _Held:
         """Keep the first signal of a kind waiting; whoever sends another one does not want to wait.
 
         The handlers of other kinds run at once. What they raise waits in their place among several ranks, or while a
-        model is not the user's; whoever waits for a lock or a disk in one process is not to wait for longer.
+        model is not the user's, however often they run, as those of interval timers do; whoever waits for a lock or a
+        disk in one process is not to wait for longer.
         """
         if number in self.waiting:
             self.waiting.remove(number)
             self.run(number, frame)
         elif self.holding and number in _SIGNALS:
             self.waiting.append(number)
-        elif self.holding and self.shielded and not self.pending:
+        elif self.holding and self.shielded:
             with suppress(BaseException):
                 self.run(number, frame)
         else:
@@ -176,14 +177,34 @@ def shielded(shield: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def in_users_function() -> Iterator[None]:
+def in_users_function(loads_module: bool = False) -> Iterator[None]:
     """Raise what handlers of signals that are not held raise at once in a function of the user.
 
-    It may expect that, as of an alarm that ends a long evaluation; what it caught is not for the caller.
+    It may expect that, as of an alarm that ends a long evaluation; what it caught, or made another error of, is not for
+    the caller. To be entered around each call of such a function, with no `except` of the package in between.
+
+    Args:
+        loads_module: whether it is torch's `load_state_dict` of a module. That makes an error of its own of whatever
+            interrupts a copy, which is still for the caller; hooks of the user raise theirs while they handle one.
     """
-    held = _held if threading.current_thread() is threading.main_thread() else None
-    before = None if held is None else (held.raised, held.pending)
-    with shielded(False):
+    held = _held
+    if held is None or threading.current_thread() is not threading.main_thread():
         yield
-    if held is not None and before is not None:
-        held.raised, held.pending = before
+        return
+    before = held.raised, held.pending
+    try:
+        with shielded(False):
+            yield
+    except BaseException as error:
+        if error is not held.raised and not (loads_module and held.raised not in _contexts(error)):
+            held.raised, held.pending = before
+        raise
+    held.raised, held.pending = before
+
+
+def _contexts(error: BaseException) -> list[BaseException]:
+    """Return the exceptions that were being handled when this one was raised."""
+    found = list[BaseException]()
+    while (context := error.__context__) is not None and context not in found:
+        found.append(error := context)
+    return found

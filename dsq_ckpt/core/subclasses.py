@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 
 _SETTINGS = "<settings>"
@@ -129,11 +130,14 @@ def _is_copied(dtype: torch.dtype) -> bool:
 def object_named(fqn: str) -> Iterator[None]:
     """Name the object that cannot be pickled, or copied, which most are in the same way.
 
+    How that is done is up to it.
+
     Raises:
         SaveFailed: it cannot.
     """
     try:
-        yield
+        with in_users_function():
+            yield
     except Exception as error:
         raise SaveFailed(
             f"'{fqn}' is no tensor, and cannot be stored as an object ({described(error)}): save plain data in its "

@@ -25,6 +25,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import OTHER_SHAPE, name_hint
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.unchanged import named
@@ -193,7 +194,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         # Above as well: DCP may take a dict for one object, as versions before 2.4 did.
         plain = path in self._above or any(path[:deep] in self._empty for deep in range(len(path) + 1))
         try:
-            found = torch.load(value, weights_only=plain)
+            with in_users_function():  # which objects may have for that
+                found = torch.load(value, weights_only=plain)
         except pickle.UnpicklingError as error:
             if not plain:
                 raise

@@ -25,6 +25,7 @@ from dsq_ckpt.api.checks import unwrapped
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
@@ -214,7 +215,9 @@ class DSQTrainer(Trainer):
         def load_scheduler() -> None:
             if not scheduler.is_file():
                 raise LoadFailed(f"'{scheduler}' is missing, so the learning rate would start anew; load another one")
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+            state = torch.load(scheduler, weights_only=True)
+            with in_users_function():
+                self.lr_scheduler.load_state_dict(state)
 
         run_on_all_ranks(communicator(None), load_scheduler, LoadFailed)
 

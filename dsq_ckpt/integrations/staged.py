@@ -23,6 +23,7 @@ from torch import nn
 from dsq_ckpt.api import background
 from dsq_ckpt.api.saving import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
@@ -116,7 +117,11 @@ class StagedCheckpoint:
         Raises:
             SaveFailed: it failed on a rank.
         """
-        run_on_all_ranks(self._comm, lambda: work(self.files))
+        def write() -> None:
+            with in_users_function():  # of the library, with objects of the user
+                work(self.files)
+
+        run_on_all_ranks(self._comm, write)
 
     def publish_later(self, then: Callable[[], object]) -> Future[None]:
         """Publish in a thread, once the save in the background is complete; the next save waits for it.

@@ -22,6 +22,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import as_config, async_save, save
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
@@ -138,7 +139,12 @@ class DSQCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, checkpoint_id)
-        run_on_all_ranks(comm, lambda: self.states[MODEL].load_state_dict(state_dict), LoadFailed)
+
+        def give() -> None:
+            with in_users_function(loads_module=True):
+                self.states[MODEL].load_state_dict(state_dict)
+
+        run_on_all_ranks(comm, give, LoadFailed)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self._step = curr_step

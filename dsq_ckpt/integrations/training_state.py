@@ -23,6 +23,7 @@ from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, Step, put
 from dsq_ckpt.core.subclasses import is_part
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
@@ -50,7 +51,8 @@ class TrainingState:
         """
         self._reshard()
         parameters = self._parameters()
-        state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
+        with in_users_function():  # hooks of modules
+            state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
         return state | {key: _by_name(one, _names(one, parameters)) for key, one in self._optimizers.items()}
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
@@ -76,7 +78,9 @@ class TrainingState:
         parameters = self._parameters()
         flat: dict[str, Any] = {}
         for key, model in self._models.items():
-            flat |= flatten_state_dict({key: get_model_state_dict(model)})[0]
+            with in_users_function():
+                own_state = get_model_state_dict(model)
+            flat |= flatten_state_dict({key: own_state})[0]
         with Opened(directory, False, None) as opened:
             nesting = opened.paths
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
@@ -133,9 +137,12 @@ class TrainingState:
     def _fill(self, directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         parameters = self._parameters()
         for key, model in self._models.items():
-            set_model_state_dict(model, state[key])
+            with in_users_function(loads_module=True):
+                set_model_state_dict(model, state[key])
         for key, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(_by_number(state[key], optimizer, _names(optimizer, parameters), directory))
+            by_number = _by_number(state[key], optimizer, _names(optimizer, parameters), directory)
+            with in_users_function():
+                optimizer.load_state_dict(by_number)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all models by names that no two of them share; a tied one has several."""
@@ -175,7 +182,8 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list
 
 def _by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an optimizer's state dict with names in place of the numbers of parameters."""
-    plain = optimizer.state_dict()
+    with in_users_function():
+        plain = optimizer.state_dict()
     order = [name for group in names for name in group]
     groups = zip(plain["param_groups"], names, strict=True)
     return {

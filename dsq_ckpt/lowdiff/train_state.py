@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.quantization.groups import unwrapped
@@ -178,7 +179,12 @@ class TrainState:
 
     def states_now(self) -> dict[str, Any]:
         """Return the states of schedulers and the like as plain data."""
-        return {name: to_plain(state.state_dict(), f"the state of '{name}'") for name, state in self.states.items()}
+        return {name: to_plain(state, f"the state of '{name}'") for name, state in self.own_states().items()}
+
+    def own_states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of schedulers and the like as they tell them."""
+        with in_users_function():
+            return {name: state.state_dict() for name, state in self.states.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Load the states of schedulers and the like.
@@ -192,7 +198,9 @@ class TrainState:
                 "names in state= as to GradientLog"
             )
         for name, state in self.states.items():
-            state.load_state_dict(from_plain(states[name]))
+            own = from_plain(states[name])
+            with in_users_function():
+                state.load_state_dict(own)
 
     def monitored(self) -> list[torch.Tensor]:
         """Return the tensors that only the optimizer may change, so that gradients reproduce them.

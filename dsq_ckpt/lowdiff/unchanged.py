@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.lowdiff.train_state import STRUCTURE, TrainState
 
 
@@ -23,7 +24,7 @@ def unchanged_on_failure(train_state: TrainState) -> Iterator[None]:
     tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for _, tensor, _ in train_state.tensors()]
     state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     groups = [_hyper(group) for group in optimizer.param_groups]
-    states = {name: copy.deepcopy(one.state_dict()) for name, one in train_state.states.items()}
+    states = copy.deepcopy(train_state.own_states())
     try:
         yield
     except BaseException:
@@ -42,7 +43,7 @@ def unchanged_on_failure(train_state: TrainState) -> Iterator[None]:
                 else:
                     group[key] = value
         for name, one in train_state.states.items():
-            with suppress(Exception):  # perhaps it is what failed before, and that is told
+            with suppress(Exception), in_users_function():  # perhaps it is what failed before, and that is told
                 one.load_state_dict(states[name])
         raise
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave
@@ -182,13 +183,15 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         """Give loaded tensors to model and optimizers."""
         assert self.model is not None and self.lightning_module is not None
         options = StateDictOptions(strict=self.lightning_module.strict_loading)
-        set_model_state_dict(self.model, {**state.get("state_dict", {}), **rest.extra_state()}, options=options)
+        with in_users_function(loads_module=True):
+            set_model_state_dict(self.model, {**state.get("state_dict", {}), **rest.extra_state()}, options=options)
         for number, optimizer in enumerate(self._trained()):
             moments = state["optimizer_states"][str(number)]["state"]
             found = rest.optimizer(number, moments)
             own = self._optimizer_state(optimizer)["state"]  # of parameters that had no step yet
             found["state"] = {**own, **found["state"]}
-            set_optimizer_state_dict(self.model, optimizer, found)
+            with in_users_function():
+                set_optimizer_state_dict(self.model, optimizer, found)
 
     def _trained(self) -> list[Any]:
         """Return the optimizers whose state is loaded; an evaluation has none, or those of a training before it."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from harness import done, normal, world
 
 import dsq_ckpt
+from dsq_ckpt.distributed.comm import TorchCommunicator
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import is_complete
@@ -176,6 +177,54 @@ def during_a_load(saves: Saves) -> None:
     done("during a load")
 
 
+class Slow:
+    """An object that gives up after a time of its own to tell its state."""
+
+    seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        begun = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            time.sleep(20)
+        except Preempted:
+            self.seconds = time.monotonic() - begun
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def alarms_of_objects(saves: Saves) -> None:
+    """They ring at once, and are not told of where they are caught."""
+    slow = Slow()
+    dsq_ckpt.save({**saves.state(), "slow": slow}, saves.run.parent / "slow")
+    assert 0 < slow.seconds < 10
+    done("alarms of objects")
+
+
+def interval_timer(saves: Saves) -> None:
+    """Each of its alarms waits, whatever the rank does; the others are told once."""
+    own = saves.rank == saves.culprit
+    gather = TorchCommunicator.gather
+
+    def slowly(self: Any, value: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, 0.01 if own else 0, 0.02)
+        time.sleep(0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return gather(self, value)
+
+    with mock.patch.object(TorchCommunicator, "gather", slowly):
+        try:
+            dsq_ckpt.save(saves.state(), saves.run.parent / "timer")
+        except (Preempted, dsq_ckpt.SaveFailed) as error:
+            assert isinstance(error, Preempted if own else dsq_ckpt.SaveFailed), repr(error)
+            assert own or f"rank {saves.culprit}" in str(error), repr(error)
+        else:
+            raise AssertionError("not reached")
+    done("interval timer")
+
+
 def in_the_background(saves: Saves) -> None:
     """What ends the thread of an asynchronous save ends its future."""
     saves.thing = Leaves() if saves.rank == saves.culprit else None
@@ -220,6 +269,9 @@ def main() -> None:
         saves.works()
         from_within(saves)
         during_a_load(saves)
+        alarms_of_objects(saves)
+        if size > 1:
+            interval_timer(saves)
         in_the_background(saves)
         at_any_time(saves)
 
