@@ -28,9 +28,9 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
-from dsq_ckpt.quantization.frozen import Watch
+from dsq_ckpt.quantization.frozen import Watch, some_of
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
-from dsq_ckpt.quantization.groups import in_tree, kind_of, unwrapped
+from dsq_ckpt.quantization.groups import in_tree, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import are_zero, unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
@@ -237,8 +237,7 @@ class _Sketching:
         ]
         if others:
             left = {chunk.key for chunk in others}
-            trained = [item for item in self._local.items if item.key not in left]
-            trained.sort(key=lambda item: kind_of(item.key.fqn) == "weights")  # state of an optimizer first
+            trained = some_of([item for item in self._local.items if item.key not in left])
             self.watch.look((item.load() for item in trained), ((chunk.key, chunk.tensor) for chunk in others))
         return {chunk.key for chunk in others if self.watch.rests(chunk.key, changes=1)}
 

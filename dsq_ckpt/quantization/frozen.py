@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
 
+_T = TypeVar("_T")
 _CHANGES = 2
 _MARKS = 64  # trained tensors that tell whether training went on since the last look
 _SEEN = 1 << 12  # about how many elements of each
@@ -112,8 +114,12 @@ def known(model: nn.Module) -> Frozen:
 
 def _mark(trained: Iterable[torch.Tensor]) -> Hashable:
     """Return a checksum of the beginnings of some trained tensors, of this rank's parts of them."""
-    there = list(filter(_is_there, trained))
-    return tuple(checksum(_beginning(tensor)) for tensor in there[:: -(-len(there) // _MARKS) or 1])
+    return tuple(checksum(_beginning(tensor)) for tensor in some_of(list(filter(_is_there, trained))))
+
+
+def some_of(found: list[_T]) -> list[_T]:
+    """Return a few of many, evenly spread."""
+    return found[:: -(-len(found) // _MARKS) or 1]
 
 
 def _beginning(tensor: torch.Tensor) -> torch.Tensor:
