@@ -58,7 +58,7 @@ def _by_name(
     for tail, names in fitting.items():
         alike = [name for name in names if shapes[name] in sizes[tail]] or names
         alone = [name for name in alike if name not in named]
-        own = [name for name in alone if unwrapped(name) in (tail, f"{_MODEL}.{tail}")]
+        own = [name for name in alone if _last(unwrapped(name).removesuffix(tail).rstrip(".")) in ("", _MODEL)]
         trained.update(alike if len(alone) < 2 else own)
     fit = {name for names in fitting.values() for name in names}
     return {name: name in fit for name in weights if trained.isdisjoint((name, *tied.get(name, ())))}
@@ -84,6 +84,10 @@ def _by_number(
         name: shapes[name] in trained for name in weights
         if (model if _is_of_model(name) else whole)[shapes[name]] > trained[shapes[name]]
     }
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _is_of_model(name: str) -> bool:

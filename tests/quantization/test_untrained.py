@@ -37,6 +37,8 @@ def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optim
     ({"m.a.weight": M, "m.b.weight": M} | state("a.weight.GG", leaf="0"), sure("m.b.weight")),  # lists of SOAP
     ({"m.a.weight": M, "ema.a.weight": M} | state("a.weight"), perhaps("m.a.weight", "ema.a.weight")),
     ({"model.a.weight": M, "ema.a.weight": M} | state("a.weight"), perhaps("ema.a.weight")),
+    ({"app.model.a.weight": M, "app.ema.a.weight": M} | state("a.weight", optimizer="app.optim"),
+     perhaps("app.ema.a.weight")),
     ({"model.a.weight": M, "extra.vae.a.weight": T} | state("a.weight"), perhaps("extra.vae.a.weight")),
     ({"0.weight": M, "vae.encoder.0.weight": M} | state("0.weight"), perhaps("vae.encoder.0.weight")),
     ({"m.module.a.weight": M, "m.b.weight": M} | state("_orig_mod.a.weight"), sure("m.b.weight")),
