@@ -192,7 +192,7 @@ def test_a_save_does_not_wait_for_kernels(tmp_path, monkeypatch):
 
 
 class Preempted(Exception):
-    """What a handler of the user raises to stop a job."""
+    """An exception that a handler of the user raises to stop a job."""
 
 
 class Alarm:
@@ -206,7 +206,7 @@ class Alarm:
 
 @pytest.fixture(params=[Preempted, TimeoutError, FileNotFoundError, dsq_ckpt.LoadFailed, SystemExit])
 def alarm(request):
-    """What a handler of SIGALRM, which does not wait, raises; also of classes that the package takes for its own."""
+    """Exceptions of a handler of SIGALRM, which does not wait; also of classes that the package takes for its own."""
     handler = Alarm()
     handler.error = error = request.param("by the queue")
     error.__cause__ = cause = KeyError("of the user")
@@ -264,7 +264,7 @@ def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm,
 @pytest.mark.parametrize("place", [(Manifest, "model_validate"), (Checkpoint, "record"), (Checkpoint, "load")],
                          ids=lambda place: place[1])
 def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm, place):
-    """It is no LoadFailed, on which a job would go back to an older checkpoint, and says that the state is half new."""
+    """The exception is no LoadFailed, on which a job would go back further, and says that the state is half new."""
     state = {"a.weight": torch.randn(100, 100), "b.weight": torch.randn(100, 100)}
     dsq_ckpt.save(state, tmp_path / "a")
     compressor = dsq_ckpt.Compressor(Net())
@@ -316,7 +316,7 @@ def test_latest_is_no_older_one_when_a_handler_raises(tmp_path, alarm):
 
 
 def test_an_alarm_in_an_evaluation_ends_the_save(tmp_path, alarm):
-    """It is not taken for a metric that cannot be had, for which weights are stored finely; the model is put back."""
+    """An alarm is not taken for a metric that cannot be had, for which weights are stored finely; the model is put back."""
     def evaluate():
         signal.raise_signal(signal.SIGALRM)
         pytest.fail("it is raised at once")

@@ -148,7 +148,7 @@ def test_on_save_catches_its_alarm(tmp_path):
 
 @pytest.mark.parametrize("slow", [turned, noted])
 def test_what_the_user_makes_of_an_alarm_is_told(tmp_path, slow):
-    """It is an error as any other of the user's, and no wish to stop."""
+    """An error made of an alarm is one of the user's as any other, and no wish to stop."""
     weights = {"w": torch.randn(90, 90)}
     with pytest.raises(dsq_ckpt.SaveFailed, match="of the user"):
         dsq_ckpt.save({**weights, "data": Saved("state_dict", slow)}, tmp_path / "a")

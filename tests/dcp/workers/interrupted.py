@@ -29,7 +29,7 @@ from dsq_ckpt.storage.manifest import is_complete
 
 
 class Preempted(Exception):
-    """What a handler raises; it can be pickled, but not unpickled."""
+    """An exception of a handler, which can be pickled, but not unpickled."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(f"{why} {number}")

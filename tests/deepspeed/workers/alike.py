@@ -114,7 +114,7 @@ def compare(run: Path, name: str, steps: int) -> None:
 
 
 def lossy(run: Path, stage: int) -> None:
-    """What the user gives is exact, though its tensors may be the engine's, which are not."""
+    """State of the user is exact, though its tensors may be the engine's, which are not."""
     engine = engine_of(settings(stage, bf16=stage > 0), LOSSY)
     train(engine, 0, 2)
     alias = engine.module.state_dict()
@@ -131,7 +131,7 @@ def lossy(run: Path, stage: int) -> None:
 
 
 def momentum(run: Path) -> None:
-    """That of Muon is compressed for each parameter that lies in one partition, and others say what is not."""
+    """Momentum of Muon is compressed for each parameter that lies in one partition; a warning names other state."""
     engine = engine_of({**settings(1), "optimizer": MUON}, LOSSY)
     train(engine, 0, 2)
     said = told(engine, run / "muon")
