@@ -316,7 +316,7 @@ def test_latest_is_no_older_one_when_a_handler_raises(tmp_path, alarm):
 
 
 def test_an_alarm_in_an_evaluation_ends_the_save(tmp_path, alarm):
-    """An alarm is not taken for a metric that cannot be had, for which weights are stored finely; the model is put back."""
+    """An alarm is not taken for a metric that cannot be had (weights are then stored finely); the model is put back."""
     def evaluate():
         signal.raise_signal(signal.SIGALRM)
         pytest.fail("it is raised at once")
