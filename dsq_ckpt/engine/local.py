@@ -143,7 +143,7 @@ def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
 def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
     if not item.quantized or item.config is None:
         return item
-    if item.key.fqn in layout.frozen or (layout.fitted_to and item.key.fqn in layout.chosen):
+    if item.key.fqn in layout.frozen or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
         return replace(item, kind=EXACT, group=EXACT, config=None)
     if item.key.fqn in layout.rounded:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
@@ -169,7 +169,7 @@ def layout_of(
     shapes: dict[str, tuple[int, ...]] = {}
     rests: dict[str, bool] = {}
     usual: set[str] = set()
-    weights: set[str] = set()
+    ruled: set[str] = set()
     residual = config.delta.against == "values"
     assignments = Assignments.under(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
@@ -190,14 +190,14 @@ def layout_of(
             by_update = chosen.config.codebook.coordinates in ("update", "relative") and not chosen.by_rule
             if chosen.kind == "exp_avg" and by_update:
                 usual.add(fqn)
-            if chosen.kind == "weights" and not chosen.by_rule:
-                weights.add(fqn)
-                if (found := in_tree(fqn, options.frozen.rests)) is not None:
-                    rests[fqn] = found
+            if chosen.kind == "weights" and chosen.by_rule:
+                ruled.add(fqn)
+            elif chosen.kind == "weights" and (found := in_tree(fqn, options.frozen.rests)) is not None:
+                rests[fqn] = found
     frozen = Frozen(options.frozen.trains, rests)
     return Layout(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
-        frozenset() if residual else frozenset(usual), chosen=frozenset(weights),
+        frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
     )
 
 

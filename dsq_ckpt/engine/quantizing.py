@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -255,10 +256,8 @@ class _Sketching:
 
     def _without_steps(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
         """Return the chunks whose squared gradients are zero throughout, where others here have some."""
-        if not weights or not (gauges := gauges_of(self._context.layout)):
-            return set()
         known = {
-            chunk.key: self._tensors[key] for chunk in weights if (gauge := gauges.get(chunk.key.fqn)) is not None
+            chunk.key: self._tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
             and (key := chunk.key._replace(fqn=gauge.name)) in self._tensors
         }
         zero = set(compress(known, are_zero(list(known.values()))))
@@ -280,7 +279,6 @@ class _Sketching:
             weights = [chunk for chunk in weights if chunk.key.shape != layout.shapes.get(chunk.key.fqn)]
             names = {chunk.key.fqn for chunk in weights} & octaves.keys()
             whole = mean_squares({name: octaves[name] for name in names}, sorted(names))
-        gauges: dict[str, Gauge] | None = None
         doubtful, left_out = list[Chunk](), set[ChunkKey]()
         with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
             sizes = [whole.get(chunk.key.fqn) for chunk in weights]
@@ -291,14 +289,17 @@ class _Sketching:
             with suppress(torch.OutOfMemoryError):
                 if not has_lost_rows(chunk.tensor, whole.get(name)):
                     continue
-                gauges = gauges_of(layout) if gauges is None else gauges
-                squares = self._squares(chunk, gauges.get(name))
+                squares = self._squares(chunk, self._gauges.get(name))
                 needed = None if squares is None else are_needed(chunk.tensor, squares, whole.get(name))
             if needed and chunk.key in self._asked:
                 left_out.add(chunk.key)
             if needed is not False and self._options.history.told.get(name) is not (chunk.key in left_out):
                 self.lost_rows[name] = chunk.key in left_out
         return [chunk for chunk in chunks if chunk.key not in left_out]
+
+    @cached_property
+    def _gauges(self) -> dict[str, Gauge]:
+        return gauges_of(self._context.layout)
 
     def _squares(self, chunk: Chunk, gauge: Gauge | None) -> torch.Tensor | None:
         """Return the squared gradients of a chunk of weights, as far as the state of the save tells them."""

@@ -45,10 +45,10 @@ class Layout:
         usual: first moments that are quantized for an update like Adam's, and no rule asks for it.
         rounded: those of them beside which the optimizer keeps state that is none of Adam's, with the names of it, once
             all ranks have agreed: their update is not known, and they are rounded to bf16.
-        chosen: weights that are quantized, and no rule asks for it.
+        ruled: weights that are quantized as a rule asks for.
         fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
-            that have shrunk, which are of use at the very weights that they were made at, so the `chosen` weights are
-            exact beside it.
+            that have shrunk, which are of use at the very weights that they were made at, so weights are exact beside
+            it, but for those that are `ruled`.
     """
 
     tensors: dict[str, str]
@@ -62,7 +62,7 @@ class Layout:
     frozen: Frozen = field(default_factory=Frozen)
     usual: frozenset[str] = frozenset()
     rounded: dict[str, set[str]] = field(default_factory=dict)
-    chosen: frozenset[str] = frozenset()
+    ruled: frozenset[str] = frozenset()
     fitted_to: frozenset[str] = frozenset()
 
     @classmethod
@@ -93,9 +93,10 @@ class Layout:
         usual = frozenset[str]().union(*(part.usual for part in parts))
         beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
         rounded = {name: names for name, names in beside.items() if name in usual and name in tensors}
-        chosen = frozenset[str]().union(*(part.chosen for part in parts))
-        fitted_to = fitted_to_weights(shapes) if chosen else frozenset[str]()
-        exact = chosen if fitted_to else frozenset[str]()
+        ruled = frozenset[str]().union(*(part.ruled for part in parts))
+        fitted_to, exact = fitted_to_weights(shapes), set[str]()
+        if fitted_to:
+            exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
         tensors = {
             name: group for name, group in tensors.items()
             if name not in frozen and name not in rounded and name not in exact
@@ -109,7 +110,7 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   shapes, frozen, usual, rounded, chosen, fitted_to)
+                   shapes, frozen, usual, rounded, ruled, fitted_to if exact else frozenset())
 
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""

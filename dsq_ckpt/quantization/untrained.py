@@ -16,6 +16,7 @@ from dsq_ckpt.quantization.numbered import Shape, numbered
 
 _MODEL = "model"
 
+
 def may_be_untrained(
     weights: Collection[str], shapes: Mapping[str, Shape], tied: Mapping[str, Collection[str]]
 ) -> dict[str, bool]:

@@ -104,7 +104,7 @@ def with_diagonal(values: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(90, 60), (60, 90), (70, 70), (12, 40, 30), (3, 2, 40, 30)])
 def test_signs_all_along_the_diagonal_are_kept(shape: tuple[int, ...]) -> None:
-    """Of each matrix; in any type, and whatever lies in a row in memory. One that is a little off does not count."""
+    """All matrices of a tensor count, in any type and memory layout; a diagonal that is a little off does not."""
     signs = [with_diagonal(normal(*shape)), with_diagonal(normal(*shape), -1.0).bfloat16(),
              with_diagonal(normal(*shape)).mT, with_diagonal(normal(*shape).mT.contiguous()).double()]
     assert unlike_weights(signs) == [True] * len(signs)

@@ -214,7 +214,7 @@ def test_what_varies_little_around_a_mean_is_found(shape: tuple[int, ...], dtype
 
 
 def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None:
-    """Where gradients tell that their differences count; else a warning says that these may be lost."""
+    """Gradients tell that their differences count; without any, a warning says that these may be lost."""
     positions = torch.tensor([-122.4, 37.8, 12.0]) + 0.01 * normal(4000, 3)
     assert are_needed(positions, normal(4000, 3).square()) is True
     for known in (True, False):

@@ -153,7 +153,7 @@ def momentum(run: Path) -> None:
 
 
 def told(engine: Any, run: Path) -> list[str]:
-    """What two saves say of state that is stored whole."""
+    """Return the warnings of two saves about state that is stored whole."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for tag in "01":
