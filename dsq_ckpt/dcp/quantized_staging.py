@@ -84,7 +84,7 @@ def stage_codes(
         replicas = tied_items.stored(items_of_plan(local, planner, options, context.layout))
         replicas = [item for item in replicas if item.key not in own]
         payloads: dict[ChunkKey, Payload] = {}
-        cache, kinship = ChunkCache(), Kinship(options.history, context)
+        cache = ChunkCache()
         with pipeline.workers() as workers:
             found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
             exact = host_copies([item.load().detach() for item in found.unquantized])
@@ -92,11 +92,11 @@ def stage_codes(
                 payloads[item.key] = ExactCopy(values, item.config)
             for chunk in found.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
-                if kinship.wants(chunk.codes.key, chunk.codes.group):
-                    kinship.look(chunk.codes.key, chunk.codes.codes)
                 if chunk.base is None or not context.shared:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
             cache.values |= exact_values(found.unquantized, context.layout)
+            kinship = Kinship(options.history, context)
+            kinship.look_at(payload.codes for payload in payloads.values() if isinstance(payload, QuantizedChunk))
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
         names = frozenset(map(name_of, [*mine, *objects]))

@@ -6,14 +6,14 @@ independent of each other, while those of one training stay alike for long.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from dsq_ckpt.core.arrays import F64, Codes
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.chunk import ChunkKey, CodeSource
 
 _SAMPLE = 4096
 """Elements of a chunk that tell."""
@@ -50,13 +50,20 @@ class Kinship:
     def wants(self, key: ChunkKey, group: str) -> bool:
         """Return whether a chunk can tell more."""
         undecided = self.found is not True and self._unrelated < _UNRELATED
-        return undecided and group.startswith("weights/") and key in self._earlier
+        return undecided and group.startswith("weights/") and key in self._earlier and key.elements >= _SAMPLE
 
     def look(self, key: ChunkKey, codes: Codes) -> None:
         """Compare the codes of a chunk that is wanted with its earlier ones."""
         found = None if self.found else are_related(codes, self._earlier[key])
         self.found = self.found if found is None else found
         self._unrelated += found is False
+
+    def look_at(self, sources: Iterable[CodeSource]) -> None:
+        """Look at staged chunks, until one of them tells; of those on a device only what is looked at is waited for."""
+        for source in sources:
+            if self.wants(source.key, source.group):
+                source.block(slice(0, 0))  # codes of a device are valid from here on
+                self.look(source.key, source.codes)
 
 
 def are_related(codes: Codes, earlier: Codes) -> bool | None:

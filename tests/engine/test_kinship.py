@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.engine.kinship import are_related
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.storage.manifest import Manifest
 
 KEPT = 3
@@ -72,6 +76,33 @@ def test_one_training_is_one_whatever_it_does(tmp_path: Path, recwarn: pytest.Wa
             step(model, optimizer)
         parent = None if number == 2 else "auto"
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / f"run-{number}", parent=parent)
+    assert kept(tmp_path, "run") == [2, 3, 4]
+    assert not any("in common" in str(one.message) for one in recwarn)
+
+
+@pytest.mark.parametrize("searched", [False, True], ids=["async_save", "a search"])
+def test_one_training_is_one_while_its_codes_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, searched: bool
+) -> None:
+    """Codes made on a device arrive on the host when the training thread has gone on; none is looked at before."""
+    submit = transfer.Transfer.submit
+
+    def late(self: transfer.Transfer, size: int, work: Any) -> Any:
+        return submit(self, size, lambda: (time.sleep(0.05), work())[1])
+
+    monkeypatch.setattr(transfer.Transfer, "submit", late)
+    monkeypatch.setattr(device, "DEVICES", {"cpu"})
+    monkeypatch.setattr(device, "HOST_BELOW", 0)
+    model, optimizer = training(0)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: float(model[0].weight.square().mean()))
+    for number in range(5):
+        step(model, optimizer)
+        path = tmp_path / f"run-{number}"
+        if searched:
+            compressor.save(path)
+        else:
+            state = {"model": model, "optimizer": optimizer}
+            dsq_ckpt.async_save(state, path, config={"storage": {"stage": "quantize"}}).result()
     assert kept(tmp_path, "run") == [2, 3, 4]
     assert not any("in common" in str(one.message) for one in recwarn)
 
