@@ -32,6 +32,10 @@ if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Trit
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+_MEMORY, _ENOUGH = Path("/dev/shm"), 8 << 30
+if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushing files to a disk takes a tenth of the time
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # where pytest makes temporary directories
+
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy
 hypothesis.settings.load_profile("tests")
 
