@@ -33,7 +33,7 @@ if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Trit
 
 
 _MEMORY, _ENOUGH = Path("/dev/shm"), 8 << 30
-if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushing files to a disk takes a tenth of the time
+if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushes to a disk take time
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # where pytest makes temporary directories
 
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy

@@ -181,7 +181,8 @@ def choose_parent(
     if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.most_links:
         return None
     path = expanded(base.path)
-    needed = [file for file in Manifest.read(path).files if file.role in ("own", "ancestor")]
+    manifest = Manifest.read(path)
+    needed = [file for file in manifest.files if file.role in ("own", "ancestor")]
     found = sizes([file.path_in(path) for file in needed])
     for file in needed:
         size, problem = found[file.path_in(path)], None
@@ -194,7 +195,21 @@ def choose_parent(
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    return base
+    return None if _outweighed(path, manifest) else base
+
+
+def _outweighed(path: Path, manifest: Manifest) -> bool:
+    """Return whether files of removed checkpoints, kept for the sake of a chain, take more than half of its state.
+
+    A chain of exact differences, of which a trainer removes all but the newest checkpoint, would take many times the
+    disk of plain checkpoints.
+    """
+    most = sum(sizes.logical for sizes in manifest.kinds.values()) // 2
+    if manifest.bytes_in("ancestor") <= most:
+        return False
+    there = {other.save_id for _, other in checkpoints(path.parent, lambda *_: None)}
+    ancestors = (file for file in manifest.files if file.role == "ancestor")
+    return sum(file.size for file in ancestors if file.name[:16] not in there) > most
 
 
 class BaseRecord(NamedTuple):
