@@ -29,7 +29,8 @@ def layout_of_plan(
     """
     shards = shards_of(write_items)
     chunks = {shard.key: shard.dtype for shard in shards_of(others)} if shards else {}
-    return layout_of(shards, options, averaged, chunks)
+    objects = [item.index.fqn for item in write_items if item.tensor_data is None]
+    return layout_of(shards, options, averaged, chunks, objects)
 
 
 def items_of_plan(

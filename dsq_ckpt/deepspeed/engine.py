@@ -33,7 +33,7 @@ from dsq_ckpt.engine.local import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.groups import is_lossy, layer_types, settings_of
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage import pickle_refs
@@ -259,6 +259,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 nesting=nesting_of(buffers),
                 attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
+                settings=settings_of("optimizer", self._engine.basic_optimizer.param_groups),
             )
 
         options = SaveOptions(

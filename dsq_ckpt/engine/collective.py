@@ -113,7 +113,9 @@ class _CollectiveSave:
         self._items = LocalItems(
             tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients, own.objects.items()
         )
-        return self._pipeline.settings, layout_of(own.shards, options, bool(own.gradients))
+        return self._pipeline.settings, layout_of(
+            own.shards, options, bool(own.gradients), objects=[*own.objects, *own.settings]
+        )
 
     def _agree(self, layouts: Sequence[Layout]) -> SaveContext:
         attached = bool(self._state.attachments)

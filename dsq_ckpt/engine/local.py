@@ -17,7 +17,15 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.groups import EXACT, QUANTIZABLE, Assignments, in_tree, kind_of, second_moment_of
+from dsq_ckpt.quantization.groups import (
+    EXACT,
+    QUANTIZABLE,
+    Assignments,
+    in_tree,
+    kind_of,
+    second_moment_of,
+    with_other_updates,
+)
 from dsq_ckpt.quantization.layout import Layout
 
 
@@ -61,6 +69,7 @@ class LocalState:
             what such paths leave out.
         attachments: files of another format, by name.
         gradients: averaged gradients of local weights, by chunk or by name of the parameter.
+        settings: names of the settings of optimizers that are stored elsewhere, as in a state dict.
     """
 
     shards: Sequence[LocalShard]
@@ -69,6 +78,7 @@ class LocalState:
     nesting: Mapping[str, NestedPath] = field(default_factory=dict)
     attachments: Mapping[str, Attachment] = field(default_factory=dict)
     gradients: Mapping[str | ChunkKey, torch.Tensor] = field(default_factory=dict)
+    settings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
 
 def layout_of(
     shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
-    others: Mapping[ChunkKey, torch.dtype] | None = None,
+    others: Mapping[ChunkKey, torch.dtype] | None = None, objects: Iterable[str] = (),
 ) -> Layout:
     """Return the lossy tensors among a rank's chunks, and their settings.
 
@@ -162,6 +172,7 @@ def layout_of(
         options: options of the save.
         averaged: whether weights come with averaged gradients.
         others: dtypes of the chunks of the save that are not among `shards`.
+        objects: names of what is no tensor, among them the settings of optimizers.
     """
     config = options.config
     tensors, groups, state = {}, {}, {}
@@ -188,7 +199,7 @@ def layout_of(
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
             by_update = chosen.config.codebook.coordinates in ("update", "relative") and not chosen.by_rule
-            if chosen.kind == "exp_avg" and by_update:
+            if by_update:
                 usual.add(fqn)
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
@@ -198,6 +209,7 @@ def layout_of(
     return Layout(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
+        unlike=with_other_updates([*shapes, *objects]),
     )
 
 

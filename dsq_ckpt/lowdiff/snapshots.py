@@ -21,8 +21,9 @@ from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.quantization.groups import is_lossy, settings_of
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -103,7 +104,10 @@ def save(
         text = json.dumps({"version": _VERSION, **meta}, separators=(",", ":")).encode()
         own.append(SnapshotTensor(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
     path = snapshot_directory(run, step)
-    state = LocalState([_shard(item) for item in own], nesting={item.name: item.path for item in own})
+    state = LocalState(
+        [_shard(item) for item in own], nesting={item.name: item.path for item in own},
+        settings=settings_of(OPTIMIZER, (meta or {}).get("hyper", ())),
+    )
     options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)

@@ -11,7 +11,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.groups import beside_first_moments, fitted_to_weights
+from dsq_ckpt.quantization.groups import beside_first_moments, finer, fitted_to_weights
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -42,9 +42,11 @@ class Layout:
         shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
         frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
             so are not among `tensors` once all ranks have agreed.
-        usual: first moments that are quantized for an update like Adam's, and no rule asks for it.
-        rounded: those of them beside which the optimizer keeps state that is none of Adam's, with the names of it, once
-            all ranks have agreed: their update is not known, and they are rounded to bf16.
+        usual: first moments that are quantized for an update like Adam's or SGD's, and no rule asks for it.
+        rounded: `exp_avg` among them beside which the optimizer keeps state that is none of Adam's, with the names of
+            it, once all ranks have agreed: their update is not known, and they are rounded to bf16. Groups with such
+            momentum are quantized more finely.
+        unlike: prefixes of the state of optimizers whose settings are not SGD's, so that the update is not known.
         ruled: weights that are quantized as a rule asks for.
         fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
             that have shrunk, which are of use at the very weights that they were made at, so weights are exact beside
@@ -62,12 +64,13 @@ class Layout:
     frozen: Frozen = field(default_factory=Frozen)
     usual: frozenset[str] = frozenset()
     rounded: dict[str, set[str]] = field(default_factory=dict)
+    unlike: frozenset[str] = frozenset()
     ruled: frozenset[str] = frozenset()
     fitted_to: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
-        """Return one layout, sorted, from the layouts of all ranks.
+        """Return one layout, sorted, from the layouts of all ranks, or the one that they have agreed on before.
 
         Raises:
             ConfigError: ranks save with different configurations.
@@ -92,17 +95,20 @@ class Layout:
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
         usual = frozenset[str]().union(*(part.usual for part in parts))
         beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
-        rounded = {name: names for name, names in beside.items() if name in usual and name in tensors}
+        unlike = frozenset[str]().union(*(part.unlike for part in parts))
+        momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
+        rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
+        fine = {tensors[name] for name in momentum if name in beside or name.startswith(tuple(unlike))}
         ruled = frozenset[str]().union(*(part.ruled for part in parts))
-        fitted_to, exact = fitted_to_weights(shapes), set[str]()
-        if fitted_to:
+        exact, agreed = set[str](), any(part.fitted_to for part in parts)
+        if fitted_to := fitted_to_weights(shapes):
             exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
         tensors = {
             name: group for name, group in tensors.items()
             if name not in frozen and name not in rounded and name not in exact
         }
         used = set(tensors.values())
-        groups = {name: config for name, config in groups.items() if name in used}
+        groups = {name: finer(config) if name in fine else config for name, config in groups.items() if name in used}
         averaged = any(part.averaged for part in parts)
         fractions = parts[0].fractions if parts else Fractions()
         if len({part.residual for part in parts}) > 1:
@@ -110,7 +116,8 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   shapes, frozen, usual, rounded, ruled, fitted_to if exact else frozenset())
+                   shapes, frozen, usual, rounded, unlike, ruled,
+                   fitted_to if exact or agreed else frozenset())
 
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""

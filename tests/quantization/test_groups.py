@@ -8,7 +8,7 @@ from dsq_ckpt import DSQConfig
 from dsq_ckpt.engine.local import LocalShard, layout_of
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import Assignments, assign, beside_first_moments, layer_types
+from dsq_ckpt.quantization.groups import Assignments, assign, beside_first_moments, layer_types, with_other_updates
 from dsq_ckpt.quantization.layout import Layout
 
 CONFIG = DSQConfig().quantize
@@ -96,6 +96,26 @@ def test_what_other_optimizers_keep_beside_first_moments():
     assert beside_first_moments([of + name for name in others[1:]]) == {}
 
 
+def test_what_other_optimizers_keep_beside_momentum():
+    """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners, and NovoGrad sizes."""
+    of = "optimizer.state.layer.weight."
+    usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
+    assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}
+    for other, named in (("inv_precond_0", "inv_precond_0"), ("Q.0", "Q"), ("exp_avg_sq", "exp_avg_sq")):
+        assert beside_first_moments([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
+
+
+def test_optimizers_are_known_by_their_settings():
+    """Those without settings of SGD or RMSprop in any group are others, such as Muon; nothing is known without any."""
+    muon = ["a.param_groups.0.momentum", "a.param_groups.0.ns_steps", "a.param_groups.1.dampening"]
+    sgd = ["b.param_groups.0.momentum", "b.param_groups.0.dampening", "b.param_groups.0.params"]
+    rmsprop = ["c.param_groups.layer.weight.centered", "c.param_groups.layer.weight.lr"]
+    flat = ["d.param_groups.layer.weight.ns_steps"]
+    state = [f"{owner}.state.0.momentum_buffer" for owner in "abcde"]
+    assert with_other_updates([*muon, *sgd, *rmsprop, *flat, *state, "e.param_groups"]) == {"a.state.", "d.state."}
+    assert with_other_updates(["param_groups.0.ns_steps"]) == {"state."}
+
+
 def test_ranks_agree_on_first_moments_whose_update_is_not_known():
     """Whichever rank has the state that tells."""
     def layout(*names, **config):
@@ -113,3 +133,5 @@ def test_ranks_agree_on_first_moments_whose_update_is_not_known():
     for asked in (by_rule, by_size):
         agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian", **asked)])
         assert agreed.rounded == {} and first in agreed.tensors
+    agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian")])
+    assert agreed.rounded and Layout.union([agreed]) == agreed, "as plans that DCP caches make it"
