@@ -97,7 +97,7 @@ def test_what_other_optimizers_keep_beside_first_moments():
 
 
 def test_what_other_optimizers_keep_beside_momentum():
-    """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners, and NovoGrad sizes."""
+    """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners."""
     of = "optimizer.state.layer.weight."
     usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
     assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}

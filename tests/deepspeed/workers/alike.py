@@ -131,7 +131,7 @@ def lossy(run: Path, stage: int) -> None:
 
 
 def momentum(run: Path) -> None:
-    """Momentum of Muon is compressed, finely, for each parameter that lies in one partition; a warning names other state."""
+    """Momentum of Muon is compressed finely for each parameter that lies in one partition; others are told of."""
     engine = engine_of({**settings(1), "optimizer": MUON}, LOSSY)
     train(engine, 0, 2)
     said = told(engine, run / "muon")
