@@ -68,6 +68,19 @@ def test_lossy(tmp_path):
     assert sizes[1] < sizes[0]
 
 
+@pytest.mark.parametrize("setting, least, most", [("ns_steps", 0.0, 0.0625), ("dampening", 0.1, 0.26)])
+def test_lossy_momentum_of_optimizers_other_than_sgd_is_finer(tmp_path, setting, least, most):
+    """The metadata of a snapshot has the settings by which they are known."""
+    torch.manual_seed(0)
+    own, meta = torch.randn(80, 70), {"session": SESSION, "step": 1, "hyper": [{"lr": 0.1, setting: 5}]}
+    (tmp_path / segments.LOG).mkdir()
+    kept = [SnapshotTensor(("optim", "state", "w.weight", "momentum_buffer"), own)]
+    snapshots.save(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
+        error = snapshot.tensor("optim.state.w.weight.momentum_buffer") - own
+    assert least < float(error.norm() / own.norm()) < most
+
+
 def test_what_they_may_be():
     assert not snapshots.is_lossy(snapshots.snapshot_config("exact"))
     assert snapshots.is_lossy(snapshots.snapshot_config("dsq"))
