@@ -3,9 +3,9 @@
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
 kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
 one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
-moment we know, the points that parametrizations of torch start from, what is known to be frozen, and what no training
-leaves in weights (see `nature`). All other float tensors of two or more dimensions count as weights, buffers too: rules
-say otherwise.
+moment we know, the points that parametrizations of torch start from, parameters that say they lie on a manifold, what
+is known to be frozen, and what no training leaves in weights (see `nature`). All other float tensors of two or more
+dimensions count as weights, buffers too: rules say otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 from dsq_ckpt.core.subclasses import is_part
+from dsq_ckpt.quantization.manifolds import on_manifold
 
 _T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -50,6 +51,7 @@ _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_MANIFOLD = "manifold"
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 
@@ -75,7 +77,10 @@ class Assignment:
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
-    """Return the layer type (embedding, linear, conv, norm, other) of every parameter, by its name in the module."""
+    """Return the layer type of every parameter, by its name in the module.
+
+    These are embedding, linear, conv, norm and other, and manifold for those that say that they lie on one.
+    """
     types: dict[str, str] = {}
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -88,8 +93,9 @@ def layer_types(model: nn.Module) -> dict[str, str]:
             layer = "norm"
         else:
             layer = "other"
-        for name, _ in module.named_parameters(recurse=False):
-            types[unwrapped(f"{module_name}.{name}" if module_name else name)] = layer
+        for name, parameter in module.named_parameters(recurse=False):
+            own = _MANIFOLD if on_manifold(parameter) else layer
+            types[unwrapped(f"{module_name}.{name}" if module_name else name)] = own
     return types
 
 
@@ -116,7 +122,9 @@ def assign(
     group = rule.group if rule is not None else None
     if group is None:
         layer = in_tree(parameter, types) if types else None
-        if layer in (None, "other"):
+        if layer == _MANIFOLD and kind == "weights":
+            return Assignment(EXACT, EXACT, None)
+        if layer in (None, "other", _MANIFOLD):
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2
         if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dsq_ckpt.quantization.manifolds import Looks, first_matrix
+
 _GLANCE = 32
 """Elements that tell of nearly all weights that they are such."""
 _EDGE = 8
@@ -30,20 +32,22 @@ def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 
     So has a matrix that is symmetric, but for rounding, and one with 1 or -1 all along its diagonal: `orthogonal` of
-    torch takes whole numbers from it.
+    torch takes whole numbers from it. What keeps a constraint that no step would repair (see `manifolds`) is told too.
 
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
-    seen, count = on_host([*map(_some, tensors), *map(_edges, tensors), *map(_diagonal, tensors)]), len(tensors)
+    looks, count = Looks.at(tensors), len(tensors)
+    seen = on_host([*map(_some, tensors), *map(_edges, tensors), *map(_diagonal, tensors), *looks.results])
+    constrained = looks.told(tensors, seen[3 * count :])
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
         or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
         or (_may_be_symmetric(edges) and _symmetric(tensor))
-        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_signs(tensor))
-        for tensor, glance, edges, diagonal in zip(
-            tensors, seen[:count], seen[count : 2 * count], seen[2 * count :], strict=True
-        )
+        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_signs(tensor)) or place in constrained
+        for place, (tensor, glance, edges, diagonal) in enumerate(zip(
+            tensors, seen[:count], seen[count : 2 * count], seen[2 * count : 3 * count], strict=True
+        ))
     ]
 
 
@@ -66,7 +70,7 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
     """Return the beginnings of the first row and of the first column of a square matrix; else nothing."""
     if not _is_square(tensor):
         return tensor.new_empty(0)
-    first = tensor.detach()[(0,) * (tensor.ndim - 2)]
+    first = first_matrix(tensor.detach())
     return torch.cat([first[0, 1:_EDGE], first[1:_EDGE, 0]])
 
 
@@ -74,7 +78,7 @@ def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
     """Return the beginning of the main diagonal of the first matrix; nothing where there is none."""
     if tensor.ndim < 2 or not tensor.numel():
         return tensor.new_empty(0)
-    return tensor.detach()[(0,) * (tensor.ndim - 2)].diagonal()[:_DIAGONAL]
+    return first_matrix(tensor.detach()).diagonal()[:_DIAGONAL]
 
 
 def on_host(some: list[torch.Tensor]) -> list[list[float]]:

@@ -1,0 +1,221 @@
+"""Weights that keep an exact constraint, which errors of a percent break and no later step of training repairs.
+
+Such are matrices with orthogonal rows or columns, and rotations and poses, that are moved by multiplication; points in
+the unit ball, near its rim, as Poincare embeddings are; and points of a hyperboloid. A model may tell of them by an
+attribute `manifold` of its parameters, as geoopt's have it; else what they hold does.
+
+A part of a tensor tells the same where the constraint is one on each of its rows. Rows of a matrix with orthogonal
+columns are not told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+_OFF = 1e-3
+"""Part of its size by which a constraint may be off: many steps in float32 lose so much, and codes ten times that."""
+_POINTS = 64
+"""Points of a tensor that tell of nearly all weights that they are such; of long ones fewer."""
+_GLANCE = 1 << 12
+"""About how many elements these have."""
+_LONGEST = 512
+"""Elements of a point of the ball. Long rows of ordinary weights are of about one norm, which may be nearly 1."""
+_NEAR, _SHARE, _FEWEST = 0.99, 10, 16
+"""Norm from which on a point is near the rim; there are one in so many, and so many at least."""
+_ROUNDING = 8
+"""Units of the last place by which the norms of rows that were made 1 are off."""
+_PICKED = 16
+"""Vectors of a matrix that are multiplied by all others."""
+_BATCH = 1 << 20
+"""Elements that are looked at together."""
+_CACHED = 1 << 17
+"""Elements of glances that are looked at together: they stay in a cache."""
+
+
+def on_manifold(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter says that it lies on a manifold other than all of its space."""
+    manifold = getattr(parameter, "manifold", None)
+    return manifold is not None and not any(one.__name__ == "Euclidean" for one in type(manifold).__mro__)
+
+
+def first_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the first of the matrices along the last two dimensions."""
+    return tensor[(0,) * (tensor.ndim - 2)] if tensor.ndim > 2 else tensor
+
+
+class Looks(NamedTuple):
+    """A glance at a few vectors of each tensor, of those of one shape together: for small ones calls take the time.
+
+    Attributes:
+        of: places of the tensors, and the question that is left where the glance does not answer it, for each result.
+        results: whether it is left, for each tensor, as numbers on its device.
+    """
+
+    of: list[tuple[list[int], Callable[[torch.Tensor], bool]]]
+    results: list[torch.Tensor]
+
+    @classmethod
+    def at(cls, tensors: Sequence[torch.Tensor]) -> Looks:
+        """Glance at tensors, without a wait for a device."""
+        alike: dict[tuple[bool, torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor.ndim < 2 or not tensor.numel():
+                continue
+            whole = tensor.detach()
+            for one in _matrices(whole):
+                pair = first_matrix(one)[:2]
+                alike.setdefault((True, pair.shape, pair.dtype, pair.device), []).append((place, pair))
+            some = _some_points(whole)
+            if some.shape[0] > 1 < some.shape[1]:
+                alike.setdefault((False, some.shape, some.dtype, some.device), []).append((place, some))
+        looks = cls([], [])
+        for (pairs, shape, *_), found in alike.items():
+            size = max(1, _CACHED // shape.numel())
+            for batch in (found[start : start + size] for start in range(0, len(found), size)):
+                values = torch.stack([one for _, one in batch])
+                looks.of.append(([place for place, _ in batch], _are_orthogonal if pairs else _are_points))
+                looks.results.append((_may_be_orthogonal(values) if pairs else _may_be_points(values)).float())
+        return looks
+
+    def told(self, tensors: Sequence[torch.Tensor], results: Sequence[Sequence[float]]) -> set[int]:
+        """Return the places of the tensors that keep a constraint, all of which are looked at where a glance leaves it.
+
+        Args:
+            tensors: those of the glance.
+            results: on the host.
+        """
+        left = {
+            (place, question) for (places, question), doubts in zip(self.of, results, strict=True)
+            for place, doubt in zip(places, doubts, strict=True) if doubt
+        }
+        return {place for place, question in left if question(tensors[place])}
+
+
+def _off(dtype: torch.dtype) -> float:
+    return max(_OFF, 2 * torch.finfo(dtype).eps)
+
+
+def _matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what may have orthogonal rows: matrices, kernels as one matrix, rotations of poses; wide, or turned so."""
+    found = [tensor]
+    if tensor.ndim > 2:
+        found.append(tensor.flatten(1))
+        if tensor.shape[-2:] in ((3, 4), (4, 4)):
+            found.append(tensor[..., :3, :3])
+    shapes = [one.shape for one in found]
+    return [
+        one if shape[-2] <= shape[-1] else one.mT for one, shape in zip(found, shapes, strict=True)
+        if shape[-2] > 1 < shape[-1]
+    ]
+
+
+def _may_be_orthogonal(pairs: torch.Tensor) -> torch.Tensor:
+    """Return, for each pair of vectors, whether they are of one length, and orthogonal."""
+    values, off = pairs.float(), _off(pairs.dtype)
+    first, second = values[:, 0], values[:, 1]
+    one, other, both = first.square().sum(1), second.square().sum(1), (first * second).sum(1)
+    return (one > 0) & ((one - other).abs_() <= off * one) & (both.abs_() <= off * one)
+
+
+def _are_orthogonal(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is matrices with orthogonal rows, or columns, which are of one length in each matrix."""
+    told = any(_have_orthogonal_rows(one.reshape(-1, *one.shape[-2:])) for one in _matrices(tensor.detach()))
+    return told and bool(tensor.isfinite().all())
+
+
+def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
+    """Return whether those of each matrix are so, as far as products of some rows with all others tell.
+
+    Those of ordinary weights are off by sqrt(size / length), and rounding of each element by a part of this.
+    """
+    number, size, length = matrices.shape
+    if number == 1 and size == 2 and torch.finfo(matrices.dtype).eps > _OFF:
+        return False  # in bfloat16 one product may be that small by chance
+    off = _off(matrices.dtype) * math.sqrt(size / length)
+    every = slice(None, None, max(1, size // _PICKED))
+    for part in matrices.split(max(1, _BATCH // (size * length))):
+        some = part[:, every][:, :_PICKED].double()  # which neither autocast nor TF32 rounds
+        scale = some.square().sum(2).mean(1)[:, None]
+        most = scale * off
+        if not (bool((scale > 0).all()) and _fit(some, [some], scale, most)):
+            return False
+        if size > some.shape[1] and not _fit(some, part.split(max(1, _BATCH // length), 1), scale, most):
+            return False
+    return True
+
+
+def _fit(some: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, most: torch.Tensor) -> bool:
+    """Return whether all rows are of the squared length `scale`, and their products with others are zero."""
+    products = torch.zeros_like(some[:, :, 0])
+    for block in all_rows:
+        rows = block.double()
+        if not bool(((rows.square().sum(2) - scale).abs() <= most).all()):
+            return False
+        products += (some @ rows.mT).square().sum(2)
+    return bool(((products - some.square().sum(2).square()).clamp(min=0).sqrt() <= most).all())  # without their own
+
+
+def _points(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the vectors along the last dimension."""
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _some_points(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some of these."""
+    part = tensor
+    if part.ndim > 2:
+        if not part.is_contiguous():  # of which the vectors are a copy
+            part = part[:: max(1, len(part) // 8)][:8]
+        part = part.flatten(0, -2)
+    number, length = part.shape
+    count = max(2, min(_POINTS, _GLANCE // length))
+    return part[:: max(1, number // count)][:count]
+
+
+def _may_be_points(points: torch.Tensor) -> torch.Tensor:
+    """Return, for each set of points, whether all may lie in the unit ball, some near its rim, or on a hyperboloid."""
+    values, off = points.float(), _off(points.dtype)
+    norms = torch.linalg.vector_norm(values, dim=2)
+    largest = norms.amax(1)
+    times = values[:, :, :: points.shape[2] - 1].abs()
+    timelike = (times >= (0.5**0.5 - off) * norms[:, :, None]).all(1).any(1)
+    return timelike | ((largest < 1) & (largest > _NEAR)) if points.shape[2] <= _LONGEST else timelike
+
+
+def _alike(time: torch.Tensor, norms: torch.Tensor, off: float) -> torch.Tensor:
+    """Return, for each set, whether twice the square of the time less the squared norm is one positive number.
+
+    Rounding is a part of the former; so the point of least time tells the number.
+    """
+    level = 2 * time - norms
+    lowest, place = time.min(1, keepdim=True)
+    lowest_level = level.gather(1, place)
+    same = ((level - lowest_level).abs_() <= off * time).all(1)
+    return same & (lowest_level > off * lowest)[:, 0]
+
+
+def _are_points(tensor: torch.Tensor) -> bool:
+    """Return whether all points lie in the unit ball, and many near its rim, or all on one hyperboloid.
+
+    The time of the latter is the first number, or the last. Rows of norm 1 lie on the rim, and are none of the ball: it
+    has no distance there. What keeps them does so by a division at each step, as a rule.
+    """
+    blocks = [_sizes(block) for block in _points(tensor).split(max(1, _BATCH // tensor.shape[-1]))]
+    norms, first, last = (torch.cat(one)[None] for one in zip(*blocks, strict=True))
+    off = _off(tensor.dtype)
+    if bool(_alike(first, norms, off) | _alike(last, norms, off)):
+        return True
+    rim = (1 - _ROUNDING * torch.finfo(tensor.dtype).eps) ** 2
+    near = int((norms > _NEAR**2).sum())
+    inside = tensor.shape[-1] <= _LONGEST and bool((norms < rim).all())
+    return inside and near >= max(_FEWEST, norms.numel() / _SHARE)
+
+
+def _sizes(points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the squares of the norms, of the first numbers and of the last ones."""
+    squares = points.double().square_()
+    return squares.sum(1), squares[:, 0].clone(), squares[:, -1].clone()
