@@ -244,7 +244,7 @@ class Parent:
         self._shared = shared
         self.model = model
         self._workers = workers
-        with reading_parent(expanded(ref.path)):
+        with reading_parent(expanded(ref.path), ref.save_id):
             self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
@@ -264,9 +264,9 @@ class Parent:
         """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet).
 
         Raises:
-            SaveFailed: the parent was removed meanwhile.
+            SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with reading_parent(expanded(self.ref.path)):
+        with reading_parent(expanded(self.ref.path), self.ref.save_id):
             return self._codes(key, group)
 
     def _codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
@@ -296,9 +296,9 @@ class Parent:
         """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers).
 
         Raises:
-            SaveFailed: the parent was removed meanwhile.
+            SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with reading_parent(expanded(self.ref.path)):
+        with reading_parent(expanded(self.ref.path), self.ref.save_id):
             return self._values(key)
 
     def _values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:

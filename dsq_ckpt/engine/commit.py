@@ -166,7 +166,7 @@ def _data_files(
         return files
     assert context.parent is not None
     parent = expanded(context.parent.path)
-    known = {file.name: file for file in (manifest or manifest_of_parent(parent)).files}
+    known = {file.name: file for file in (manifest or manifest_of_parent(parent, context.parent.save_id)).files}
     for name in contents.required:
         update = {"role": "ancestor", "held_by": holder_of(known[name], parent, path)}
         files.append(known[name].model_copy(update=update))

@@ -14,13 +14,22 @@ from pathlib import Path
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, reading_parent, transfer
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.links import (
+    NO_LINKS,
+    copy_file,
+    holder_of,
+    link_files,
+    manifest_of_parent,
+    reading_parent,
+    transfer,
+)
+from dsq_ckpt.storage.manifest import ManifestFile
 from dsq_ckpt.storage.predecessors import predecessors
 
 
 def inherit(
-    parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool, previous: Path | None = None
+    parent: Path, save_id: str, target: Path, names: frozenset[str], copies: int, fsync: bool,
+    previous: Path | None = None,
 ) -> None:
     """Link the files of the parent that a new checkpoint needs into it; keyframe files may have several copies.
 
@@ -29,6 +38,7 @@ def inherit(
 
     Args:
         parent: directory of the parent.
+        save_id: save id of the parent.
         target: directory of the new checkpoint.
         names: names of the parent's data files.
         copies: number of copies of each keyframe file on the device; 1: all checkpoints share it.
@@ -37,18 +47,18 @@ def inherit(
 
     Raises:
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
-        SaveFailed: the parent was removed meanwhile.
+        SaveFailed: the parent was removed or replaced meanwhile.
     """
-    with reading_parent(parent):
-        _inherit(parent, target, names, copies, fsync, previous)
+    with reading_parent(parent, save_id):
+        if is_remote(target):
+            _copy_from_elsewhere(parent, save_id, target, names)
+        else:
+            _link(parent, target, names, copies, fsync, previous)
 
 
-def _inherit(
+def _link(
     parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool, previous: Path | None
 ) -> None:
-    if is_remote(target):
-        _copy_from_elsewhere(parent, target, names)
-        return
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
@@ -60,9 +70,9 @@ def _inherit(
     link_files(parent, target, names, fsync)
 
 
-def _copy_from_elsewhere(parent: Path, target: Path, names: frozenset[str]) -> None:
+def _copy_from_elsewhere(parent: Path, save_id: str, target: Path, names: frozenset[str]) -> None:
     """Copy files of a parent in another run, or on another backend, to an object store."""
-    for file in Manifest.read(parent).files:
+    for file in manifest_of_parent(parent, save_id).files:
         if file.name in names and holder_of(file, parent, target) is None and file.path_in(parent).parent != target:
             transfer(file.path_in(parent), target / file.name, file)
 

@@ -24,7 +24,7 @@ from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, write_index
-from dsq_ckpt.storage.links import link_files
+from dsq_ckpt.storage.links import link_files, reading_parent
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, is_complete
 from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.paths import local_path
@@ -136,7 +136,8 @@ def _commit(
         for kind, change in rank.grown.items():
             kinds[kind].base += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
-    link_files(checkpoint.directory, goal, ancestors, fsync=True)
+    with reading_parent(checkpoint.directory, old.save_id):
+        link_files(checkpoint.directory, goal, ancestors, fsync=True)
     files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
     index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
     files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))

@@ -129,8 +129,8 @@ def write_rank(
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.place > 1 else None
             inherit(
-                expanded(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies,
-                storage.fsync, before and expanded(before.path),
+                expanded(context.parent.path), context.parent.save_id, path, frozenset(result.requires),
+                storage.keyframe_copies, storage.fsync, before and expanded(before.path),
             )
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
             storage_of(path).flush(path)

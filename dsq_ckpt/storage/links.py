@@ -19,7 +19,7 @@ from dsq_ckpt.storage.atomic_io import AtomicFile, relink
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import file_checksum, pieces
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, is_plain
-from dsq_ckpt.storage.meanwhile import PATIENCE, fate
+from dsq_ckpt.storage.meanwhile import PATIENCE, Fate, fate
 from dsq_ckpt.storage.runs import run_of
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
@@ -31,7 +31,8 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
 
     Raises:
         CorruptCheckpoint: a file is missing in `source`, or a name leads out of it.
-        SaveFailed: `source` was removed meanwhile, or is on an object store.
+        CheckpointNotFound: `source` is gone.
+        SaveFailed: it is on an object store.
     """
     if names and is_remote(source):
         raise SaveFailed(
@@ -46,54 +47,72 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
         try:
             link_or_copy(source / name, target / name, fsync)
         except FileNotFoundError as error:
-            files = manifest_of_parent(source).files
+            files = Manifest.read(source).files
             held = {file.name: file.path_in(source) for file in files if file.held_by is not None}
             if name in held:  # the run was copied from an object store, as it lies there
                 link_or_copy(held[name], target / name, fsync)
                 continue
             raise CorruptCheckpoint(
-                f"'{source / name}' is missing, but the new checkpoint is coded against it; "
-                "save with parent=None for a keyframe"
+                f"'{source / name}' is missing, but the new checkpoint is coded against it: save again, which writes a "
+                "keyframe where the file stays missing"
             ) from error
 
 
-def manifest_of_parent(parent: Path) -> Manifest:
+def manifest_of_parent(parent: Path, save_id: str) -> Manifest:
     """Return the manifest of the checkpoint that a new one is coded against.
 
     Raises:
-        SaveFailed: it was removed meanwhile.
+        SaveFailed: it was removed or replaced meanwhile.
     """
-    with reading_parent(parent):
-        return Manifest.read(parent)
+    with reading_parent(parent, save_id):
+        manifest = Manifest.read(parent)
+        if manifest.save_id != save_id:
+            raise CheckpointNotFound(f"'{parent}' is of save {manifest.save_id}, expected {save_id}")
+        return manifest
 
 
 @contextmanager
-def reading_parent(parent: Path) -> Iterator[None]:
-    """Let errors of reading the checkpoint that a new one is coded against say so where it was removed meanwhile.
+def reading_parent(parent: Path, save_id: str) -> Iterator[None]:
+    """Let errors of reading the checkpoint that a new one is coded against say so where it is there no longer.
+
+    Args:
+        parent: the checkpoint.
+        save_id: its save id; of another one that has its place now, nothing can be used.
 
     Raises:
-        SaveFailed: it was.
+        SaveFailed: it was removed or replaced meanwhile.
     """
     try:
         yield
     except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # a `CheckpointNotFound` is one of the first
-        if not _is_removed(parent):
+        found = _fate_of(parent, save_id)
+        if found is None:
             raise
+        by, advice = _TOLD[found]
         raise SaveFailed(
-            f"'{parent}' was removed while this checkpoint, which needs files of it, was being saved: save again, and "
-            "remove a checkpoint only when the next one is complete, as the result of a save in the background tells"
+            f"'{parent}' was {by} while this checkpoint, which needs files of it, was being saved: save again, and "
+            + advice
         ) from error
 
 
-def _is_removed(path: Path) -> bool:
-    """Return whether a checkpoint is gone; wait for one that is on its way out."""
+_TOLD = {
+    "removed": (
+        "removed",
+        "remove a checkpoint only when the next one is complete, as the result of a save in the background tells",
+    ),
+    "replaced": ("replaced by another save", "give each job a directory of its own"),
+}
+
+
+def _fate_of(path: Path, save_id: str) -> Fate | None:
+    """Return whether a checkpoint is gone or replaced; wait for one that is on its way out."""
     try:
         manifest = Manifest.read(path)
     except CheckpointNotFound:
-        return True
+        return "removed"
     except DSQError:
-        return False
-    return fate(path, manifest.save_id, manifest, time.monotonic() + PATIENCE) == "removed"
+        return None
+    return fate(path, save_id, manifest, time.monotonic() + PATIENCE)
 
 
 def link_or_copy(source: Path, target: Path, fsync: bool) -> None:

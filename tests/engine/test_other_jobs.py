@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.engine import chain, writing
+from dsq_ckpt.storage import links
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import run
 
@@ -72,6 +74,41 @@ def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
     other_job(tmp_path / "step-1")
     (text,) = said(tmp_path / "step-2")
     assert "step-1' was replaced by another process" in text
+
+
+@pytest.mark.parametrize(("place", "step"), [
+    (chain.Parent, "__init__"), (chain.Parent, "codes"), (writing, "inherit"),
+])
+def test_a_checkpoint_that_another_job_replaces_during_a_save_is_said(tmp_path, monkeypatch, place, step):
+    """In place of damage, which nobody did; whoever saves again gets a keyframe."""
+    said(tmp_path / "step-1")
+    other_job(tmp_path / "other" / "step-1")
+    dsq_ckpt.forget()
+    dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "step-1")  # so that its codes are read of its files
+    do, met = getattr(place, step), []
+
+    def after_replacement(*arguments):
+        if not met:
+            shutil.rmtree(tmp_path / "step-1")
+            shutil.copytree(tmp_path / "other" / "step-1", tmp_path / "step-1")
+        met.append(step)
+        return do(*arguments)
+
+    monkeypatch.setattr(place, step, after_replacement)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced .* save again"):
+        dsq_ckpt.save({"w": WEIGHTS}, tmp_path / "step-2", config=CONFIG)
+    assert met and not (tmp_path / "step-2").exists()
+    (text,) = said(tmp_path / "step-2")
+    assert "step-1' was replaced by another process" in text and Manifest.read(tmp_path / "step-2").depth == 0
+
+
+def test_a_parent_that_was_replaced_is_not_taken_for_another(tmp_path):
+    """The names of files that a checkpoint needs are looked up in the manifest of the save that it is coded against."""
+    said(tmp_path / "step-1")
+    before = Manifest.read(tmp_path / "step-1").save_id
+    other_job(tmp_path / "step-1")
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced by another save .* a directory of its own"):
+        links.manifest_of_parent(tmp_path / "step-1", before)
 
 
 def test_what_was_there_and_what_was_loaded_is_of_the_same_job(tmp_path):
