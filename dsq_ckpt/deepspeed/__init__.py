@@ -20,7 +20,6 @@ import importlib
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -243,12 +242,12 @@ def _check_and_remember_loads(engine: Any) -> None:
     original = type(engine).load_checkpoint
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        tag = engine.checkpoint_engine.tag_to_load(latest, tag)
+        latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+        tag = engine.checkpoint_engine.tag_to_load(load_dir, latest, tag)
         if tag is None:
             if found := tags_in(load_dir):
                 warn(
-                    f"'{load_dir}' has tags ('{found[-1]}' is the last), but no '{latest.name}' that says which to "
+                    f"'{load_dir}' has tags ('{found[-1]}' is the last), but no '{latest}' that says which to "
                     "load, so DeepSpeed loads nothing; pass tag=", rank=dist.get_rank(),
                 )
             return original(engine, load_dir, tag, *args, **kwargs)

@@ -20,6 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
@@ -97,7 +98,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         """Begin a checkpoint; collective.
 
         Raises:
-            SaveFailed: on all ranks, if the directory cannot be created, or see `agreed_tag`.
+            ConfigError: on all ranks, if the directory is a URL.
+            SaveFailed: on all ranks, if it cannot be created, or see `agreed_tag`.
         """
         self._queue.clear()
         self._tag = None
@@ -106,11 +108,11 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._tag = agreed_tag(self._comm, info.save_dir, info.tag, validated, unusable)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a directory. Other ranks wait for this rank at a barrier, so `create` reports a failure.
+        """Create a directory. Other ranks wait for this rank at a barrier, so `create` reports a failure, or a URL.
 
         The directory of a tag is created in `commit`, so that an earlier failure leaves no directory.
         """
-        if self._tag is not None:
+        if self._tag is not None or is_url(path):
             return
         try:
             os.makedirs(path, exist_ok=exist_ok)
@@ -159,9 +161,9 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._looked_at = file, manifest.save_id, loaded
         return loaded
 
-    def tag_to_load(self, file: Path, tag: str | None) -> str | None:
+    def tag_to_load(self, load_dir: str, latest: str, tag: str | None) -> str | None:
         """See `tags.tag_to_load`."""
-        return tag_to_load(self._comm, file, tag)
+        return tag_to_load(self._comm, load_dir, latest, tag)
 
     @contextmanager
     def saving(self, client_state: Mapping[Any, Any]) -> Iterator[None]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
-from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.storage.manifest import is_complete
 
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -34,10 +35,12 @@ def agreed_tag(
         unusable: error of creating the directory on this rank.
 
     Raises:
+        ConfigError: on all ranks, if the directory is a URL.
         SaveFailed: on all ranks, if any cannot create the directory, if directories differ on one host, or if the tag
             is no valid name of a subdirectory.
     """
     def own() -> tuple[str, str, str]:
+        _refuse_url(save_dir)
         if unusable is not None:
             raise SaveFailed(f"rank {comm.rank}: the directory for checkpoints cannot be made: {unusable}")
         return str(tag), platform.node(), os.path.realpath(save_dir)
@@ -62,16 +65,26 @@ def agreed_tag(
     return first
 
 
-def tag_to_load(comm: Communicator, file: Path, tag: str | None) -> str | None:
-    """Return this rank's tag, or the tag in the file `latest` if none was given; collective.
+def tag_to_load(comm: Communicator, load_dir: str, latest: str, tag: str | None) -> str | None:
+    """Return this rank's tag, or the one that a file names if none was given; collective.
+
+    Args:
+        comm: communicator of all ranks.
+        load_dir: directory for checkpoints.
+        latest: name of the file in it.
+        tag: tag of this rank.
 
     Returns:
         The tag; None on all ranks if none was given and the file does not exist.
 
     Raises:
+        ConfigError: on all ranks, if the directory is a URL.
         LoadFailed: on all ranks, if any cannot read the file, or only some of them have a tag or see the file.
     """
+    file = Path(load_dir, latest)
+
     def read() -> str | None:
+        _refuse_url(load_dir)
         if tag is not None:
             return str(tag)
         try:
@@ -149,6 +162,19 @@ def _there(load_dir: str) -> str:
     more = f" and {len(found) - _SHOWN} older" if len(found) > _SHOWN else ""
     named = ", ".join(f"'{name}'" for name in found[-_SHOWN:]) + more
     return f"; '{load_dir}' has {'the tags ' + named if found else 'no tags'}{says}"
+
+
+def _refuse_url(directory: str | os.PathLike[str]) -> None:
+    """Refuse what DeepSpeed would take for a path below the working directory.
+
+    Raises:
+        ConfigError: it is a URL, also one of a local file.
+    """
+    if is_url(directory):
+        raise ConfigError(
+            f"path {os.fspath(directory)!r}: expected a directory of the local file system, as DeepSpeed writes to no "
+            "other; `dsq cp` copies a run to an object store and back"
+        )
 
 
 def _wrong(tag: str) -> str | None:

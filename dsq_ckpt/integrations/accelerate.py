@@ -8,6 +8,7 @@ Accelerate's own: schedulers, samplers, random numbers, and objects of `register
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -86,7 +87,8 @@ class DSQAccelerator(Accelerator):
 
         Raises:
             CheckpointExists: automatic naming leads to a checkpoint that is there.
-            ConfigError: a hook of `register_save_state_pre_hook` is there, which would see no models.
+            ConfigError: the directory is a URL; or a hook of `register_save_state_pre_hook` is there, which would see
+                no models.
             DSQError: the save failed; what was saved before is untouched.
         """
         _refuse(self)
@@ -128,7 +130,8 @@ class DSQAccelerator(Accelerator):
 
         Raises:
             CheckpointNotFound: automatic naming finds no checkpoint.
-            ConfigError: a hook of `register_load_state_pre_hook` is there, which would see no models.
+            ConfigError: the directory is a URL; or a hook of `register_load_state_pre_hook` is there, which would see
+                no models.
             DSQError: the checkpoint cannot be loaded.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
@@ -136,11 +139,11 @@ class DSQAccelerator(Accelerator):
             if not found:
                 raise CheckpointNotFound(f"'{self._checkpoints()}' has no checkpoint yet")
             input_dir = str(found[-1])
-        if input_dir is None or not holds_checkpoint(Path(input_dir).expanduser()):
+        if input_dir is None or not holds_checkpoint(input_dir):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
         _refuse(self)
-        directory = str(Path(input_dir).expanduser())
+        directory = str(local_path(input_dir))
         name = f"{RNG_STATE_NAME}_{self.process_index}.pkl"
         if not Path(directory, name).is_file():
             warn(
@@ -167,7 +170,7 @@ class DSQAccelerator(Accelerator):
             self._models, self._optimizers, project.automatic_checkpoint_naming = models, optimizers, named
 
     def _checkpoints(self) -> Path:
-        return Path(str(self.project_dir), "checkpoints")
+        return local_path(os.path.join(str(self.project_dir), "checkpoints"))
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [unwrapped(one) for one in self._optimizers]

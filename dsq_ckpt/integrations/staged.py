@@ -231,8 +231,9 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
     Raises:
         CheckpointNotFound: it has files of a compressed checkpoint, but no manifest, or is not there on all ranks.
+        ConfigError: it is a URL.
     """
-    found = gather_from_all_ranks(communicator(None), lambda: is_compressed(Path(directory)), LoadFailed)
+    found = gather_from_all_ranks(communicator(None), lambda: is_compressed(local_path(directory)), LoadFailed)
     if len(set(found)) > 1:
         raise CheckpointNotFound(
             f"'{directory}' is a compressed checkpoint on rank {found.index(True)}, and is none on rank "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import sys
@@ -18,7 +19,7 @@ from common import EXACT, LOSSY, Model, begin, check, end, engine_of, error_of, 
 import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed import engine as of_engine
 from dsq_ckpt.deepspeed import tags as of_tags
-from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.storage.manifest import Manifest
 
 
@@ -107,6 +108,27 @@ def missing_tags(run: Path) -> None:
     other = engine_of(settings(3), EXACT)
     error = error_of(lambda: other.load_checkpoint(str(run), tag="first"))
     check(isinstance(error, LoadFailed) and "another ZeRO stage" in str(error), f"another stage: {error}")
+
+
+def urls(run: Path) -> None:
+    """Tags lie on file systems: URLs are refused on all ranks, and not taken for paths below the working directory."""
+    rank, before = dist.get_rank(), os.getcwd()
+    run.mkdir(exist_ok=True)
+    os.chdir(run)
+    engine = engine_of(settings(2), EXACT)
+    train(engine, 0, 1)
+    for url in ("s3://bucket/run", "memory://run", f"file://{run}/run"):
+        for call in (engine.save_checkpoint, engine.save_16bit_model, engine.load_checkpoint):
+            error = error_of(partial(call, url))
+            check(isinstance(error, ConfigError) and f"'{url}'" in str(error) and "dsq cp" in str(error), f"{error}")
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        error = error_of(partial(call, "memory://run" if rank else str(run / "run")))
+        texts = everywhere(str(error))
+        check(isinstance(error, DSQError) and "ConfigError" in texts[0] and "memory" in texts[0], f"one rank: {texts}")
+    check(set(names(run)) <= {"run"}, f"nothing was written: {names(run)}")
+    engine.save_checkpoint("run", tag="a")
+    check(engine.load_checkpoint("run")[0] is not None, "and the next save succeeds")
+    os.chdir(before)
 
 
 def full_disks(run: Path) -> None:
@@ -204,7 +226,7 @@ def main() -> None:
     directory = begin()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     for part in [globals()[name] for name in sys.argv[2:]] or (
-        tags_by_rank, missing_tags, full_disks, unreadable, misspelt
+        tags_by_rank, missing_tags, urls, full_disks, unreadable, misspelt
     ):
         dsq_ckpt.forget()
         part(directory / part.__name__)

@@ -275,14 +275,25 @@ def plain_states(output: Path) -> None:
     assert (output / "plain" / "optimizer.bin").exists()
     accelerator.save_state(output / "plain")
     assert not {"optimizer.bin", "model.safetensors"} & set(names(output / "plain"))
-    with pytest.raises(ConfigError, match="local file system"):
-        accelerator.save_state("s3://bucket/state")
+    urls_are_refused(accelerator)
     with pytest.raises(CheckpointNotFound, match="on rank 0, and is none on rank 1"):  # storage that is not shared
         accelerator.load_state(output / ("compressed", "missing")[rank()])
     accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="register_save_state_pre_hook"):
         accelerator.save_state(output / "hooked")
     assert not (output / "hooked").exists()
+
+
+def urls_are_refused(accelerator: Any) -> None:
+    """Given as a directory, or as that of automatic naming; nothing is written below the working directory."""
+    project = accelerator.project_configuration
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ConfigError, match="local file system"):
+            call("s3://bucket/state")
+        named = mock.patch.multiple(project, project_dir="s3://bucket/run", automatic_checkpoint_naming=True)
+        with named, pytest.raises(DSQError, match="local file system"):
+            call()
+    assert not Path("s3:").exists()
 
 
 if __name__ == "__main__":
