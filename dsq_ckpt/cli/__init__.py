@@ -309,7 +309,7 @@ def cp(
 ) -> None:
     """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not.
 
-    From and to URLs: the checkpoints of a run alone, each complete, and without any file twice.
+    From and to URLs: the checkpoints of a run and the files beside them; no other directories, and no file twice.
     """
     from dsq_ckpt.cli import duplicating
 

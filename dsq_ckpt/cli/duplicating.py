@@ -22,7 +22,7 @@ def run(source: Path, target: Path, as_json: bool) -> None:
         f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
         f"{done.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
     )
-    for entry in done.left_out:
-        screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)
+    for entry, why in done.left_out.items():
+        screen.print(f"left out: {entry}: {why}", soft_wrap=True)
     for entry in done.removed:
         screen.print(f"left out: {entry}: it was removed while the others were copied", soft_wrap=True)

@@ -26,7 +26,7 @@ from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete
 from dsq_ckpt.storage.meanwhile import PATIENCE, fate
 from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.transferring import Transfer, is_shared_by_reference
+from dsq_ckpt.storage.transferring import POINTERS, Transfer, is_shared_by_reference
 
 _PIECE = 1 << 22
 _ATTEMPTS = 3
@@ -41,8 +41,8 @@ class Copied(NamedTuple):
         files: number of files written.
         bytes: bytes of the files written.
         links: number of further names given to files that were written already.
-        left_out: paths that were not copied: saves, copies and exports that did not complete, and what is neither file,
-            directory nor link.
+        left_out: paths that were not copied, and why: saves, copies and exports that did not complete, and what is
+            neither file, directory nor link; where one side is an object store, see `transferring`.
         removed: paths that were removed while the run was copied, so that the copy lacks them.
     """
 
@@ -51,7 +51,7 @@ class Copied(NamedTuple):
     files: int
     bytes: int
     links: int
-    left_out: list[Path]
+    left_out: dict[Path, str]
     removed: list[Path]
 
 
@@ -115,7 +115,7 @@ class _Copy:
 
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
         self.checkpoints = self.files = self.bytes = self.links = 0
-        self.left_out: list[Path] = []
+        self.left_out: dict[Path, str] = {}
         self.removed: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[int, int], tuple[Path, int, str]] = {}
@@ -124,13 +124,17 @@ class _Copy:
         target.mkdir()
         manifest = self._checkpoint(source, target) if is_complete(source) else None
         known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
+        for name in POINTERS:  # before it is looked at what is there, as training may go on
+            if (source / name).is_file() and not (source / name).is_symlink() and name not in known:
+                self._file(source / name, target / name, None)
+                known.add(name)
         backups = {} if manifest else replaced_plain(source)  # of a tag that an incomplete save is to replace
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
             if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
                 continue
             if is_hidden(entry.name):
-                self.left_out.append(path)
+                self.left_out[path] = "of a save, a copy or an export that did not complete"
             elif entry.is_symlink():
                 os.symlink(os.readlink(path), goal)
             elif entry.is_dir():
@@ -138,20 +142,20 @@ class _Copy:
             elif entry.is_file():
                 self._file(backups.get(entry.name, path), goal, None)
             else:
-                self.left_out.append(path)
+                self.left_out[path] = "neither a file nor a directory"
         shutil.copystat(source, target)
         sync_directory(target)
 
     def _below(self, source: Path, target: Path) -> None:
         """Copy a directory of a run, if it is not removed meanwhile."""
-        before = self.checkpoints, self.files, self.bytes, self.links, len(self.left_out), len(self.removed)
+        before = self.checkpoints, self.files, self.bytes, self.links, dict(self.left_out), len(self.removed)
         manifest, complete = None, False
         try:
             complete = is_complete(source)
             if complete:
                 manifest = Manifest.read(source)
             elif _only_leftovers(source):
-                self.left_out.append(source)
+                self.left_out[source] = "of a save that did not complete"
                 return
             self.directory(source, target)
             if complete and not (target / MANIFEST).exists():
@@ -160,8 +164,8 @@ class _Copy:
             if not _is_removed(source, complete, manifest):
                 raise
             shutil.rmtree(target, ignore_errors=True)
-            self.checkpoints, self.files, self.bytes, self.links, left_out, removed = before
-            del self.left_out[left_out:], self.removed[removed:]
+            self.checkpoints, self.files, self.bytes, self.links, self.left_out, removed = before
+            del self.removed[removed:]
             self.removed.append(source)
 
     def _checkpoint(self, source: Path, target: Path) -> Manifest:

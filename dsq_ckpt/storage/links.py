@@ -195,9 +195,15 @@ def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
 
 
 def transfer(
-    source: Path, target: Path, expected: ManifestFile, progress: Callable[[int], None] | None = None
-) -> None:
-    """Copy a file between backends, complete or not at all.
+    source: Path, target: Path, expected: ManifestFile | None, progress: Callable[[int], None] | None = None
+) -> int:
+    """Copy a file between backends, complete or not at all; its bytes.
+
+    Args:
+        source: the file.
+        target: path of the copy.
+        expected: the file as a manifest has it; None: whatever it is.
+        progress: called with the number of bytes of each write.
 
     Raises:
         CorruptCheckpoint: it is not what was written.
@@ -211,6 +217,7 @@ def transfer(
             copy.stream.write(piece)
             if progress is not None:
                 progress(len(piece))
-        if (size, digest.hexdigest()) != (expected.size, expected.checksum):
+        if expected is not None and (size, digest.hexdigest()) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
         copy.publish()
+    return size

@@ -3,31 +3,35 @@
 Every file is compared with its checksum on its way, and copied once for the whole run. On a disk the other checkpoints
 get hard links to it, on an object store their manifests name the checkpoint that has it. A copy on a disk appears
 complete or not at all; to an object store checkpoints are copied one by one, oldest first, each with its manifest last.
+Files that other programs wrote into a run or its checkpoints go along, and those that name a checkpoint come last.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
-from dsq_ckpt.storage.atomic_io import new_directory
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.atomic_io import is_hidden, new_directory
+from dsq_ckpt.storage.backend import Entry, storage_of
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.links import link_or_copy, transfer
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
 from dsq_ckpt.storage.meanwhile import PATIENCE, fate
 from dsq_ckpt.storage.references import remove_all
 
+POINTERS = ("latest", "latest_universal")
+"""Names of DeepSpeed's files in a run that name the checkpoint to load."""
 _ATTEMPTS = 3
+_LONGEST_NAME = 4096
 
 
 class Transfer:
-    """A copy of a checkpoint, or of the checkpoints of a run.
+    """A copy of a checkpoint, or of a run: its checkpoints, and the files beside them.
 
     Args:
         origin: a checkpoint or a run.
@@ -38,13 +42,13 @@ class Transfer:
         files: number of files written.
         bytes: bytes of the files written.
         links: number of further names or references to files that were written already.
-        left_out: what lies in the run and was not copied.
-        removed: checkpoints that were removed meanwhile.
+        left_out: what lies in the run and was not copied, and why.
+        removed: checkpoints and files that were removed meanwhile.
     """
 
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
         self.checkpoints = self.files = self.bytes = self.links = 0
-        self.left_out: list[Path] = []
+        self.left_out: dict[Path, str] = {}
         self.removed: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[str, str], Path] = {}
@@ -64,6 +68,7 @@ class Transfer:
         """
         if goal.is_relative_to(self._origin):
             raise SaveFailed(f"'{goal}' lies in '{self._origin}', which is to be copied; copy it to somewhere else")
+        pointers = _pointers(self._origin)  # before it is looked at what is there, as training may go on
         found = [self._origin] if is_complete(self._origin) else [path for path, _ in checkpoints(self._origin)]
         if not found:
             Manifest.read(self._origin)  # raises, and says what is there instead
@@ -76,10 +81,10 @@ class Transfer:
                     self._of_run(path, made / path.name)
             if not self._committed:
                 raise CheckpointNotFound(f"'{self._origin}': all that was there was removed while it was copied")
-        if found != [self._origin]:
-            names = {path.name for path in found}
-            entries = storage_of(self._origin).entries(self._origin)
-            self.left_out += [self._origin / entry.name for entry in entries if entry.name not in names]
+            if found != [self._origin]:
+                self._beside(self._origin, made, {path.name for path in found} | pointers.keys())
+                for name, data in pointers.items():
+                    self._pointer(self._origin / name, made / name, data)
 
     @contextmanager
     def _appearing(self, goal: Path) -> Iterator[Path]:
@@ -118,7 +123,8 @@ class Transfer:
             if not is_remote(target):
                 shutil.rmtree(target, ignore_errors=True)
             self.files, self.bytes, self.links = before
-            self.removed.append(source)
+            self.left_out = {path: why for path, why in self.left_out.items() if path.parent != source}
+            self.removed = [path for path in self.removed if path.parent != source] + [source]
 
     def _checkpoint(self, source: Path, target: Path) -> None:
         """Copy a checkpoint; begin again if its manifest was replaced meanwhile, as when its refinement goes."""
@@ -135,16 +141,47 @@ class Transfer:
         named = {file.name for file in files}
         remove_all(path for path in self._made if path.parent == target and path.name not in named)
         copied = manifest.model_copy(update={"files": files})
+        self._beside(source, target, _named(manifest))
+        Manifest.read(source)  # raises if the checkpoint was removed, and files beside it may be lacking
         if is_complete(target):  # the same bytes, which a store cannot tell from a second try of this one
             raise CheckpointExists(f"another copy to '{target}' was completed while this one was made; it stays")
         copied.write(target, exclusive=True, fsync=True)
         self._committed.append(target)
         self.checkpoints += 1
         self.files += 1
-        self.left_out += [
-            source / entry.name for entry in storage_of(source).entries(source)
-            if entry.name not in {MANIFEST, *(file.name for file in manifest.files)} and not is_ours(entry.name)
-        ]
+
+    def _beside(self, source: Path, target: Path, known: Collection[str]) -> None:
+        """Copy files of a directory that others wrote, such as settings; none of those below it."""
+        for entry in _of_others(source, known):
+            path = source / entry.name
+            if is_hidden(entry.name):
+                self.left_out[path] = "of a save, a copy or an export that did not complete"
+            elif entry.directory:
+                self.left_out[path] = "a directory that is no complete checkpoint"
+            elif not is_remote(path) and not path.is_file():
+                self.left_out[path] = "neither a file nor a directory"
+            else:
+                self._made.append(target / entry.name)
+                try:
+                    self.bytes += transfer(path, target / entry.name, None, self._progress)
+                except FileNotFoundError:
+                    if not _is_gone(path):
+                        raise
+                    self.removed.append(path)
+                else:
+                    self.files += 1
+
+    def _pointer(self, source: Path, target: Path, data: bytes) -> None:
+        """Copy a file that names a checkpoint, if the copy has that."""
+        name = data.decode(errors="replace").strip()
+        if target.parent / name not in self._committed:
+            self.left_out[source] = f"it names '{name}', which is not in the copy"
+            return
+        self._made.append(target)
+        with storage_of(target).create(target, fsync=True) as copy:
+            copy.stream.write(data)
+            copy.publish()
+        self.files, self.bytes = self.files + 1, self.bytes + len(data)
 
     def _file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
         """Copy a file, or refer to what was copied of it; its entry in the manifest of the copy."""
@@ -168,12 +205,54 @@ class Transfer:
 
 def is_shared_by_reference(origin: Path) -> bool:
     """Return whether manifests of a local checkpoint or run name other checkpoints, as copied from an object store."""
-    return any(file.held_by is not None for manifest in _manifests(origin) for file in manifest.files)
+    return any(file.held_by is not None for _, manifest in _found(origin) for file in manifest.files)
 
 
 def size_of(origin: Path) -> int:
     """Return the bytes of all files that a copy writes."""
-    return sum({file.name: file.size for manifest in _manifests(origin) for file in manifest.files}.values())
+    found = _found(origin)
+    others = [entry for path, manifest in found for entry in _of_others(path, _named(manifest))]
+    if not is_complete(origin):
+        others += _of_others(origin, ())
+    own = {file.name: file.size for _, manifest in found for file in manifest.files}
+    return sum(own.values()) + sum(entry.size for entry in others if not entry.directory)
+
+
+def _found(origin: Path) -> list[tuple[Path, Manifest]]:
+    """Return a checkpoint and its manifest, or those of a run that can be read."""
+    if is_complete(origin):
+        return [(origin, Manifest.read(origin))]
+    return list(checkpoints(origin, lambda *_: None))
+
+
+def _named(manifest: Manifest) -> set[str]:
+    return {MANIFEST, *(file.name for file in manifest.files)}
+
+
+def _of_others(directory: Path, known: Collection[str]) -> list[Entry]:
+    """Return what lies in a directory and is not ours."""
+    return [
+        entry for entry in storage_of(directory).entries(directory)
+        if entry.name not in known and not is_ours(entry.name)
+    ]
+
+
+def _is_gone(file: Path) -> bool:
+    try:
+        storage_of(file).size(file)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _pointers(run: Path) -> dict[str, bytes]:
+    """Return the contents of files of a run that name a checkpoint."""
+    found = {}
+    for entry in storage_of(run).entries(run):
+        if entry.name in POINTERS and not entry.directory and entry.size <= _LONGEST_NAME:
+            with suppress(FileNotFoundError):
+                found[entry.name] = storage_of(run).read(run / entry.name, _LONGEST_NAME)
+    return found
 
 
 def _manifests(origin: Path) -> list[Manifest]:

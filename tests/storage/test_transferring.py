@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -9,9 +11,9 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, SaveFailed
-from dsq_ckpt.storage import transferring
+from dsq_ckpt.storage import copying, transferring
 from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.copying import copy
+from dsq_ckpt.storage.copying import copy, size_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.removal import remove
@@ -121,13 +123,83 @@ def test_what_is_not_copied_is_told(place):
     (source / "notes.txt").write_text("mine")
     (source / "killed").mkdir()
     (source / "killed" / "0123456789abcdef-00000.dsq").write_text("x")
-    assert {path.name for path in copy(source, target).left_out} == {"notes.txt", "killed"}
+    os.mkfifo(source / "pipe")
+    (source / "latest").write_text("killed")
+    assert {path.name: why for path, why in copy(source, target).left_out.items()} == {
+        "killed": "a directory that is no complete checkpoint", "pipe": "neither a file nor a directory",
+        "latest": "it names 'killed', which is not in the copy",
+    }
+    assert storage_of(target).read(target / "notes.txt", 99) == b"mine"
+    (source / "latest").unlink()
+    (source / "pipe").unlink()
     with pytest.raises(CheckpointExists, match="exists"):
         copy(source, target)
     with pytest.raises(CheckpointNotFound):
         copy(source / "killed", place("store", "other"))
     with pytest.raises(SaveFailed, match="lies in"):
         copy(target, target / "below")
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
+def test_files_beside_checkpoints_go_along(place, kinds, monkeypatch):
+    """Those of the run and of each checkpoint, as on a disk; what names the newest one appears after all else."""
+    source, target = place(kinds[0], "run"), place(kinds[1], "copied")
+    chain(str(source), 2)
+    files = {"latest": b"step-2", "zero_to_fp32.py": b"import torch", "step-1/trainer_state.json": b"{}"}
+    for name, data in files.items():
+        put(source / name, data)
+    pointer, there = transferring.Transfer._pointer, []
+
+    def after_all(work, origin, goal, data):
+        there.extend(entry.name for entry in storage_of(goal).entries(goal.parent))
+        return pointer(work, origin, goal, data)
+
+    monkeypatch.setattr(transferring.Transfer, "_pointer", after_all)
+    done, expected = copy(source, target), size_of(source)
+    assert {name: storage_of(target).read(target / name, 99) for name in files} == files
+    assert sorted(there) == ["step-1", "step-2", "zero_to_fp32.py"]
+    assert (done.left_out, done.removed) == ({}, [])
+    assert done.files == 2 * 4 + len(files)
+    if kinds[0] == "store":
+        assert done.bytes == expected
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("disk", "disk")])
+def test_latest_names_what_is_in_the_copy(place, kinds, monkeypatch):
+    """Training goes on while its run is copied."""
+    source, target = place(kinds[0], "run"), place(kinds[1], "copied")
+    chain(str(source), 2)
+    put(source / "latest", b"step-2")
+    owner, name = (copying._Copy, "_below") if kinds == ("disk", "disk") else (transferring.Transfer, "_of_run")
+    do, met = getattr(owner, name), []
+
+    def after_the_next(*arguments):
+        if not met:
+            dsq_ckpt.save(state_of(3), source / "step-3")
+            put(source / "latest", b"step-3")
+        met.append(name)
+        return do(*arguments)
+
+    monkeypatch.setattr(owner, name, after_the_next)
+    copy(source, target)
+    assert met and not storage_of(target).entries(target / "step-3")
+    assert storage_of(target).read(target / "latest", 99) == b"step-2"
+
+
+def test_a_file_that_goes_meanwhile_is_told(place, monkeypatch):
+    source, target = place("disk", "run"), place("store", "copied")
+    chain(str(source), 1)
+    put(source / "notes.txt", b"mine")
+    sent = transferring.transfer
+
+    def transfer(origin, *arguments, **options):
+        if origin.name == "notes.txt":
+            origin.unlink()
+        return sent(origin, *arguments, **options)
+
+    monkeypatch.setattr(transferring, "transfer", transfer)
+    assert copy(source, target).removed == [source / "notes.txt"]
+    assert {entry.name for entry in storage_of(target).entries(target)} == {"step-1"}
 
 
 def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
@@ -141,7 +213,7 @@ def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
             from dsq_ckpt.engine.retention import drop_refinements
 
             assert drop_refinements(paths[1], 1, False) == [paths[0]]
-        sent(origin, *arguments, **options)
+        return sent(origin, *arguments, **options)
 
     monkeypatch.setattr(transferring, "transfer", transfer)
     copy(source, target)
