@@ -27,6 +27,7 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.reporting import Doubts, report
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
+from dsq_ckpt.quantization.averages import averages
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.frozen import Watch, some_of
@@ -222,7 +223,9 @@ class _Sketching:
     def _untrained(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
         """Return the chunks of weights that stay as they are and have no state of an optimizer, or zeros alone.
 
-        Each is taken to stay until it was seen to change. Of what the model knows to need no gradient, it tells.
+        Each is taken to stay until it was seen to change. Those of a model that is known, which these optimizers surely
+        do not train, are lossy only near weights that are trained, as averages of them; of other tensors the user is
+        told.
         """
         options, layout = self._options, self._context.layout
         if options.config.quantize.frozen != "exact":
@@ -234,13 +237,23 @@ class _Sketching:
         idle = self._without_steps([chunk for chunk in weights if chunk.key.fqn not in doubtful])
         others = [
             chunk for chunk in weights if (chunk.key.fqn in doubtful or chunk.key in idle)
-            and in_tree(chunk.key.fqn, options.frozen.moves) is None
+            and not in_tree(chunk.key.fqn, options.frozen.moves)
         ]
         if others:
-            left = {chunk.key for chunk in others}
+            left, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = some_of([item for item in self._local.items if item.key not in left])
-            self.watch.look((item.load() for item in trained), ((chunk.key, chunk.tensor) for chunk in others))
-        return {chunk.key for chunk in others if self.watch.rests(chunk.key, changes=1)}
+            beside = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
+            seen = ((chunk.key, chunk.tensor) for chunk in others)
+            self.watch.look((item.load() for item in trained), seen, lambda changed: averages(changed, beside))
+        return {
+            chunk.key for chunk in others if self.watch.rests(chunk.key, changes=1)
+            or (self._is_sure(chunk.key.fqn, doubtful) and not self.watch.averages(chunk.key, changes=1))
+        }
+
+    def _is_sure(self, name: str, doubtful: Mapping[str, bool]) -> bool:
+        """Return whether a tensor is of the model, and needs no gradient or is not a parameter of the optimizers."""
+        known = in_tree(name, self._options.frozen.rests) is not None
+        return known and False in (doubtful.get(name), in_tree(name, self._options.frozen.moves))
 
     def _may_learn(self) -> bool:
         """Return whether later saves can tell what changes, or may be able to.

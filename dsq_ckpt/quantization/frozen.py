@@ -3,21 +3,24 @@
 No step of the optimizer repairs what a restore would change in them, so they are stored exactly. As they stay as they
 are, this costs few bytes after a keyframe. Those that do change, such as the weights of a teacher that averages its
 student's, are told by their checksums: what has changed twice is stored like trained weights, until it rests again.
-Buffers of no parameter's shape (covariances, codes, queues) are no such averages, and are exact whatever they do.
+Buffers that lie near no trained parameter (covariances, codebooks, queues) are no such averages, and are exact whatever
+they do. A parameter that changes near none may be trained at other times, as a discriminator is: the state of an
+optimizer tells.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from dsq_ckpt.core.unchanged import checksum
+from dsq_ckpt.quantization.averages import averages
 from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
 
 _T = TypeVar("_T")
@@ -33,7 +36,8 @@ class Frozen:
     Attributes:
         trains: whether any parameter is trained; else nothing is frozen.
         rests: whether a tensor needs no gradient and stays as it is, by its name; of trained ones False.
-        moves: tensors that need no gradient and were seen to change, of this rank alone.
+        moves: tensors that need no gradient and were seen to change, of this rank alone, and whether they lie near a
+            trained one, as averages do.
     """
 
     trains: bool = False
@@ -54,6 +58,14 @@ class Frozen:
         return cls(trains, rests)
 
 
+class _Seen(NamedTuple):
+    """Findings about one tensor: its checksum, changes in a row, and how many of these, to the last, were alike."""
+
+    checksum: Hashable
+    changes: int = 0
+    alike: int = 0
+
+
 class Watch:
     """Looks at tensors, one at each save, which tell whether training leaves them as they are.
 
@@ -62,25 +74,41 @@ class Watch:
 
     def __init__(self) -> None:
         self._trained: Hashable = None
-        self._seen: dict[Hashable, tuple[Hashable, int]] = {}  # checksum, and changes in a row
+        self._seen: dict[Hashable, _Seen] = {}
 
     def look(
-        self, trained: Iterable[torch.Tensor], others: Iterable[tuple[Hashable, torch.Tensor]]
+        self, trained: Iterable[torch.Tensor], others: Iterable[tuple[Hashable, torch.Tensor]],
+        near: Callable[[Mapping[Hashable, torch.Tensor]], Set[Hashable]],
     ) -> None:
-        """Look at the beginnings of what is trained, and at all of other tensors, by name."""
-        mark = _mark(trained)
+        """Look at the beginnings of what is trained, and at all of other tensors, by name.
+
+        Args:
+            trained: tensors that tell whether training went on.
+            others: tensors that are looked at.
+            near: tells which of those that have changed are like averages of trained ones.
+        """
+        mark, changed = _mark(trained), dict[Hashable, torch.Tensor]()
         for name, tensor in others:
             found = checksum(tensor)
-            known, changes = self._seen.get(name, (found, 0))
-            if found != known:
-                self._seen[name] = found, min(changes + 1, _CHANGES)
+            known = self._seen.setdefault(name, _Seen(found))
+            if found != known.checksum:
+                self._seen[name], changed[name] = known._replace(checksum=found), tensor
             elif mark != self._trained:
-                self._seen[name] = found, 0
+                self._seen[name] = _Seen(found)
+        averaging = near(changed) if changed else frozenset[Hashable]()
+        for name in changed:
+            known = self._seen[name]
+            alike = known.alike + 1 if name in averaging else 0
+            self._seen[name] = known._replace(changes=min(known.changes + 1, _CHANGES), alike=min(alike, _CHANGES))
         self._trained = mark
 
     def rests(self, name: Hashable, changes: int = _CHANGES) -> bool:
         """Return whether a tensor was not seen to change so often in a row."""
-        return self._seen.get(name, (None, 0))[1] < changes
+        return name not in self._seen or self._seen[name].changes < changes
+
+    def averages(self, name: Hashable, changes: int = _CHANGES) -> bool:
+        """Return whether a tensor was seen to change so often in a row, near a trained one each time."""
+        return name in self._seen and self._seen[name].alike >= changes
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -96,7 +124,7 @@ def look(model: nn.Module) -> Frozen:
     watch = _watches.setdefault(model, Watch())
     watch.look(trained, (
         (name, tensor) for name, tensor in _tensors(model) if not tensor.requires_grad and tensor.shape in shapes
-    ))
+    ), lambda changed: averages(changed, filter(_is_there, trained)))
     return known(model)
 
 
@@ -106,9 +134,13 @@ def known(model: nn.Module) -> Frozen:
     For where training may be changing the tensors.
     """
     watch = _watches.get(model, Watch())
-    resting = {name: watch.rests(name) for name, tensor in _tensors(model) if not tensor.requires_grad}
-    rests = {unwrapped(name): resting.get(name, False) for name, _ in _tensors(model)}
-    moves = {unwrapped(name): True for name, one in resting.items() if not one}
+    rests, moves = dict[str, bool](), dict[str, bool]()
+    for name, tensor in _tensors(model):
+        alike, own = watch.averages(name), unwrapped(name)
+        may_move = isinstance(tensor, nn.Parameter) or alike
+        rests[own] = not tensor.requires_grad and not (may_move and not watch.rests(name))
+        if not (tensor.requires_grad or rests[own]):
+            moves[own] = alike
     return Frozen(any(parameter.requires_grad for parameter in model.parameters()), rests, moves)
 
 
