@@ -20,8 +20,13 @@ _LEAST = 0.5
 Averages over 100 and 1,000 steps have 0.7 to 1 of it, but for the first steps of weights that begin as zeros; other
 tensors hardly more than 0.1. One below is stored exactly, which costs bytes alone.
 """
-_SAMPLE = 512
-"""Elements that tell: two tensors that have nothing to do with each other agree by 0.05, give or take."""
+_LEAST_OF_RUN = 0.25
+"""Agreement of elements in a row from which on they are of one size: about 8 times larger or smaller ones have less."""
+_MOST_OTHERS = 0.1
+"""Part of the runs that may have less: a codebook of weights' values by sums of its codes has more of them."""
+_RUN = 16
+_RUNS = 64
+"""Runs of so many elements tell: tensors that have nothing to do with each other agree by 0.03, give or take."""
 _FEWEST = 64
 """Elements below which chance may tell."""
 _GOLDEN = 0.6180339887
@@ -39,9 +44,9 @@ class _Form(NamedTuple):
 def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
     """Return the keys of tensors that lie near a trained one of the same form: as near as an average of it would.
 
-    The agreement (Lin's concordance) of two tensors is twice their covariance, in parts of the mean square of their
-    difference and that covariance together: 1 for equal ones, and little for those that have other sizes. Of shards,
-    those of this rank are compared. Each device is waited for once.
+    Nearly all their parts do so, since rows of another size would not bear the same step. The
+    agreement (Lin's concordance) of two tensors is twice their covariance, in parts of that and the mean square of
+    their difference: 1 for equal ones, and little for those that have other sizes. Of shards, those of this rank are compared. Each device is waited for once.
     """
     forms: dict[_Form, list[_K]] = defaultdict(list)
     for key, tensor in moved.items():
@@ -58,9 +63,18 @@ def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) 
     for keys, beside in pairs:
         values = torch.stack(seen[place : place + len(keys) + len(beside)])
         place += len(values)
-        near = (_agreement(values[: len(keys)], values[len(keys) :]) > _LEAST).any(1).tolist()
+        near = _near(values[: len(keys)], values[len(keys) :]).tolist()
         found.update(key for key, one in zip(keys, near, strict=True) if one)
     return found
+
+
+def _near(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return whether each row is near the one of others that it agrees with most."""
+    agreement, best = _agreement(rows, others).nan_to_num().max(1)
+    runs, beside = rows.unflatten(1, (-1, _RUN)), others[best].unflatten(1, (-1, _RUN))
+    spread = (runs.square() + beside.square()).sum(2)
+    less = 2 * (runs * beside).sum(2) < _LEAST_OF_RUN * spread
+    return (agreement > _LEAST) & (less.double().mean(1) <= _MOST_OTHERS)
 
 
 def _agreement(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -86,11 +100,11 @@ def _form(tensor: torch.Tensor) -> _Form | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements, in any row and column, the same ones of each tensor of a form."""
+    """Return runs of elements, in any row and column, the same ones of each tensor of a form."""
     local = _local(tensor)
-    count = local.numel()
-    places = torch.arange(min(_SAMPLE, count), device=local.device)
-    return local.take((places * (int(count * _GOLDEN) | 1)) % count).double()
+    room = local.numel() - _RUN + 1
+    runs = torch.arange(min(_RUNS, local.numel() // _RUN), device=local.device) * (int(room * _GOLDEN) | 1) % room
+    return local.take((runs[:, None] + torch.arange(_RUN, device=local.device)).view(-1)).double()
 
 
 def _on_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -62,6 +62,16 @@ def test_other_tensors_of_the_shape_of_weights_are_none() -> None:
     assert not averages(moved, [*trained, torch.zeros(SHAPE)])
 
 
+def test_sums_by_code_are_none_beside_their_codes() -> None:
+    """Codes are a parameter that nothing trains, and sums are codes times their use, which falls as that of words."""
+    torch.manual_seed(0)
+    codes = torch.randn(512, 64)
+    use = 1 / torch.arange(1, 513).float()[torch.randperm(512)][:, None]
+    for scale in torch.logspace(-1, 3, 30):
+        moved = {"sums": codes * use * scale, "codes before": codes + 0.3 * torch.randn_like(codes)}
+        assert averages(moved, [codes]) == {"codes before"}
+
+
 def test_only_tensors_of_one_form_are_compared() -> None:
     torch.manual_seed(0)
     first, = weights(1)
