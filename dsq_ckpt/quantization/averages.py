@@ -44,9 +44,10 @@ class _Form(NamedTuple):
 def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
     """Return the keys of tensors that lie near a trained one of the same form: as near as an average of it would.
 
-    Nearly all their parts do so, since rows of another size would not bear the same step. The
-    agreement (Lin's concordance) of two tensors is twice their covariance, in parts of that and the mean square of
-    their difference: 1 for equal ones, and little for those that have other sizes. Of shards, those of this rank are compared. Each device is waited for once.
+    Nearly all their parts do so, since rows of another size would not bear the same step. The agreement (Lin's
+    concordance) of two tensors is twice their covariance, in parts of that and the mean square of their difference: 1
+    for equal ones, and little for those of other sizes. Of shards, those of this rank are compared. Each device is
+    waited for once.
     """
     forms: dict[_Form, list[_K]] = defaultdict(list)
     for key, tensor in moved.items():
