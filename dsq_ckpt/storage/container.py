@@ -93,7 +93,7 @@ class ContainerWriter:
         """Write contents and trailer, flush to the device, and give the file its name."""
         block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
-        with naming(self.path, f"of whose {self._offset} bytes not all were written"):
+        with naming(self.path, f"before all {self._offset} bytes of it were written"):
             self._file.complete()
         self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)

@@ -259,6 +259,8 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
 def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
     """Keep codes of a checkpoint as they are decoded, so that they are not decoded twice.
 
+    The caller loads the whole checkpoint, and tells itself where that has only its base layer.
+
     Args:
         directory: directory of the checkpoint; DeepSpeed may read others meanwhile.
         wanted: returns whether the codes of a chunk are kept.
@@ -341,7 +343,9 @@ def _opened(directory: Path, save_id: str) -> Checkpoint:
         if _last is None or (_last.directory, _last.state) != (directory, state):
             close()
             checkpoint = Checkpoint(directory)
-            if checkpoint.manifest.refinement == "dropped":
+            kept = _kept.get()
+            told = kept is not None and kept.directory == directory
+            if checkpoint.manifest.refinement == "dropped" and not told:
                 warn(
                     f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
                     "coarser than what was saved"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from dsq_ckpt.storage.atomic_io import (
     new_file,
     within_hidden,
 )
+from dsq_ckpt.storage.container import ContainerWriter
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -140,3 +142,12 @@ def test_shortened_names_stay_apart(tmp_path):
     assert len(set(names)) == 9
     assert hidden_name(tmp_path / ("x" * 237), "89abcdef").name == f".{'x' * 237}.dsq-89abcdef.tmp"
     assert within_hidden("step-1") == "step-1"
+
+
+def test_an_error_of_a_flush_counts_the_bytes_of_the_file(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    told = pytest.raises(OSError, match=r"device, before all \d+ bytes of it were written: '.*x\.dsq'")
+    with told, ContainerWriter(tmp_path, "x.dsq", False) as writer:
+        monkeypatch.setattr(writer, "_file", Mock(wraps=writer._file, complete=Mock(side_effect=full)))
+        writer.finish({})
+    assert list(tmp_path.iterdir()) == []

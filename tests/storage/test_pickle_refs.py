@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickletools
 import shutil
+import warnings
 import zipfile
 
 import pytest
@@ -159,3 +160,19 @@ def test_what_is_stored_nowhere_is_zero(tag):
         assert torch.equal(load(directory / "x_states.pt")["flat"], flat)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_base_layer_is_told_of_once(tag):
+    """Whoever loads the whole checkpoint tells of it; a file that is read by itself does."""
+    directory, *_ = tag
+    config = {"quantize": {"min_elements": 1}, "refinement": {"keep_last": 1}}
+    torch.manual_seed(0)
+    dsq_ckpt.save({"model": {"weight": torch.randn(SHAPE), "bias": torch.arange(7.0)}}, directory.parent / "b",
+                  config=config)
+    assert Manifest.read(directory).refinement == "dropped"
+    with pickle_refs.keeping_codes(directory, lambda key: False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(directory / "x_states.pt")
+    pickle_refs.close()
+    with pytest.warns(UserWarning, match="has only its base layer"):
+        load(directory / "x_states.pt")
