@@ -22,7 +22,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
-from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in
+from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, why_uncompressed
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
@@ -87,6 +87,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._queue: dict[Path, Any] = {}
         self._tag: str | None = None  # of the save that is under way
         self._whole = set[str]()  # keys of state that is not compressed, of which was warned
+        self._told_uncompressed = False
         self._client: Mapping[Any, Any] = {}  # its client_state
         self._last: Path | None = None
         self._unusable: OSError | None = None
@@ -243,14 +244,17 @@ class DSQCheckpointEngine(CheckpointEngine):
         found = Inventory()
         parent = "auto"
 
-        def surveyed() -> tuple[set[str], Counter[str]]:
+        def surveyed() -> tuple[set[str], Counter[str], bool]:
             nonlocal found, parent
             found, parent = inventory(self._engine), self._parent_of(directory)
-            return differing(found), left_whole(self._engine, found, self.config.quantize.min_elements)
+            left = left_whole(self._engine, found, self.config.quantize.min_elements)
+            return differing(found), left, any(buffer.slices for buffer in found.buffers)
 
         ranks = gather_from_all_ranks(self._comm, surveyed)
-        unlike = set().union(*(one for one, _ in ranks))
-        self._tell_of_whole(sum((left for _, left in ranks), Counter()))
+        unlike = set().union(*(one for one, _, _ in ranks))
+        self._tell_of_whole(sum((left for _, left, _ in ranks), Counter()))
+        if not any(named for _, _, named in ranks):
+            self._tell_of_uncompressed()
 
         def state() -> LocalState:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
@@ -286,6 +290,17 @@ class DSQCheckpointEngine(CheckpointEngine):
                 f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {named(new)} is stored whole, in "
                 "DeepSpeed's own files: it is not laid out as the weights are, so which parameters it belongs to is "
                 "not known", rank=self._comm.rank,
+            )
+
+    def _tell_of_uncompressed(self) -> None:
+        """Warn, once, that tags are DeepSpeed's own files and nothing else, of whose tensors no rank knows a name."""
+        if not self._told_uncompressed:
+            self._told_uncompressed = True
+            why = why_uncompressed(self._engine) or "the state of this optimizer is not laid out as the weights are"
+            warn(
+                f"nothing of this engine's tags is compressed, though its configuration has the block dsq_checkpoint: "
+                f"{why}. They are DeepSpeed's own files, with the checksums and the atomic commit of dsq_ckpt; "
+                '"enabled": false in the block leaves these out', rank=self._comm.rank,
             )
 
     def _parent_of(self, directory: Path) -> str:

@@ -96,7 +96,7 @@ def inventory(engine: Any) -> Inventory:
     With tensor, pipeline or expert parallelism a name denotes another tensor on every rank of the model-parallel group.
     Such engines, and engines with an unknown optimizer, have no buffers here; their files are stored uncompressed.
     """
-    if has_unknown_names(engine):
+    if why_uncompressed(engine):
         return Inventory()
     found = Inventory()
     names: Mapping[torch.Tensor, str] = engine.param_names
@@ -158,14 +158,19 @@ def left_whole(engine: Any, found: Inventory, least: int) -> Counter[str]:
     return +left
 
 
-def has_unknown_names(engine: Any) -> bool:
-    """Return whether tensors of different ranks share names, or names are unknown."""
+def why_uncompressed(engine: Any) -> str | None:
+    """Return why nothing of an engine's tags is compressed; None: its buffers are known by the parameters' names."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    return (
-        engine.mp_world_size > 1 or engine.has_moe_layers or isinstance(engine, PipelineEngine)
-        or engine.optimizer is None or engine.basic_optimizer is None or engine.zero_nvme_offload_optimizer()
-    )
+    staged = isinstance(engine, PipelineEngine)  # whose ranks count as model-parallel ones too
+    shared = {"pipeline": staged, "tensor": engine.mp_world_size > 1 and not staged, "expert": engine.has_moe_layers}
+    if kinds := [kind for kind, on in shared.items() if on]:
+        return f"with {' and '.join(kinds)} parallelism one name may stand for another tensor on each rank"
+    if engine.optimizer is None or engine.basic_optimizer is None:
+        return "the engine has no optimizer, whose master weights and moments are what is compressed"
+    if engine.zero_nvme_offload_optimizer():
+        return "the optimizer's state is offloaded to NVMe"
+    return None
 
 
 def _partitions_parameters(engine: Any) -> bool:
@@ -194,7 +199,7 @@ def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
     """Yield the optimizer's key of each master tensor, the tensor, its slices, and whether it is replicated.
 
     Args:
-        engine: DeepSpeed engine for which `has_unknown_names` is False.
+        engine: DeepSpeed engine for which `why_uncompressed` is None.
         names: names of the module's parameters.
     """
     optimizer, groups = engine.optimizer, _groups(engine)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.deepspeed.partition import has_unknown_names, masters
+from dsq_ckpt.deepspeed.partition import masters, why_uncompressed
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.replay import updates_independently
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, dtype_name
@@ -236,7 +236,7 @@ def check(engine: Any) -> None:
     """
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     wrong = []
-    if has_unknown_names(engine):
+    if why_uncompressed(engine):
         wrong.append("it has tensor, pipeline or expert parallelism, no optimizer, or one that is offloaded to NVMe")
     elif not updates_independently(basic) and type(basic).__name__ != "FusedAdam":
         kind = type(basic).__name__
