@@ -27,6 +27,7 @@ from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.errors import DSQError, LoadFailed
+from dsq_ckpt.storage.attachments import hint_of_attachments, refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import existing_path
@@ -58,8 +59,9 @@ def load(
     Raises:
         ConfigError: an argument is not what it must be.
         CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
-        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
-            plain data.
+        LoadFailed: nothing is stored below an empty dict, or more than plain data; or `path` is a tag of DeepSpeed that
+            has no tensors but those in DeepSpeed's own files.
+        DSQError: what else failed, naming the rank, on every rank.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -112,21 +114,24 @@ def load_with(
     told: dict[Any, Any] = state_dict
     making = {**(modules or {}), **{(key,): own for key, own in state_dict.items() if isinstance(own, nn.Module)}}
     whole: Whole | None = None
+    hint = ""
     empty, to_fill = list(plain), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
 
     def prepare() -> Lacking:
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
-        nonlocal told, whole
+        nonlocal told, whole, hint
         directory = existing_path(path)
-        Manifest.read(directory)
+        manifest = Manifest.read(directory)
+        hint = hint_of_attachments(manifest)
         told = told_state(state_dict, loads=True)
         refuse_cycles(told)
         warn_of_objects(told, comm.rank)
         found = [own for own, _ in empty_dicts(told)]
         objects, sized = objects_in(state_dict), any(map(sized_by_load, making.values()))
-        if not found and not objects and not sized:
+        if not found and not objects and not sized and not hint:
             return {}
         with Checkpoint(directory) as checkpoint:
+            refuse_without_tensors(checkpoint, "loaded", LoadFailed)
             if objects or sized:
                 with checkpoint.naming():
                     nesting = Nesting.from_json(checkpoint.index) or Nesting({})
@@ -139,6 +144,8 @@ def load_with(
             if sized:
                 take_saved_shapes(making, told, nesting, tensors)
             to_fill.extend(fillings(told, checkpoint, state_dict))
+            if to_fill:
+                warn_of_attachments(checkpoint, "loaded", comm.rank)
         empty.extend(found)
         return {} if whole is None else whole.lacking
 
@@ -169,7 +176,7 @@ def load_with(
                 sortable = ending.enter_context(_sortable(ending.enter_context(loading(told))))
                 with plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback():
                     dcp.load(
-                        sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told),
+                        sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told, hint),
                         process_group=process_group, no_dist=no_dist,
                     )
                 run_on_all_ranks(comm, give, LoadFailed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsq_ckpt.cli import output
+from dsq_ckpt.storage.attachments import attachments
 from dsq_ckpt.storage.manifest import Manifest
 
 
@@ -49,7 +50,8 @@ def run(
         options["part"] = part
     if form in (Format.torch, Format.deepspeed):
         options["allow_pickle"] = allow_pickle
-    total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
+    manifest = Manifest.read(checkpoint)
+    total = sum(sizes.logical for sizes in manifest.kinds.values())
     export = _function(form)
     with output.meter(f"export to {form.value}", total, hidden=as_json) as meter:
         done = export(checkpoint, target, progress=meter.advance, **options)
@@ -59,13 +61,14 @@ def run(
             "refined": done.refined, "left_out": done.left_out,
         })
         return
-    layer = "base and refinement" if done.refined else "base layer alone"
+    layer = "base and refinement" if done.refined else "base layer alone" if manifest.lossy else "exact"
     screen = output.console()
     screen.print(
         f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
     )
-    if done.left_out:
-        screen.print(f"left out, not tensors or not saved: {', '.join(done.left_out)}", soft_wrap=True)
+    files = {file.name for file in attachments(manifest)}  # of which a warning told
+    if names := [name for name in done.left_out if name not in files]:
+        screen.print(f"left out, not tensors or not saved: {', '.join(names)}", soft_wrap=True)
 
 
 def _function(form: Format) -> Any:

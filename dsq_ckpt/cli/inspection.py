@@ -191,7 +191,9 @@ def _kinds(path: Path, manifest: Manifest) -> Any:
             output.ratio(sizes.logical, sizes.base + (sizes.refinement if kept else 0)),
         )
     about = describe(path)
-    stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values())
+    if beside := manifest.bytes_in("attachment"):
+        rows.add_row("DeepSpeed's own files", *[output.size(beside)] * 2, "-", *[output.ratio(beside, beside)] * 2)
+    stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values()) + beside
     rows.add_row("tables, index, manifest", "-", output.size(about["bytes_kept"] - stored))
     rows.add_row(
         "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.bytes_in("refinement")),

@@ -1,7 +1,8 @@
 """A checkpoint in formats that need no `dsq_ckpt` to be read: plain DCP, `torch.save`, safetensors.
 
 All run in one process, whatever number of ranks saved. Values are those that `dsq_ckpt.load` gives. DCP and
-safetensors files are written tensor by tensor, so memory holds one tensor; a `torch.save` file needs all of them.
+safetensors files are written tensor by tensor, so memory holds one tensor; a `torch.save` file needs all of them. A tag
+of DeepSpeed has more in DeepSpeed's own files, as a warning says, and is refused if it has all of it there.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.convert.causes import cause_of
 from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.storage.atomic_io import new_directory, new_file, sync_directory
+from dsq_ckpt.storage.attachments import attachments, refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import expanded, local_path
 from dsq_ckpt.storage.record_fields import dtype_of
@@ -54,8 +57,8 @@ class Exported:
     refined: bool
     """Whether the refinement layer was used."""
     left_out: list[str] = field(default_factory=list)
-    """Objects that the format cannot hold, and names that have a path but no value in the checkpoint, as after a
-    planner saved a part."""
+    """Objects that the format cannot hold, names that have a path but no value in the checkpoint, as after a planner
+    saved a part, and DeepSpeed's files."""
 
 
 def export_dcp(
@@ -82,7 +85,7 @@ def export_dcp(
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
-    with Opened(source, refinement, progress, part) as opened:
+    with Opened(source, refinement, progress, part, done="exported") as opened:
         flat: dict[str, Any] = {
             fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
@@ -121,7 +124,7 @@ def export_torch(
     """
     goal = Path(os.path.normpath(local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress, part) as opened:
+    with Opened(source, refinement, progress, part, done="exported") as opened:
         nested = opened.nested(allow_pickle)
         with new_file(goal) as stream:
             try:
@@ -142,7 +145,7 @@ def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool
     Raises:
         ExportError: an object is more than plain data and `allow_pickle` was not given.
     """
-    with Opened(source, refinement, None) as opened:
+    with Opened(source, refinement, None, done="read") as opened:
         return opened.nested(allow_pickle)
 
 
@@ -169,12 +172,11 @@ def export_safetensors(
     """
     goal = Path(os.path.normpath(local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress, part) as opened:
+    with Opened(source, refinement, progress, part, done="exported") as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
         names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
-        metadata = {
-            "format": "pt", "save_id": opened.checkpoint.manifest.save_id, "left_out": json.dumps(opened.objects),
-        }
+        left_out = json.dumps([*opened.objects, *opened.files])
+        metadata = {"format": "pt", "save_id": opened.checkpoint.manifest.save_id, "left_out": left_out}
         header: dict[str, Any] = {"__metadata__": metadata}
         end = 0
         for fqn in names:
@@ -210,16 +212,25 @@ class Opened:
         refinement: as in `dsq_ckpt.load`.
         progress: called after every whole tensor.
         part: see only what is below this key of the state dict, by names without it; None: everything.
+        done: participle of what is done to all tensors, to tell where they are not all; None: do not tell.
+
+    Attributes:
+        files: names of DeepSpeed's files in a tag of it.
 
     Raises:
-        ExportError: nothing is below `part`.
+        ExportError: nothing is below `part`; or, with `done`, all that it holds is in `files`.
     """
 
     def __init__(
-        self, path: StrPath, refinement: Refinement, progress: Progress | None, part: str | None = None
+        self, path: StrPath, refinement: Refinement, progress: Progress | None, part: str | None = None, *,
+        done: str | None = None,
     ) -> None:
         self.checkpoint = Checkpoint(expanded(path))
+        self.files = [file.name for file in attachments(self.checkpoint.manifest)]
         try:
+            if done is not None:
+                refuse_without_tensors(self.checkpoint, done, ExportError)
+                warn_of_attachments(self.checkpoint, done)
             state = self.checkpoint.manifest.refinement
             if refinement is True and state != "kept":
                 raise CheckpointNotFound(
@@ -344,7 +355,8 @@ class Opened:
     def result(self, path: Path) -> Exported:
         stored = {*self.tensors, *self.objects}
         nowhere = [fqn for fqn in self.paths or () if fqn not in stored]
-        return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, nowhere)
+        left_out = [*nowhere, *self.files]
+        return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, left_out)
 
 
 class _Planner(DefaultSavePlanner):
@@ -382,18 +394,3 @@ def _is_plain_dcp(directory: Path) -> bool:
     if directory.is_symlink() or not (directory / ".metadata").is_file():
         return False
     return all(entry.name == ".metadata" or entry.suffix == ".distcp" for entry in directory.iterdir())
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Return the error for the user: the one in DCP's wrapper, or an operating system's error that caused it.
-
-    On a full disk torch's zip writer raises an error about an unexpected position, caused by the OSError.
-    """
-    if isinstance(error, CheckpointException):
-        error = next((failure for failure, _ in error.failures.values()), error)
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError):
-            return found
-        found = found.__cause__ or found.__context__
-    return error

@@ -26,8 +26,10 @@ from dsq_ckpt.convert import export
 from dsq_ckpt.convert.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
 from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.urls import is_url
+from dsq_ckpt.distributed.job import rank_in_job
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.manifest import Manifest, checkpoints, is_complete
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.record_fields import dtype_of
@@ -95,8 +97,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CheckpointNotFound: nothing is there, or nothing that is understood.
         CorruptCheckpoint: a file is damaged, or is not what its name says.
-        LoadFailed: a file cannot be opened, holds more than plain data, or is no state dict, or `safetensors` is not
-            installed.
+        LoadFailed: a file cannot be opened, holds more than plain data, or is no state dict, `safetensors` is not
+            installed, or all tensors of a tag of DeepSpeed are in DeepSpeed's own files.
     """
     if is_url(path):
         raise ConfigError(
@@ -195,6 +197,12 @@ class _Own:
 
     def __init__(self, path: Path) -> None:
         self._opened = export.Opened(path, "auto", None)
+        try:
+            refuse_without_tensors(self._opened.checkpoint, "compressed", LoadFailed)
+            warn_of_attachments(self._opened.checkpoint, "compressed", rank_in_job())
+        except BaseException:
+            self._opened.close()
+            raise
         with self._opened.checkpoint.naming():
             self.tensors = _covered(path, {
                 name: Stored(tuple(tensor["shape"]), dtype_of(tensor["dtype"]), tuple(

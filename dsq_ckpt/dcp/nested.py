@@ -112,14 +112,15 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         filled: paths of the dicts that were empty. What is stored there was not asked for by name, so it is unpickled
             only as far as it is plain data; other objects are unpickled as DCP does it.
         given: the state dict as the caller gave it; None: as DCP gives it.
+        hint: said where the checkpoint has no entry of a name.
 
     Attributes:
         given: the state dict to load into, with the state dicts that modules made.
     """
 
-    def __init__(self, filled: Iterable[Path] = (), given: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, filled: Iterable[Path] = (), given: Mapping[str, Any] | None = None, hint: str = "") -> None:
         super().__init__()
-        self._filled = list(filled)
+        self._filled, self._hint = list(filled), hint
         self.given = given
 
     def set_up_planner(
@@ -165,10 +166,9 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             if not missing:
                 raise
             self._refuse_entries(missing, self.metadata)
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise LoadFailed(
-                f"the checkpoint has no '{missing[0]}'{more}, which the state dict has{name_hint(missing[0], known)}"
-            ) from error
+            more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
+            ending = self._hint + name_hint(missing[0], known)
+            raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
 
     def _refuse_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
         """Refuse a placeholder in whose place a dict or a list was saved, with entries of their own."""

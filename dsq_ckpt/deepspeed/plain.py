@@ -13,6 +13,7 @@ from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import flush, new_directory, sync_directory
+from dsq_ckpt.storage.attachments import attachments
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.paths import expanded, local_path
 from dsq_ckpt.storage.target_directory import refuse_existing
@@ -45,7 +46,7 @@ def export_deepspeed(
     if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
         raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
     with Opened(source, refinement, None) as opened:
-        files = [file for file in opened.checkpoint.manifest.files if file.role == "attachment"]
+        files = attachments(opened.checkpoint.manifest)
         if not files:
             raise ExportError(f"'{source}' was not saved by DeepSpeed; choose another format")
         if not allow_pickle:

@@ -22,6 +22,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
+from dsq_ckpt.storage.attachments import attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, write_index
 from dsq_ckpt.storage.links import link_files, reading_parent
@@ -84,7 +85,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
     with Checkpoint(local_path(source)) as checkpoint, Workers(
         storage.thread_count(), storage.block_elements
     ) as workers:
-        if any(file.role == "attachment" for file in checkpoint.manifest.files):
+        if attachments(checkpoint.manifest):
             raise SaveFailed(
                 f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
             )

@@ -15,6 +15,7 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.description import logical_size
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class SaveResult:
         path: its directory.
         save_id: id of this save; an overwritten checkpoint has another one.
         bytes_written: bytes of all files that this save wrote, on all ranks.
-        bytes_logical: bytes of the state, uncompressed.
+        bytes_logical: bytes of the state, uncompressed, and of DeepSpeed's own files as they are.
         depth: deltas since the keyframe; 0: it is one.
         seconds: from the call until the commit.
         refinement: "kept", or "none" where nothing has one.
@@ -52,9 +53,9 @@ class SaveResult:
         """Return the result of a save that was just committed."""
         written = manifest.bytes_in("own", "index", "refinement", "attachment")
         written += storage_of(path).size(path / MANIFEST)
-        logical = sum(sizes.logical for sizes in manifest.kinds.values())
         return cls(
-            path, manifest.save_id, written, logical, manifest.depth, manifest.seconds, manifest.refinement,
+            path, manifest.save_id, written, logical_size(manifest), manifest.depth, manifest.seconds,
+            manifest.refinement,
             copy.deepcopy(manifest.quality),  # the caller's to change, where others get this manifest too
         )
 

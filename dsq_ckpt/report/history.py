@@ -84,9 +84,12 @@ class RunCheckpoint:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.manifest.created))
 
     def notes(self) -> str:
-        """Return the notes of the checkpoint: pinned, and the number of tensors with NaN or Inf."""
+        """Return the notes of the checkpoint: uncompressed, pinned, and the number of tensors with NaN or Inf."""
         count = len(self.manifest.nonfinite)
-        return ", ".join([*(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else [])])
+        return ", ".join([
+            *(["uncompressed"] if self.manifest.bytes_in("attachment") and not self.manifest.kinds else []),
+            *(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else []),
+        ])
 
     def as_json(self) -> dict[str, Any]:
         manifest = self.manifest

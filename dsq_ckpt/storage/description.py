@@ -23,7 +23,12 @@ def sizes_of(manifest: Manifest, overhead: int) -> Total:
     """Return the bytes of a checkpoint whose manifest has `overhead` bytes."""
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
     kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
-    return Total(sum(sizes.logical for sizes in manifest.kinds.values()), kept + dropped, kept)
+    return Total(logical_size(manifest), kept + dropped, kept)
+
+
+def logical_size(manifest: Manifest) -> int:
+    """Return the uncompressed bytes of a checkpoint: those of its tensors, and files of another format as they are."""
+    return sum(sizes.logical for sizes in manifest.kinds.values()) + manifest.bytes_in("attachment")
 
 
 def restored_error(group: GroupReport) -> float | None:
@@ -39,8 +44,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the sizes of a checkpoint as plain numbers.
 
     Returns:
-        bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,
-        depth, seconds, refinement, and by_kind: {kind: {bytes_logical, bytes_base, bytes_refinement}}.
+        bytes_logical (uncompressed, and DeepSpeed's own files as they are), bytes_written (by its save), bytes_kept
+        (now, without linked ancestors), keyframe, depth, seconds, refinement, created, and by_kind: {kind:
+        {bytes_logical, bytes_base, bytes_refinement}}.
 
     Example:
         >>> result = dsq_ckpt.save({"w": torch.randn(256, 256)}, "run/step-000500")
