@@ -217,5 +217,5 @@ def _are_points(tensor: torch.Tensor) -> bool:
 
 def _sizes(points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the squares of the norms, of the first numbers and of the last ones."""
-    squares = points.double().square_()
+    squares = points.double().square()  # not in place: float64 is not copied
     return squares.sum(1), squares[:, 0].clone(), squares[:, -1].clone()

@@ -14,7 +14,7 @@ from dsq_ckpt.engine import retention
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import predecessors
-from tests.helpers.states import mixed_state
+from tests.helpers.states import mixed_state, moved, tensors
 
 
 def saved(run, count=2):
@@ -174,3 +174,17 @@ def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
         assert kept == [False] * failing + [True] * (3 - failing)
         assert retention.drop_refinements(newest, 1, False) == older[failing:][::-1]
         assert [Manifest.read(path).refinement for path in paths] == ["dropped"] * 3 + ["kept"]
+
+
+@pytest.mark.parametrize("preset", ["exact", "moments_exact"])
+def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
+    """A trainer removes the others, whose files stay while the chain needs them, but no longer than it pays."""
+    state = mixed_state()
+    plain = sum(value.nbytes for value in tensors(state).values())
+    for number in range(12):
+        dsq_ckpt.save(state, tmp_path / str(number), config=preset)
+        if number:
+            shutil.rmtree(tmp_path / str(number - 1))
+        state = moved(state, number)
+        files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / str(number)).iterdir()}
+        assert sum(files.values()) < 2.2 * plain, number

@@ -99,6 +99,14 @@ def test_rounding_of_any_type_breaks_no_constraint(dtype: torch.dtype) -> None:
     assert found == CONSTRAINED.keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_looked_at_stays_as_it_is(dtype: torch.dtype) -> None:
+    values = [value.to(dtype, copy=True) for value in (CONSTRAINED | BALLS | ORDINARY).values()]
+    before = [value.clone() for value in values]
+    unlike_weights(values)
+    assert all(map(torch.equal, values, before))
+
+
 @pytest.mark.parametrize("name", CONSTRAINED | BALLS)
 def test_not_a_number_is_not_taken_for_a_point(name: str) -> None:
     values = (CONSTRAINED | BALLS)[name].clone().contiguous()
