@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.storage.attachments import attachments
 from dsq_ckpt.storage.manifest import Manifest
 
 
@@ -66,7 +65,7 @@ def run(
     screen.print(
         f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
     )
-    files = {file.name for file in attachments(manifest)}  # of which a warning told
+    files = {file.name for file in manifest.files if file.role == "attachment"}  # of which a warning told
     if names := [name for name in done.left_out if name not in files]:
         screen.print(f"left out, not tensors or not saved: {', '.join(names)}", soft_wrap=True)
 
