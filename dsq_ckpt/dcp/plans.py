@@ -27,9 +27,10 @@ def layout_of_plan(
         averaged: whether weights come with averaged gradients.
         others: items of other ranks in the same save.
     """
-    shards = shards_of(write_items)
+    shards, others = shards_of(write_items), list(others)
     chunks = {shard.key: shard.dtype for shard in shards_of(others)} if shards else {}
-    objects = [item.index.fqn for item in write_items if item.tensor_data is None]
+    # Of all ranks, which are dealt settings of one optimizer: a part of them would look like another optimizer's.
+    objects = [item.index.fqn for item in (*write_items, *others) if item.tensor_data is None]
     return layout_of(shards, options, averaged, chunks, objects)
 
 

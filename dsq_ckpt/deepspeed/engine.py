@@ -265,7 +265,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 nesting=nesting_of(buffers),
                 attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
-                settings=settings_of("optimizer", self._engine.basic_optimizer.param_groups),
+                settings=settings_of("optimizer", getattr(self._engine.basic_optimizer, "param_groups", ())),
             )
 
         options = SaveOptions(

@@ -95,7 +95,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _form(tensor: torch.Tensor) -> _Form | None:
     """Return the form of a tensor of whose elements some can be taken, and enough."""
     local = _local(tensor)
-    if hasattr(local, "__tensor_flatten__") or local.layout is not torch.strided or local.numel() < _FEWEST:
+    strided = local.layout is torch.strided and local.is_floating_point() and not hasattr(local, "__tensor_flatten__")
+    if not strided or local.numel() < _FEWEST:
         return None
     return _Form(hasattr(tensor, "_local_tensor"), tensor.shape, local.shape)
 
