@@ -112,10 +112,24 @@ def pipeline(run: Path) -> None:
     check(some(again, 50, 3) == expected, f"pipeline: the same losses to the last bit: {json.dumps(expected)}")
 
 
+def without_optimizer(run: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    tree = {"train_micro_batch_size_per_gpu": 1, "dsq_checkpoint": LOSSY}
+    engine = dsq_ckpt.deepspeed.initialize(model=model, config=tree)[0]
+    engine.save_checkpoint(str(run))
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    engine.load_checkpoint(str(run))
+    check(torch.equal(engine.module.weight, expected), "without an optimizer: saved and loaded")
+
+
 def main() -> None:
     directory = begin()
     experts(directory / "experts")
     pipeline(directory / "pipeline")
+    without_optimizer(directory / "alone")
     end()
 
 
