@@ -1,5 +1,7 @@
 """Weights of which some rows or columns vary so little, for the size of the tensor, that one step for all loses them.
 
+Of more than two dimensions, slices along each count: input channels of kernels, inputs of stacked models.
+
 They are small, or lie around a mean far from zero. Such are tables whose columns are in different units, as positions
 beside quaternions, first layers for inputs of different sizes, and positions on a map, far from its origin. Rows that
 training does not need, as those of tokens that never occur, are small too, after long weight decay; the size of their
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +28,8 @@ _SAMPLE = 16
 _MOST = 1 << 16
 """About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
+_MEMBERS = 16
+"""Length of a first dimension up to which rows and columns of each member are looked at: it may stack models."""
 _ENOUGH = 8
 """Elements from which on their mean is taken off: fewer may lie close to each other by chance."""
 _ROUNDING = 8
@@ -45,20 +50,21 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for place, tensor in enumerate(tensors):
-        for side in _sides(tensor):
-            sample = _sample(_some_rows(side))
+        for side in _sides(tensor.shape):
+            sample = side.sample(tensor)
             alike.setdefault((sample.shape, sample.dtype, sample.device), []).append((place, sample))
     batches = []
     for (shape, *_), samples in alike.items():
         size = max(1, _BATCH // shape.numel())
         batches += [samples[start : start + size] for start in range(0, len(samples), size)]
     found = on_host([_least_and_usual(torch.stack([sample for _, sample in batch])) for batch in batches])
-    asked = [False] * len(tensors)
+    leasts, sizes = [list[float]() for _ in tensors], [0.0 if whole is None else whole for whole in wholes]
     for batch, told in zip(batches, found, strict=True):
         for (place, _), least, usual in zip(batch, told[: len(batch)], told[len(batch) :], strict=True):
-            whole = wholes[place]
-            asked[place] |= not least * RATIO**2 >= (usual if whole is None else whole)
-    return asked
+            leasts[place].append(least)
+            if wholes[place] is None:  # one along few slices has few elements, and may miss the large ones
+                sizes[place] = max(sizes[place], usual)
+    return [any(not one * RATIO**2 >= size for one in found) for found, size in zip(leasts, sizes, strict=True)]
 
 
 def _least_and_usual(samples: torch.Tensor) -> torch.Tensor:
@@ -75,7 +81,7 @@ def _least_and_usual(samples: torch.Tensor) -> torch.Tensor:
 
 
 def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
-    """Return whether a row (along the first dimension) or a column has a spread below the tensor's size / `RATIO`.
+    """Return whether a row, a column or a slice along a dimension has a spread below the tensor's size / `RATIO`.
 
     The spread is the standard deviation of the elements that are not zero, the size the root mean square. A sample of
     each row tells which to look at; rows of one value, beside zeros, count for nothing.
@@ -84,11 +90,11 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
         tensor: weights, or a shard of them.
         whole: mean square of the tensor that a shard is of; None: a sample tells that of `tensor`.
     """
-    sides = _sides(tensor)
+    sides = _sides(tensor.shape)
     if not sides:
         return False
-    limit = _limit(sides[0]) if whole is None else whole / RATIO**2
-    return any(_has_small(side, limit) for side in sides)
+    limit = _limit(sides[0].sample(tensor)) if whole is None else whole / RATIO**2
+    return any(_has_small(tensor, side, limit) for side in sides)
 
 
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
@@ -102,67 +108,119 @@ def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None 
         squares: their squared gradients, or averages of such; the shape of `tensor`.
         whole: as `has_lost_rows` has it; the others are then those of the shard.
     """
-    matrix, weighed = (one.detach().reshape(len(tensor), -1) for one in (tensor, squares))
-    limit = _limit(matrix) if whole is None else whole / RATIO**2
+    sides = _sides(tensor.shape)
+    if not sides:
+        return None
+    limit = _limit(sides[0].sample(tensor)) if whole is None else whole / RATIO**2
     told = [
-        most >= usual / RATIO for rows, squared in ((matrix, weighed), (matrix.t(), weighed.t()))
-        for most, usual in [_most_felt(rows, squared, limit)] if 0 < usual < math.inf
+        most >= usual / RATIO for side in sides
+        for most, usual in [_most_felt(tensor, squares, side, limit)] if 0 < usual < math.inf
     ]
     return any(told) if told else None
 
 
-def _most_felt(matrix: torch.Tensor, squares: torch.Tensor, limit: float) -> tuple[float, float]:
+def _most_felt(tensor: torch.Tensor, squares: torch.Tensor, side: _Side, limit: float) -> tuple[float, float]:
     """Return how much a change of one of the small rows is felt, of the one where this is most, and of a usual row.
 
-    The former is 0 without any, and both are where rows are too short.
+    The former is 0 without any.
     """
-    if matrix.shape[1] < _FEWEST:
-        return 0.0, 0.0
-    matrix, squares = _some_rows(matrix), _some_rows(squares)
-    spread, weighed = _Spread.of(_sample(matrix)), _sample(squares)
-    felt = spread.felt(weighed)
+    spread = _Spread.of(side.sample(tensor))
+    felt = spread.felt(side.sample(squares))
     usual = float(felt.mean())
     felt = felt.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), -1.0)
     rows = felt.topk(min(_LOOKED_AT, len(felt))).indices
-    spread = _Spread.of(_some_rows(matrix.t()).t()[rows])
-    felt = spread.felt(_some_rows(squares.t()).t()[rows])
+    spread = _Spread.of(side.rows(tensor, rows))
+    felt = spread.felt(side.rows(squares, rows))
     felt = felt.masked_fill((spread.variance >= limit) | (spread.number < _FEWEST), 0.0)
     return float(felt.max()), usual
 
 
-def _sides(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return matrices whose rows are those of a tensor and its columns, where these have enough elements."""
-    if tensor.ndim < 2 or not tensor.numel():
+class _Side(NamedTuple):
+    """Rows of a tensor: its slices along some dimensions. None of them is copied as a whole but those asked for.
+
+    Attributes:
+        order: all dimensions, those along which the slices lie first.
+        along: how many these are.
+        sampled: parts of the dimensions in that order: of all slices, or some of very many, some elements.
+        looked_at: the same with all elements, or some of very many.
+    """
+
+    order: tuple[int, ...]
+    along: int
+    sampled: tuple[slice, ...]
+    looked_at: tuple[slice, ...]
+
+    def sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a few elements of each row, as a matrix."""
+        some = tensor.detach().permute(self.order)[self.sampled]
+        return some if some.ndim == 2 else some.reshape(math.prod(some.shape[: self.along]), -1)
+
+    def rows(self, tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Return rows of which the numbers, in the sample, are given."""
+        every = tensor.detach().permute(self.order)[self.looked_at]
+        return every[torch.unravel_index(numbers, every.shape[: self.along])].flatten(1)
+
+
+@lru_cache(maxsize=1024)
+def _sides(shape: torch.Size) -> list[_Side]:
+    """Return how rows and columns of tensors of a shape lie, and slices along others, where these have enough elements.
+
+    Rows are slices along the first dimension, columns along all others together.
+    """
+    if len(shape) < 2 or not shape.numel():
         return []
-    matrix = tensor.detach().reshape(len(tensor), -1)
-    return [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
+    dims = [dim for dim in range(len(shape)) if shape[dim] > 1 or len(shape) == 2]  # along one of 1 lies the whole
+    dims += [dim for dim in range(len(shape)) if dim not in dims][: max(0, 2 - len(dims))]
+    first, *others = dims
+    along = [(first,), tuple(others)]
+    if len(others) > 1:
+        along += [(dim,) for dim in others]
+        if shape[first] <= _MEMBERS:
+            pairs = [(first, dim) for dim in others]
+            along += [pair for pair in pairs if shape.numel() >= _SAMPLE * math.prod(shape[dim] for dim in pair)]
+    return [side for some in dict.fromkeys(along) if (side := _side(shape, some)) is not None]
 
 
-def _limit(matrix: torch.Tensor) -> float:
+def _side(shape: torch.Size, along: tuple[int, ...]) -> _Side | None:
+    """Return how slices along some dimensions lie; None where they have too few elements."""
+    across = tuple(dim for dim in range(len(shape)) if dim not in along)
+    lengths, sizes = [shape[dim] for dim in along], [shape[dim] for dim in across]
+    if math.prod(sizes) < _FEWEST:
+        return None
+    sampled = (slice(None, step * count, step) for step, count in _parted(sizes, _SAMPLE))
+    return _Side((*along, *across), len(along), (*_some(lengths), *sampled), (*_some(lengths), *_some(sizes)))
+
+
+def _some(sizes: Sequence[int]) -> list[slice]:
+    """Return all of some dimensions, or about `_MOST` elements of very many."""
+    if math.prod(sizes) < 2 * _MOST:
+        return [slice(None)] * len(sizes)
+    return [slice(None, None, step) for step, _ in _parted(sizes, _MOST)]
+
+
+def _parted(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Return, for each dimension, a step, and how many such to take, for a number of elements, or somewhat fewer."""
+    found, left = [(1, 1)] * len(sizes), number
+    for done, place in enumerate(sorted(range(len(sizes)), key=lambda place: sizes[place])):
+        count = max(1, min(sizes[place], round(left ** (1 / (len(sizes) - done)))))
+        found[place] = max(1, sizes[place] // count), count
+        left //= count
+    return found
+
+
+def _limit(sample: torch.Tensor) -> float:
     """Return the mean square below which a row is small."""
-    return float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
+    return float(sample.float().square().mean()) / RATIO**2
 
 
-def _sample(matrix: torch.Tensor) -> torch.Tensor:
-    """Return some columns."""
-    step = max(1, matrix.shape[1] // _SAMPLE)
-    return matrix[:, : step * _SAMPLE : step]
-
-
-def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return all rows, or some of very many."""
-    return matrix if len(matrix) < 2 * _MOST else matrix[:: len(matrix) // _MOST]
-
-
-def _has_small(matrix: torch.Tensor, limit: float) -> bool:
+def _has_small(tensor: torch.Tensor, side: _Side, limit: float) -> bool:
     """Return whether the variance of a row's elements that are not zero is below a limit."""
-    matrix = _some_rows(matrix)
-    spread = _Spread.of(_sample(matrix))
+    spread = _Spread.of(side.sample(tensor))
     asked = spread.variance.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), math.inf)
     least, rows = asked.topk(min(_LOOKED_AT, len(asked)), largest=False)
     if not bool(least[0] < limit):
         return False
-    spread = _Spread.of(_some_rows(matrix.t()).t()[rows])
+    spread = _Spread.of(side.rows(tensor, rows))
     return bool(((spread.variance < limit) & (spread.number >= _FEWEST)).any())
 
 
