@@ -11,7 +11,7 @@ from dsq_ckpt.engine.options import SaveOptions
 
 
 def test_settings_that_other_ranks_are_dealt_tell_of_an_optimizer_too() -> None:
-    """Of SGD's settings one rank may have `lr` alone, which other optimizers have as well."""
+    """One rank may have `lr` alone of SGD's settings, which other optimizers have as well."""
     model = torch.nn.Linear(96, 96)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 96)).sum().backward()

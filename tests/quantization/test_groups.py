@@ -106,7 +106,7 @@ def test_what_other_optimizers_keep_beside_momentum():
 
 
 def test_optimizers_are_known_by_their_settings():
-    """Those without settings of SGD or RMSprop in any group are others, such as Muon; nothing is known without any."""
+    """Optimizers without settings of SGD or RMSprop in any group are others (Muon); none is known without any."""
     muon = ["a.param_groups.0.momentum", "a.param_groups.0.ns_steps", "a.param_groups.1.dampening"]
     sgd = ["b.param_groups.0.momentum", "b.param_groups.0.dampening", "b.param_groups.0.params"]
     rmsprop = ["c.param_groups.layer.weight.centered", "c.param_groups.layer.weight.lr"]

@@ -142,7 +142,7 @@ def test_what_is_not_copied_is_told(place):
 
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
 def test_files_beside_checkpoints_go_along(place, kinds, monkeypatch):
-    """Those of the run and of each checkpoint, as on a disk; what names the newest one appears after all else."""
+    """Files of the run and of each checkpoint, as on a disk; a name of the newest one appears after all else."""
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
     chain(str(source), 2)
     files = {"latest": b"step-2", "zero_to_fp32.py": b"import torch", "step-1/trainer_state.json": b"{}"}
