@@ -35,6 +35,7 @@ from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.backend import sizes, storage_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.description import logical_size
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import reading_parent
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
@@ -206,11 +207,10 @@ def choose_parent(
 def _outweighed(path: Path, manifest: Manifest) -> bool:
     """Return whether a keyframe would free more than half of the state: files of removed checkpoints, kept for a chain.
 
-    A chain of exact differences, of which a trainer removes all but the newest checkpoint, would take many times the
-    disk of plain checkpoints. Of the saves of a chain the largest tells what a keyframe takes. On an object store
-    nothing tells who else needs a file.
+    A chain of exact differences whose other checkpoints a trainer removes would take many times the disk of plain ones.
+    The largest save of it tells what a keyframe takes. On an object store nothing tells who else needs a file.
     """
-    most = max(_LITTLE, sum(sizes.logical for sizes in manifest.kinds.values()) // 2)
+    most = max(_LITTLE, logical_size(manifest) // 2)
     bytes_of = Counter[str]()
     for file in manifest.files:
         bytes_of[file.name[:16]] += file.size if file.role in ("own", "ancestor") else 0

@@ -253,10 +253,3 @@ def _pointers(run: Path) -> dict[str, bytes]:
             with suppress(FileNotFoundError):
                 found[entry.name] = storage_of(run).read(run / entry.name, _LONGEST_NAME)
     return found
-
-
-def _manifests(origin: Path) -> list[Manifest]:
-    """Return the manifest of a checkpoint, or those of a run that can be read."""
-    if is_complete(origin):
-        return [Manifest.read(origin)]
-    return [manifest for _, manifest in checkpoints(origin, lambda *_: None)]
