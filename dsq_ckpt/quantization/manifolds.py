@@ -11,7 +11,7 @@ columns are not told.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,19 @@ def first_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[(0,) * (tensor.ndim - 2)] if tensor.ndim > 2 else tensor
 
 
+def spread(tensor: torch.Tensor, leading: int, count: int) -> torch.Tensor:
+    """Return so many entries along the leading dimensions as one, at even distances; nothing else is copied."""
+    number = math.prod(tensor.shape[:leading])
+    step = max(1, number // count)
+    if leading == 1 or tensor.is_contiguous():
+        return tensor.reshape(number, *tensor.shape[leading:])[::step][:count]
+    places, index = torch.arange(min(count, number), device=tensor.device) * step, []
+    for size in reversed(tensor.shape[:leading]):
+        index.append(places % size)
+        places = places // size
+    return tensor[tuple(reversed(index))]
+
+
 class Looks(NamedTuple):
     """A glance at a few vectors of each tensor, of those of one shape together: for small ones calls take the time.
 
@@ -66,9 +79,9 @@ class Looks(NamedTuple):
             if tensor.ndim < 2 or not tensor.numel():
                 continue
             whole = tensor.detach()
-            for one in _matrices(whole):
-                pair = first_matrix(one)[:2]
-                alike.setdefault((True, pair.shape, pair.dtype, pair.device), []).append((place, pair))
+            for pair in _pairs(whole):
+                shape = torch.Size((2, pair.numel() // 2))
+                alike.setdefault((True, shape, pair.dtype, pair.device), []).append((place, pair))
             some = _some_points(whole)
             if some.shape[0] > 1 < some.shape[1]:
                 alike.setdefault((False, some.shape, some.dtype, some.device), []).append((place, some))
@@ -76,7 +89,7 @@ class Looks(NamedTuple):
         for (pairs, shape, *_), found in alike.items():
             size = max(1, _CACHED // shape.numel())
             for batch in (found[start : start + size] for start in range(0, len(found), size)):
-                values = torch.stack([one for _, one in batch])
+                values = _stacked([_as_matrix(one) for _, one in batch])
                 looks.of.append(([place for place, _ in batch], _are_orthogonal if pairs else _are_points))
                 looks.results.append((_may_be_orthogonal(values) if pairs else _may_be_points(values)).float())
         return looks
@@ -99,32 +112,64 @@ def _off(dtype: torch.dtype) -> float:
     return max(_OFF, 2 * torch.finfo(dtype).eps)
 
 
+def _stacked(alike: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one, without a copy of one alone."""
+    if len(alike) == 1:
+        return alike[0][None]
+    # Into a given tensor, since autocast refuses to stack halves other than its own.
+    return torch.stack(list(alike), out=alike[0].new_empty(len(alike), *alike[0].shape))
+
+
+def _wide(matrices: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of more than one row and column, turned so that no side is longer than their rows."""
+    return [one if one.shape[-2] <= one.shape[-1] else one.mT for one in matrices if min(one.shape[-2:]) > 1]
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a kernel as one matrix, a wide one with its columns as they lie in memory, of which it is a view."""
+    wide = tensor.numel() >= len(tensor) ** 2
+    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True) if wide else range(1, tensor.ndim)
+    return tensor.permute(0, *order).flatten(1)
+
+
+def _small(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the matrices along the last two dimensions, and rotations of poses."""
+    poses = tensor.ndim > 2 and tensor.shape[-2:] in ((3, 4), (4, 4))
+    return [tensor, tensor[..., :3, :3]] if poses else [tensor]
+
+
 def _matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return what may have orthogonal rows: matrices, kernels as one matrix, rotations of poses; wide, or turned so."""
-    found = [tensor]
-    if tensor.ndim > 2:
-        found.append(tensor.flatten(1))
-        if tensor.shape[-2:] in ((3, 4), (4, 4)):
-            found.append(tensor[..., :3, :3])
-    shapes = [one.shape for one in found]
-    return [
-        one if shape[-2] <= shape[-1] else one.mT for one, shape in zip(found, shapes, strict=True)
-        if shape[-2] > 1 < shape[-1]
-    ]
+    return _wide([*_small(tensor), *([_as_matrix(tensor)] if tensor.ndim > 2 else [])])
+
+
+def _pairs(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the first two rows of each of these that are first, as views; those of a kernel have its dimensions."""
+    pairs = [one[:2] for one in _wide(map(first_matrix, _small(tensor)))]
+    rows, columns = len(tensor), tensor.numel() // len(tensor)
+    if tensor.ndim == 2 or min(rows, columns) < 2:
+        return pairs
+    if rows <= columns:
+        return [*pairs, tensor[:2]]
+    last = max(axis for axis, size in enumerate(tensor.shape) if axis and size > 1)  # along which the two columns lie
+    return [*pairs, first_matrix(tensor.movedim((last, 0), (-2, -1)))[:2]]
 
 
 def _may_be_orthogonal(pairs: torch.Tensor) -> torch.Tensor:
     """Return, for each pair of vectors, whether they are of one length, and orthogonal."""
-    values, off = pairs.float(), _off(pairs.dtype)
-    first, second = values[:, 0], values[:, 1]
-    one, other, both = first.square().sum(1), second.square().sum(1), (first * second).sum(1)
+    off = _off(pairs.dtype)
+    one = other = both = torch.zeros((), device=pairs.device)
+    for part in pairs.split(max(1, _BATCH // (2 * len(pairs))), 2):
+        first, second = part.float().unbind(1)
+        one = one + first.square().sum(1)
+        other, both = other + second.square().sum(1), both + (first * second).sum(1)
     return (one > 0) & ((one - other).abs_() <= off * one) & (both.abs_() <= off * one)
 
 
 def _are_orthogonal(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is matrices with orthogonal rows, or columns, which are of one length in each matrix."""
     told = any(_have_orthogonal_rows(one.reshape(-1, *one.shape[-2:])) for one in _matrices(tensor.detach()))
-    return told and bool(tensor.isfinite().all())
+    return told and all(bool(some.isfinite().all()) for some in _points(tensor))
 
 
 def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
@@ -159,21 +204,25 @@ def _fit(some: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tens
     return bool(((products - some.square().sum(2).square()).clamp(min=0).sqrt() <= most).all())  # without their own
 
 
-def _points(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the vectors along the last dimension."""
-    return tensor.detach().reshape(-1, tensor.shape[-1])
+def _points(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the vectors along the last dimension, some at a time, of which no more are copied."""
+    whole = tensor.detach()
+    if whole.ndim == 2 or whole.is_contiguous():
+        yield from whole.reshape(-1, whole.shape[-1]).split(max(1, _BATCH // whole.shape[-1]))
+        return
+    for some in whole.split(max(1, _BATCH // whole[0].numel())):
+        if len(some) > 1:
+            yield some.reshape(-1, some.shape[-1])
+        else:
+            yield from _points(some[0])
 
 
 def _some_points(tensor: torch.Tensor) -> torch.Tensor:
     """Return some of these."""
     part = tensor
-    if part.ndim > 2:
-        if not part.is_contiguous():  # of which the vectors are a copy
-            part = part[:: max(1, len(part) // 8)][:8]
-        part = part.flatten(0, -2)
-    number, length = part.shape
-    count = max(2, min(_POINTS, _GLANCE // length))
-    return part[:: max(1, number // count)][:count]
+    if not part.is_contiguous() and part.ndim > 2:
+        part = part[:: max(1, len(part) // 8)][:8]
+    return spread(part, part.ndim - 1, max(2, min(_POINTS, _GLANCE // part.shape[-1])))
 
 
 def _may_be_points(points: torch.Tensor) -> torch.Tensor:
@@ -186,36 +235,32 @@ def _may_be_points(points: torch.Tensor) -> torch.Tensor:
     return timelike | ((largest < 1) & (largest > _NEAR)) if points.shape[2] <= _LONGEST else timelike
 
 
-def _alike(time: torch.Tensor, norms: torch.Tensor, off: float) -> torch.Tensor:
-    """Return, for each set, whether twice the square of the time less the squared norm is one positive number.
-
-    Rounding is a part of the former; so the point of least time tells the number.
-    """
-    level = 2 * time - norms
-    lowest, place = time.min(1, keepdim=True)
-    lowest_level = level.gather(1, place)
-    same = ((level - lowest_level).abs_() <= off * time).all(1)
-    return same & (lowest_level > off * lowest)[:, 0]
-
-
 def _are_points(tensor: torch.Tensor) -> bool:
     """Return whether all points lie in the unit ball, and many near its rim, or all on one hyperboloid.
 
-    The time of the latter is the first number, or the last. Rows of norm 1 lie on the rim, and are none of the ball: it
-    has no distance there. What keeps them does so by a division at each step, as a rule.
+    The time of the latter is the first number, or the last: twice its square less the squared norm is one positive
+    number. Rounding is a part of the former; so the point of least time tells the number, and each leaves a range for
+    it. Rows of norm 1 lie on the rim, and are none of the ball: it has no distance there. What keeps them does so by a
+    division at each step, as a rule.
     """
-    blocks = [_sizes(block) for block in _points(tensor).split(max(1, _BATCH // tensor.shape[-1]))]
-    norms, first, last = (torch.cat(one)[None] for one in zip(*blocks, strict=True))
-    off = _off(tensor.dtype)
-    if bool(_alike(first, norms, off) | _alike(last, norms, off)):
-        return True
+    off, length = _off(tensor.dtype), tensor.shape[-1]
     rim = (1 - _ROUNDING * torch.finfo(tensor.dtype).eps) ** 2
-    near = int((norms > _NEAR**2).sum())
-    inside = tensor.shape[-1] <= _LONGEST and bool((norms < rim).all())
-    return inside and near >= max(_FEWEST, norms.numel() / _SHARE)
-
-
-def _sizes(points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the squares of the norms, of the first numbers and of the last ones."""
-    squares = points.double().square()  # not in place: float64 is not copied
-    return squares.sum(1), squares[:, 0].clone(), squares[:, -1].clone()
+    lowest = torch.full((2,), math.inf, dtype=torch.float64, device=tensor.device)
+    least, number, most, near, count = -lowest, -lowest, lowest, 0, 0
+    inside = length <= _LONGEST
+    for points in _points(tensor):
+        squares = points.double().square()  # not in place: float64 is not copied
+        norms, times = squares.sum(1), squares[:, :: length - 1].T
+        levels, rounding = 2 * times - norms, off * times
+        low, place = times.min(1)
+        number = torch.where(low < lowest, levels.gather(1, place[:, None])[:, 0], number)
+        lowest = torch.minimum(low, lowest)
+        least = torch.maximum(least, (levels - rounding).amax(1))  # NaN stays, and is in no range
+        most = torch.minimum(most, (levels + rounding).amin(1))
+        inside = inside and bool((norms < rim).all())
+        near, count = near + (int((norms > _NEAR**2).sum()) if inside else 0), count + len(norms)
+        if not (inside or bool((least <= most).any())):
+            return False
+    if bool(((least <= number) & (number <= most) & (number > off * lowest)).any()):
+        return True
+    return inside and near >= max(_FEWEST, count / _SHARE)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dsq_ckpt.quantization.manifolds import Looks, first_matrix
+from dsq_ckpt.quantization.manifolds import Looks, first_matrix, spread
 
 _GLANCE = 32
 """Elements that tell of nearly all weights that they are such."""
@@ -62,8 +62,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     part = tensor.detach()
     if part.ndim and not part.is_contiguous():  # of which elements in a row are a copy
         part = part[:: max(1, len(part) // 8)][:8]
-    flat = _flat(part)
-    return flat[:: max(1, len(flat) // _GLANCE)][:_GLANCE]
+    return spread(_as_in_memory(part), part.ndim, _GLANCE)
 
 
 def _edges(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +70,8 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_square(tensor):
         return tensor.new_empty(0)
     first = first_matrix(tensor.detach())
-    return torch.cat([first[0, 1:_EDGE], first[1:_EDGE, 0]])
+    row, column = first[0, 1:_EDGE], first[1:_EDGE, 0]
+    return torch.cat([row, column], out=row.new_empty(2 * len(row)))  # autocast refuses halves other than its own
 
 
 def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in any order, if possible without a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1)
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
+    return _as_in_memory(tensor).reshape(-1)
+
+
+def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the dimensions in the order in which they lie in memory."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

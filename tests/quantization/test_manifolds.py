@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional, init
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsq_ckpt
 from dsq_ckpt.quantization.manifolds import Looks, on_manifold
@@ -136,6 +138,63 @@ def test_a_glance_leaves_no_ordinary_weights() -> None:
     shapes = [(256, 256), (64, 32, 3, 3), (1000, 48), (5, 1024), (16, 8, 4, 4), (40, 16, 1, 1)]
     tensors = [normal(*shape) * 0.05 for shape in shapes] * 20
     assert not any(bool(one.any()) for one in Looks.at(tensors).results)
+
+
+class Largest(TorchDispatchMode):
+    """The size, in bytes, of the largest tensor that was made, and does not lie in memory that is there already."""
+
+    def __init__(self, *there: torch.Tensor) -> None:
+        super().__init__()
+        self.there, self.size = {one.untyped_storage().data_ptr() for one in there}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in self.there:
+                self.size = max(self.size, one.untyped_storage().nbytes())
+        return result
+
+
+SPREAD = {
+    "channels last": normal(128, 128, 3, 3).to(memory_format=torch.channels_last),
+    "a narrow kernel, channels last": normal(4096, 16, 5, 5).to(memory_format=torch.channels_last),
+    "transposed experts": normal(16, 128, 256).transpose(1, 2),
+    "experts of which others are beside": normal(16, 256, 256)[:, ::2],
+    "transposed pairs": normal(2, 12, 25_000).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_glance_copies_only_what_it_looks_at(name: str) -> None:
+    value = SPREAD[name]
+    with Largest(value) as made:
+        assert unlike_weights([value]) == [False]
+    assert made.size <= value.nbytes // 8
+    assert unlike_weights([value.contiguous()]) == [False]
+
+
+def test_points_are_looked_at_block_by_block() -> None:
+    """Whether they are such or not: nothing is kept for each, and the last one counts."""
+    points = hyperboloid(2_000_000, 2)
+    near = ball(2_000_000, 2)
+    for value, told in (
+        (points, True), (points.view(2, -1, 3).transpose(0, 1), True), (near, True),
+        (points.clone().index_fill_(0, torch.tensor([len(points) - 1]), 0.5), False),
+        (near.clone().index_fill_(0, torch.tensor([len(near) - 1]), 0.9), False),
+        (normal(4_000_000, 2) * 0.3 + torch.tensor([5.0, 0.0]), False),
+    ):
+        with Largest(value) as made:
+            assert unlike_weights([value]) == [told]
+        assert made.size <= 8 << 20  # of a block in float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_changes_no_answer(dtype: torch.dtype) -> None:
+    """Nor does it refuse any type."""
+    values = [value.to(dtype) for value in (CONSTRAINED | BALLS | ORDINARY).values()]
+    expected = unlike_weights(values)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unlike_weights(values) == expected
 
 
 Euclidean = type("Euclidean", (), {})
