@@ -193,7 +193,7 @@ def layout_of(
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
         # Of lossy state, differences are coded, which do not tell the size of gradients.
-        if not (residual and lossy) and (kind := kind_of(fqn)) in ("exp_avg_sq", "momentum"):
+        if not (residual and lossy) and (kind := kind_of(fqn, options.layer_types)) in ("exp_avg_sq", "momentum"):
             state[fqn] = kind
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group

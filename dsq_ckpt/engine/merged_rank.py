@@ -141,8 +141,14 @@ class MergedRank:
         if owner is None:
             raise CorruptCheckpoint(f"pack {number} belongs to no record")
         lossy = owner["type"] == "coded" or "stored" in owner
-        self.grown[kind_of(owner["fqn"]) if lossy else "exact"] += len(packed.data) - int(place[1])
+        self.grown[self._kind(owner) if lossy else "exact"] += len(packed.data) - int(place[1])
         return packed.entry(self._writer, itemsize, size)
+
+    def _kind(self, record: Tree) -> str:
+        """Return the kind that a lossy record was counted as, of which its name may tell another without the model."""
+        kinds = self._checkpoint.manifest.kinds
+        found = record["group"].partition("/")[0] if "group" in record else kind_of(record["fqn"])
+        return next(kind for kind in (found, "weights", *kinds) if kind in kinds)
 
     def _find_recodings(self, records: Sequence[Tree]) -> dict[str, Recoding]:
         """Return the groups with chains of codes to be merged."""
@@ -184,7 +190,7 @@ class MergedRank:
             self.links, self.depth = max(self.links, 1), max(self.depth, 1)
         if "protected" in record:
             new["protected"] = copied(record["protected"])
-        self.grown[kind_of(record["fqn"])] += _size(new) - _size(record)
+        self.grown[self._kind(record)] += _size(new) - _size(record)
         return new
 
     def _record(self, number: int, record: Tree, copied: _Copies) -> Tree:
@@ -210,7 +216,7 @@ class MergedRank:
             merged = self._merged(record, run, older)
             size += _size(merged)
             if place == len(runs) - 1 and not kept:
-                self.grown[kind_of(record["fqn"])] += size
+                self.grown[self._kind(record)] += size
                 return merged
             older = [self._base, self._count + len(self._more)]
             self._more.append(merged)
@@ -219,7 +225,7 @@ class MergedRank:
             new["protected"] = copied(record["protected"])
         if steps:
             new["residual"] = older
-        self.grown[kind_of(record["fqn"])] += size + _size(new)
+        self.grown[self._kind(record)] += size + _size(new)
         return new
 
     def _runs(self, steps: Sequence[RecordRef]) -> Iterator[SuperStep]:

@@ -52,6 +52,8 @@ _SECOND = {"exp_avg": "exp_avg_sq"}
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MANIFOLD = "manifold"
+_MODELS = {"model", "module"}
+_PARAMETERS = {"weight", "bias"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 
@@ -77,11 +79,11 @@ class Assignment:
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
-    """Return the layer type of every parameter, by its name in the module.
+    """Return the layer type of every parameter, by its name in the module; that of buffers is other.
 
     These are embedding, linear, conv, norm and other, and manifold for those that say that they lie on one.
     """
-    types: dict[str, str] = {}
+    types = {unwrapped(name): "other" for name, _ in model.named_buffers(remove_duplicate=False)}
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             layer = "embedding"
@@ -109,11 +111,11 @@ def assign(
 ) -> Assignment:
     """Return kind, group and storage of the tensor `fqn` of global `shape`.
 
-    `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
-    ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
-    and its second moment is in the same save, in the same chunks; one without it is stored by its size alone.
+    `types` maps names of parameters and buffers to layer types (see `layer_types`); a name matches when the fully
+    qualified name ends with it (state dicts put prefixes such as `model.` before it). `measured`: this is a first
+    moment with its second in the same save, in the same chunks; one without it is stored by its size alone.
     """
-    kind, parameter = _kind(fqn)
+    kind, parameter = _kind(fqn, _is_own(fqn, types))
     if dtype not in QUANTIZABLE or kind == EXACT:
         return Assignment(EXACT, EXACT, None)
     rule = next((rule for rule in config.rules if fnmatchcase(fqn, rule.pattern)), None)
@@ -305,14 +307,22 @@ def is_inner(fqn: str) -> bool:
 
 
 @functools.lru_cache(1 << 14)
-def _kind(fqn: str) -> tuple[str, str]:
-    """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
+def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
+    """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight).
+
+    `own`: it is known to be a tensor of the model, which may have the name of a moment.
+    """
     parent, _, leaf = fqn.rpartition(".")
     if is_inner(fqn):
         return EXACT, fqn
-    if leaf in _MOMENTS:
-        return _MOMENTS[leaf], parent
     parts = fqn.lower().split(".")
+    if leaf in _MOMENTS:
+        of_optimizers = any(map(is_of_optimizers, parts))
+        # Not so `model.layer.weight.exp_avg`, from a state dict that has moments beside the weights.
+        below = parts[0] in _MODELS and len(parts) > 1 and parts[-2] not in _PARAMETERS
+        if not own and (of_optimizers or not below):
+            return _MOMENTS[leaf], parent
+        parts.pop()
     if leaf == "base" and "parametrizations" in parts:
         return EXACT, fqn  # a point of `orthogonal` of torch, which no step would bring back to its manifold
     if any(is_of_optimizers(part) or part in _MOMENTS for part in parts):
@@ -320,14 +330,28 @@ def _kind(fqn: str) -> tuple[str, str]:
     return "weights", fqn
 
 
+def _is_own(fqn: str, types: Mapping[str, str] | None) -> bool:
+    """Return whether a tensor with the name of a moment is a parameter or buffer of the model, and no moment of one."""
+    leaf = fqn.rpartition(".")[2]
+    if leaf not in _MOMENTS or not types:
+        return False
+    parts = unwrapped(fqn).split(".")
+    for start in range(len(parts)):
+        if ".".join(parts[start:]) in types:
+            return not any(map(is_of_optimizers, parts[:start]))
+        if ".".join(parts[start:-1]) in types:
+            return False
+    return False
+
+
 def unwrapped(name: str) -> str:
     """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def kind_of(fqn: str) -> str:
-    """Return the kind of a tensor by its name: weights, exp_avg, exp_avg_sq, momentum or exact."""
-    return _kind(fqn)[0]
+def kind_of(fqn: str, types: Mapping[str, str] | None = None) -> str:
+    """Return the kind of a tensor by its name, and layer types of the model: weights, a moment's kind, or exact."""
+    return _kind(fqn, _is_own(fqn, types))[0]
 
 
 def parameter_of(fqn: str) -> str:

@@ -8,7 +8,14 @@ from dsq_ckpt import DSQConfig
 from dsq_ckpt.engine.local import LocalShard, layout_of
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import Assignments, assign, beside_first_moments, layer_types, with_other_updates
+from dsq_ckpt.quantization.groups import (
+    Assignments,
+    assign,
+    beside_first_moments,
+    kind_of,
+    layer_types,
+    with_other_updates,
+)
 from dsq_ckpt.quantization.layout import Layout
 
 CONFIG = DSQConfig().quantize
@@ -34,6 +41,11 @@ F32 = torch.float32
     ("optimizer.state.conv.weight.momentum_buffer", (64, 64, 3, 3), "momentum/conv/relative"),
     ("optimizer.state.wq.weight.step", (), "exact"),
     ("optimizer.state.wq.weight.preconditioner", (256, 256), "exact"),  # unknown state has no known bound
+    ("model.queue.momentum_buffer", (256, 256), "weights/linear"),
+    ("module.exp_avg_sq", (256, 256), "weights/linear"),
+    ("model.opt_state.wq.exp_avg", (256, 256), "exp_avg/linear/relative"),
+    ("model.wq.weight.exp_avg", (256, 256), "exp_avg/linear/relative"),  # moments beside their parameters
+    ("wq.exp_avg", (256, 256), "exp_avg/linear/relative"),
     ("optimizer.state.norm.weight.exp_avg", (8192,), "exp_avg/small"),
     ("optimizer.state.fc.bias.exp_avg_sq", (100,), "exp_avg_sq/small"),
     ("optimizer.state.small.weight.momentum_buffer", (63, 65), "momentum/small"),
@@ -103,6 +115,22 @@ def test_what_other_optimizers_keep_beside_momentum():
     assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}
     for other, named in (("inv_precond_0", "inv_precond_0"), ("Q.0", "Q"), ("exp_avg_sq", "exp_avg_sq")):
         assert beside_first_moments([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
+
+
+def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
+    """Whatever key the model lies below; moments of such a parameter, and of others beside it, stay moments."""
+    model = nn.ParameterDict({"momentum_buffer": nn.Parameter(torch.zeros(80, 80)), "w": torch.zeros(80, 80)})
+    model.state = nn.ParameterDict({"exp_avg": torch.zeros(80, 80)})
+    model.register_buffer("exp_avg_sq", torch.zeros(80, 80))
+    kinds = {
+        "momentum_buffer": "weights", "net.exp_avg_sq": "weights", "net.module.momentum_buffer": "weights",
+        "net.state.exp_avg": "exact", "net.exp_avg": "exp_avg", "net.w.exp_avg_sq": "exp_avg_sq",
+        "o.state.momentum_buffer.momentum_buffer": "momentum", "o.state.w.exp_avg_sq": "exp_avg_sq",
+        "o.state.0.exp_avg_sq": "exp_avg_sq", "o.state.0.momentum_buffer": "momentum",
+    }
+    types = layer_types(model)
+    assert {name: assign(name, (80, 80), F32, CONFIG, types).kind for name in kinds} == kinds
+    assert {name: kind_of(name, types) for name in kinds} == kinds
 
 
 def test_optimizers_are_known_by_their_settings():
