@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dsq_ckpt.core.arrays import Counts
+from dsq_ckpt.core.autocast import without_autocast
 from dsq_ckpt.core.interrupts import let_signals_through, shielded
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
@@ -107,7 +108,7 @@ def quantize(
     replicas: list[Chunk] = []
     before: dict[ChunkKey, Hashable] = {}
     try:
-        with sketching:
+        with sketching, without_autocast():
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
             )

@@ -116,8 +116,7 @@ def _stacked(alike: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors as one, without a copy of one alone."""
     if len(alike) == 1:
         return alike[0][None]
-    # Into a given tensor, since autocast refuses to stack halves other than its own.
-    return torch.stack(list(alike), out=alike[0].new_empty(len(alike), *alike[0].shape))
+    return torch.stack(list(alike))
 
 
 def _wide(matrices: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,7 +182,7 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
     off = _off(matrices.dtype) * math.sqrt(size / length)
     every = slice(None, None, max(1, size // _PICKED))
     for part in matrices.split(max(1, _BATCH // (size * length))):
-        some = part[:, every][:, :_PICKED].double()  # which neither autocast nor TF32 rounds
+        some = part[:, every][:, :_PICKED].double()  # which TF32 does not round
         scale = some.square().sum(2).mean(1)[:, None]
         most = scale * off
         if not (bool((scale > 0).all()) and _fit(some, [some], scale, most)):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dsq_ckpt.core.autocast import without_autocast
 from dsq_ckpt.quantization.manifolds import Looks, first_matrix, spread
 
 _GLANCE = 32
@@ -28,6 +29,7 @@ _MOST_OFF = 0.01
 _BLOCK = 1 << 20
 
 
+@without_autocast()
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 
@@ -71,7 +73,7 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(0)
     first = first_matrix(tensor.detach())
     row, column = first[0, 1:_EDGE], first[1:_EDGE, 0]
-    return torch.cat([row, column], out=row.new_empty(2 * len(row)))  # autocast refuses halves other than its own
+    return torch.cat([row, column])
 
 
 def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
