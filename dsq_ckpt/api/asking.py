@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
@@ -75,7 +76,8 @@ def _without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):
         return None
-    return min((one for one in parameters if one.requires_grad), key=torch.Tensor.numel, default=None)
+    trained = (parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter))
+    return min(trained, key=torch.Tensor.numel, default=None)
 
 
 def ask_for_saved(

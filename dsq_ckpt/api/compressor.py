@@ -27,6 +27,7 @@ from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_s
 from dsq_ckpt.api.loading import load_with
 from dsq_ckpt.api.parameter_groups import fill_groups
 from dsq_ckpt.api.saving import ConfigLike, as_config, save_async_with, save_with
+from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
@@ -174,6 +175,7 @@ class Compressor:
 
     def _state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         expect_extra(extra)
+        refuse_uninitialized(self.model)
         extra = dict(extra or {})
         taken = sorted({"model", "optimizer"} & set(extra))
         if taken:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parameter import is_lazy
 
 from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.errors import LoadFailed
+from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.quantization.groups import is_of_optimizers, unwrapped
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
@@ -129,4 +131,18 @@ def refuse_meta(state: Mapping[str, Any]) -> None:
             raise LoadFailed(
                 f"'{name}' of the module is on the meta device, so there is no memory to load it into: make it first, "
                 "by module.to_empty(device=...)"
+            )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Refuse a module some of whose parameters or buffers get their shapes from the first batch, which it has not seen.
+
+    Raises:
+        ConfigError: one of them does.
+    """
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"'{name}' of the model is not initialized, as its module has seen no batch yet: call the model with "
+                "one before it is saved or loaded"
             )

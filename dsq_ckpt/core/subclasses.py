@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsq_ckpt.core.interrupts import in_users_function
@@ -86,6 +87,10 @@ def checked(fqn: str, value: Any) -> Any:
             return value
         if isinstance(value, AsyncCollectiveTensor):
             return value.wait()
+    if is_lazy(value):
+        raise SaveFailed(
+            f"'{fqn}' is not initialized, as its module has seen no batch yet: call the model with one before a save"
+        )
     if value.layout is not torch.strided:
         raise SaveFailed(f"'{fqn}' has the layout {value.layout}: save its parts, or a dense copy (to_dense())")
     if value.is_quantized or value.dtype in _QUANTIZED:

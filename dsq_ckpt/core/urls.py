@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
 from dsq_ckpt.errors import NotLocal
 
+_WITH_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # more than the letter of a drive
+
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path that a user gave is a URL, such as s3://bucket/run."""
-    return isinstance(path, RemotePath) or "://" in os.fspath(path)
+    """Return whether a path that a user gave is a URL, such as s3://bucket/run, or a `Path` of one, s3:/bucket/run.
+
+    As a local path the latter would be a directory of this host that nobody looks for.
+    """
+    return isinstance(path, RemotePath) or "://" in (text := os.fspath(path)) or _WITH_ONE_SLASH.match(text) is not None
 
 
 class RemotePath(PosixPath):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.gradients import offload
@@ -176,7 +177,7 @@ class GradientAverage:
         entry = self._entries[self.aliases.get(name, name)]
         self._fold(entry)
         parameter = entry.parameter()
-        if parameter is not None:
+        if parameter is not None and not is_lazy(parameter):
             self._drop_unless(entry, offload.local(parameter).shape)
         if self._captured_any and not self._settled:
             self._warn_once("gradients were captured, but none counts: call settle() after each step, or attach()")

@@ -10,7 +10,7 @@ from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.urls import RemotePath, is_url
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError
 
-_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_LOCAL = re.compile(r"\A(?:file|local):(?://|(?=/[^/]))", re.IGNORECASE)  # a `Path` of one has one slash
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://+[^/].*")
 
 
@@ -18,7 +18,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path that a user gave: a URL, or a local path with `~` and `~user` replaced by the home directory.
 
     Raises:
-        ConfigError: it is a URL without a bucket, or with "..", or one of another form.
+        ConfigError: it is a URL without a bucket, or with "..", or one of another form, such as with one slash.
     """
     if isinstance(path, RemotePath):
         return path
@@ -26,7 +26,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     if not is_url(text):
         return Path(os.path.expanduser(text))
     if _URL.fullmatch(text) is None or ".." in text.split("/"):
-        raise ConfigError(f"path {text!r}: expected a URL such as 's3://bucket/run/step-000500', or a local directory")
+        hint = "" if "://" in text else "; a `Path` takes one slash away, so give a str"
+        raise ConfigError(
+            f"path {text!r}: expected a URL such as 's3://bucket/run/step-000500', or a local directory{hint}"
+        )
     return RemotePath(text)
 
 

@@ -148,3 +148,25 @@ def test_extra_may_not_hide_the_model(tmp_path):
     model, optimizer = trained(1)
     with pytest.raises(ConfigError, match="extra has the key 'model'"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a", extra={"model": {}})
+
+
+def test_a_model_that_has_seen_no_batch_is_refused_by_name(tmp_path):
+    """Its parameters have no shapes yet. Once it has seen one, it is saved and loaded as any model is."""
+    def made():
+        model = nn.Sequential(nn.LazyLinear(100), nn.Linear(100, 60))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, dsq_ckpt.Compressor(model, optimizer)
+
+    says = r"'0\.weight' of the model is not initialized.*call the model with one"
+    model, optimizer, compressor = made()
+    with pytest.raises(ConfigError, match=says):
+        compressor.save(tmp_path / "0")
+    model(torch.randn(4, 80)).square().mean().backward()
+    optimizer.step()
+    compressor.save(tmp_path / "1")
+    other, _, again = made()
+    with pytest.raises(ConfigError, match=says):
+        again.load(tmp_path / "1")
+    other(torch.zeros(1, 80))
+    again.load(tmp_path / "1")
+    assert torch.allclose(other[0].weight, model[0].weight, atol=0.01)

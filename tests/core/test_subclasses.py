@@ -202,6 +202,7 @@ REFUSED = {
     "mkldnn": (lambda: torch.randn(80, 80).to_mkldnn(), "layout torch._mkldnn"),
     "meta": (lambda: torch.empty(80, 80, device="meta"), "on the meta device"),
     "small_meta": (lambda: torch.empty(3, device="meta"), "on the meta device"),
+    "lazy": (lambda: torch.nn.LazyLinear(3).weight, "not initialized, as its module has seen no batch"),
     "quint8": (lambda: torch.quantize_per_tensor(torch.randn(80, 80), 0.1, 3, torch.quint8), "dtype torch.quint8"),
     "closed": (lambda: Closed((80, 80)), "class Closed, which has neither memory of its own"),
     "lock": (threading.Lock, "cannot be stored as an object"),
