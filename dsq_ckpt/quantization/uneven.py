@@ -30,6 +30,8 @@ _MOST = 1 << 16
 _LOOKED_AT = 16
 _MEMBERS = 16
 """Length of a first dimension up to which rows and columns of each member are looked at: it may stack models."""
+_OF_MANY = 64
+"""Elements that they must have where it is longer: it may stack experts, but of kernels they are a few taps."""
 _ENOUGH = 8
 """Elements from which on their mean is taken off: fewer may lie close to each other by chance."""
 _ROUNDING = 8
@@ -175,9 +177,9 @@ def _sides(shape: torch.Size) -> list[_Side]:
     along = [(first,), tuple(others)]
     if len(others) > 1:
         along += [(dim,) for dim in others]
-        if shape[first] <= _MEMBERS:
-            pairs = [(first, dim) for dim in others]
-            along += [pair for pair in pairs if shape.numel() >= _SAMPLE * math.prod(shape[dim] for dim in pair)]
+        least = _SAMPLE if shape[first] <= _MEMBERS else _OF_MANY
+        pairs = [(first, dim) for dim in others]
+        along += [pair for pair in pairs if shape.numel() >= least * math.prod(shape[dim] for dim in pair)]
     return [side for some in dict.fromkeys(along) if (side := _side(shape, some)) is not None]
 
 

@@ -40,11 +40,16 @@ def test_one_slice_along_any_dimension_is_found_and_needed(shape: tuple[int, ...
         assert not has_lost_rows(with_slice(normal(*shape), dim, 0.0))
 
 
+@pytest.mark.parametrize("members", [4, 40])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_slice_of_one_stacked_member_is_found(dim: int) -> None:
-    stacked = normal(4, 64, 128)
+def test_a_slice_of_one_stacked_member_is_found_and_needed(members: int, dim: int) -> None:
+    """As a row of one of many experts; no member of a fresh model is taken for one."""
+    stacked, squares = normal(members, 64, 96), torch.ones(members, 64, 96)
+    assert not has_lost_rows(stacked)
     with_slice(stacked[2], dim, 0.5 / RATIO)
+    with_slice(squares[2], dim, (2.0 * RATIO) ** 2)
     assert has_lost_rows(stacked) and may_have_lost_rows([stacked], [None]) == [True]
+    assert are_needed(stacked, squares) is True and are_needed(stacked, torch.ones_like(squares)) is False
 
 
 def test_no_look_copies_a_tensor_that_is_not_contiguous() -> None:
