@@ -21,6 +21,8 @@ from dsq_ckpt.quantization.groups import is_of_optimizers, unwrapped
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
+_UNINITIALIZED = "not initialized, as its module has seen no batch yet: call the model with one"
+
 
 def state_of(value: Any, call: str) -> dict[str, Any]:
     """Return the state dict that a user gave, or that of a module.
@@ -121,12 +123,14 @@ def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
 
 
 def refuse_meta(state: Mapping[str, Any]) -> None:
-    """Refuse the state dict of a module whose tensors are on the meta device, into which nothing can be loaded.
+    """Refuse the state dict of a module whose tensors are on the meta device, or have no shapes yet, for a load.
 
     Raises:
-        LoadFailed: one of them is.
+        LoadFailed: one of them is, or has none.
     """
     for name, value in state.items():
+        if isinstance(value, torch.Tensor) and is_lazy(value):
+            raise LoadFailed(f"'{name}' of the module is {_UNINITIALIZED} before a load")
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise LoadFailed(
                 f"'{name}' of the module is on the meta device, so there is no memory to load it into: make it first, "
@@ -142,7 +146,4 @@ def refuse_uninitialized(module: nn.Module) -> None:
     """
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
-            raise ConfigError(
-                f"'{name}' of the model is not initialized, as its module has seen no batch yet: call the model with "
-                "one before it is saved or loaded"
-            )
+            raise ConfigError(f"'{name}' of the model is {_UNINITIALIZED} before it is saved or loaded")

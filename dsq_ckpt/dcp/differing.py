@@ -1,7 +1,8 @@
 """Values of one name that differ between ranks, of which one is stored.
 
-DCP takes what several ranks have under one name for copies, and lets one of them write it. Of tensors of floats that is
-so where ranks work together; but random states, positions in a data set and the like are each rank's own.
+DCP takes values that several ranks have under one name for copies, and lets one of them write each, not always the
+same rank. But random states, positions in a data set and the like are each rank's own, an average may be updated on one
+rank alone, and the experts of each may have the names of others'.
 """
 
 from __future__ import annotations
@@ -15,22 +16,33 @@ import torch
 import xxhash
 
 from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.quantization.nature import on_host
 
 _LARGEST = 1 << 16  # bytes of a text or tensor
 _MOST = 1 << 14  # parts of a list
 _DEEPEST = 16
+_GLANCE = 16
+"""Elements of a matrix that tell whether ranks have the same one, about."""
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
+@without_autocast()
 def digests(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return digests of the values that ranks are compared by: numbers, text, and small tensors of integers on the CPU.
+    """Return digests of the values that ranks are compared by.
+
+    These are numbers, text, small tensors of integers on the CPU, and a few elements of each matrix of floats.
 
     Args:
         state: flat state dict. Lists, tuples and dicts of such values count, other objects do not: equal ones may be
-            pickled to different bytes. Floats that ranks reduce, such as statistics of batches, may differ.
+            pickled to different bytes. Vectors of floats, such as statistics of batches, may differ.
     """
-    found = {}
+    matrices = {name: _few(value) for name, value in state.items() if _is_matrix(value)}
+    seen = zip(matrices, on_host(list(matrices.values())), strict=True)
+    found = {name: xxhash.xxh3_64_intdigest(np.asarray(few).tobytes()) for name, few in seen}
     for name, value in state.items():
+        if name in matrices:
+            continue
         parts = list(islice(_parts(value, 0), _MOST + 1))
         known = len(parts) <= _MOST and None not in parts
         if known and name.rpartition(".")[2] != "params":  # of a group: each rank's own experts have names of their own
@@ -71,3 +83,16 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
 def _is_small(tensor: torch.Tensor) -> bool:
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
     return plain and not tensor.is_floating_point() and not tensor.is_complex() and tensor.nbytes <= _LARGEST
+
+
+def _is_matrix(value: Any) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter) and value.ndim > 1 and value.is_floating_point()
+        and value.layout == torch.strided and not value.is_quantized and not value.is_meta
+    )
+
+
+def _few(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a few elements, at even distances along each dimension; no other is read."""
+    along = max(2, round(_GLANCE ** (1 / matrix.ndim)))
+    return matrix.detach()[tuple(slice(None, None, -(-size // along) or 1) for size in matrix.shape)].reshape(-1)

@@ -87,8 +87,8 @@ class NestedSavePlanner(DefaultSavePlanner):
         parts = [plan.planner_data for plan in all_plans]
         if names := differing(part.digests for part in parts):
             warn(
-                f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save: "
-                "give what belongs to a rank a name of its own, such as f'rng-{rank}'"
+                f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, "
+                "for each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}'"
             )
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
 

@@ -167,6 +167,8 @@ def test_a_model_that_has_seen_no_batch_is_refused_by_name(tmp_path):
     other, _, again = made()
     with pytest.raises(ConfigError, match=says):
         again.load(tmp_path / "1")
+    with pytest.raises(LoadFailed, match=r"'0\.weight' of the module is not initialized.*before a load"):
+        dsq_ckpt.load({"model": other}, tmp_path / "1")
     other(torch.zeros(1, 80))
     again.load(tmp_path / "1")
     assert torch.allclose(other[0].weight, model[0].weight, atol=0.01)

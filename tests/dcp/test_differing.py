@@ -27,6 +27,18 @@ def test_different_values(one: Any, other: Any) -> None:
         assert differing([digests({"x": value}), digests({"x": value})]) == []
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (64, 300), (1, 1000), (1000, 1), (8, 4, 3, 3), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_matrices_are_told_apart_by_a_few_elements(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Whatever the strides; as an average that one rank updates, or experts that have the names of other ranks'."""
+    one, other = (torch.randn(*shape).to(dtype) for _ in range(2))
+    told = [digests({"x": value, "b": torch.rand(9)}) for value in (one, other, torch.nn.Parameter(one.float()))]
+    assert differing(told[:2]) == (["x"] if one.numel() else [])
+    assert told[0] == told[2] == digests({"x": one.mT.contiguous().mT})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert digests({"x": one}) == told[0]
+
+
 class Own:
     """An object that may be pickled to other bytes on each rank."""
 

@@ -102,6 +102,7 @@ def own_values(root: Path, rank: int) -> None:
         (compressor.save, {"rng": random, "step": 3, "mean": statistics}, True),
         (lambda path, extra: dsq_ckpt.async_save(extra, path).result(timeout=240), {"rng": random, "at": [rank]}, True),
         (compressor.save, {f"rng-{rank}": random, "step": 3, "name": "a"}, False),
+        (compressor.save, {"average": torch.full((64, 80), 1.0 + rank)}, True),
     )):
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
@@ -111,6 +112,7 @@ def own_values(root: Path, rank: int) -> None:
         assert len(texts) < 2
         for text in texts:
             assert ("rng'" in text) == ("rng" in extra) and "step" not in text and "mean" not in text, text
+            assert ("'average'" in text) == ("average" in extra) and "weight" not in text, text
     back = compressor.load(root / "2", extra={f"rng-{rank}": torch.zeros_like(random), "step": 0, "name": ""})
     assert back[f"rng-{rank}"].equal(random)
     with warnings.catch_warnings():
