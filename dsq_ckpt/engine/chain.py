@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.interrupts import heard_handlers
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import rank_in_job
 from dsq_ckpt.engine.history import (
@@ -29,24 +27,21 @@ from dsq_ckpt.engine.history import (
     shared,
 )
 from dsq_ckpt.engine.other_jobs import is_own
+from dsq_ckpt.engine.removed_ancestors import a_keyframe_pays
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.backend import sizes, storage_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.description import logical_size
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import reading_parent
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
-from dsq_ckpt.storage.predecessors import predecessors
 from dsq_ckpt.storage.record_fields import FACTORS, dtype_of
 from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
 from dsq_ckpt.storage.shard import RecordRef
 
-_LITTLE = 1 << 20
-"""Bytes of removed checkpoints that are not worth a keyframe."""
 _told: set[Path] = set()  # run directories that were said to hold several states
 
 
@@ -201,34 +196,7 @@ def choose_parent(
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    return None if parent == "auto" and _outweighed(path, manifest) else base
-
-
-def _outweighed(path: Path, manifest: Manifest) -> bool:
-    """Return whether a keyframe would free more than half of the state: files of removed checkpoints, kept for a chain.
-
-    A chain of exact differences whose other checkpoints a trainer removes would take many times the disk of plain ones.
-    The largest save of it tells what a keyframe takes. On an object store nothing tells who else needs a file.
-    """
-    most = max(_LITTLE, logical_size(manifest) // 2)
-    bytes_of = Counter[str]()
-    for file in manifest.files:
-        bytes_of[file.name[:16]] += file.size if file.role in ("own", "ancestor") else 0
-    most += max(bytes_of.values())
-    if is_remote(path) or bytes_of.total() <= most:
-        return False
-    removed, there, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
-    with suppress(DSQError):
-        for _, older in predecessors(path):
-            there += 1
-            removed.discard(older.save_id)
-            if not removed or older.save_id not in bytes_of:
-                break
-    with suppress(OSError):
-        for file in manifest.files:
-            only_here = file.name[:16] in removed and (path / file.name).stat().st_nlink <= there
-            freed += file.size if only_here else 0
-    return freed > most
+    return None if parent == "auto" and a_keyframe_pays(path, manifest) else base
 
 
 class BaseRecord(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.engine import retention
+from dsq_ckpt.engine import removed_ancestors, retention
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import predecessors
@@ -197,6 +197,27 @@ def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
         state = {name: value * 1.001 for name, value in state.items()}
         files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / str(number)).iterdir()}
         assert sum(files.values()) < 1.8 * plain, number
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp_path, monkeypatch, kept):
+    """A trainer keeps the last ones of a lossy run; where all stay, the chain goes on."""
+    monkeypatch.setattr(removed_ancestors, "_LITTLE", 0)
+    for run, removes in (("all", False), ("last", True)):
+        generator = torch.Generator().manual_seed(1)
+        state, depths, largest = large_state(), [], 0
+        for number in range(20):
+            path = tmp_path / run / f"{number:02d}"
+            dsq_ckpt.save(state, path, config={"storage": {"fsync": False}})
+            manifest = Manifest.read(path)
+            depths.append(manifest.depth)
+            largest = max(largest, manifest.bytes_in("own"))
+            if removes and number >= kept:
+                shutil.rmtree(tmp_path / run / f"{number - kept:02d}")
+                assert manifest.bytes_in("ancestor") < 2.5 * largest
+            factor = {name: 1 + 0.1 * torch.rand(value.shape, generator=generator) for name, value in state.items()}
+            state = {name: value * factor[name] for name, value in state.items()}
+        assert (max(depths) == 19) == (not removes), depths
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one run", "a directory each"])

@@ -1,0 +1,52 @@
+"""Whether a keyframe pays: files of removed checkpoints stay as long as newer ones are coded given them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.storage.description import logical_size
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.predecessors import predecessors
+
+_LITTLE = 1 << 20
+"""Bytes that are not worth a keyframe, beyond its own."""
+
+
+def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
+    """Return whether a keyframe would free twice its size, or half of the state more than that, if this is less.
+
+    A chain whose other checkpoints a trainer removes would take many times the disk of what is left of the run. The
+    largest save of it tells what a keyframe takes. On an object store nothing tells who else needs a file.
+
+    Args:
+        path: checkpoint that the next one would be coded against.
+        manifest: its manifest.
+    """
+    bytes_of, one_of = Counter[str](), dict[str, str]()
+    for file in manifest.files:
+        if file.role in ("own", "ancestor"):
+            bytes_of[file.name[:16]] += file.size
+            one_of[file.name[:16]] = file.name
+    most = max(bytes_of.values())
+    most += max(_LITTLE, min(most, logical_size(manifest) // 2))
+    if is_remote(path) or bytes_of.total() <= most:
+        return False
+    removed, there, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
+    with suppress(OSError):
+        if max((path / name).stat().st_nlink for name in one_of.values()) >= len(bytes_of):
+            return False  # the whole chain is there: each of it has the files of the first
+    with suppress(DSQError):
+        for _, older in predecessors(path):
+            there += 1
+            removed.discard(older.save_id)
+            if not removed or older.save_id not in bytes_of:
+                break
+    with suppress(OSError):
+        for file in manifest.files:
+            only_here = file.name[:16] in removed and (path / file.name).stat().st_nlink <= there
+            freed += file.size if only_here else 0
+    return freed > most
