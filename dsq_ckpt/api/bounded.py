@@ -53,9 +53,9 @@ def with_small_weights(chosen: DSQConfig, config: ConfigLike, names: Iterable[st
 
 def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
     """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
-    if not 0 < max_degradation < 10:
+    if not 0 < max_degradation < 1:
         raise ConfigError(
-            f"max_degradation is {max_degradation}; expected a number above 0 and below 10, such as 0.01 for 1 %; for "
+            f"max_degradation is {max_degradation}; expected a number above 0 and below 1, such as 0.05 for 5 %; for "
             "no degradation at all take the preset 'exact'"
         )
     whole = as_config(config)  # says what is wrong with it, and where

@@ -96,11 +96,11 @@ def explore(
         ['within-0.1', 'within-0.01']
     """
     into = local_path(directory)
-    proper = all(isinstance(bound, int | float) and 0 < bound < 10 for bound in bounds)
+    proper = all(isinstance(bound, int | float) and 0 < bound < 1 for bound in bounds)
     targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
     if not targets or len({path.name for path in targets.values()}) != len(bounds):
         raise ConfigError(
-            f"bounds are {list(bounds)}; expected one number or more above 0 and below 10, such as 0.01 for 1 %, each "
+            f"bounds are {list(bounds)}; expected one number or more above 0 and below 1, such as 0.01 for 1 %, each "
             "once"
         )
     for path in targets.values():

@@ -197,7 +197,9 @@ class SearchConfig(StrictModel):
         "progress", description="progress: a restore may lose at most `max_progress_loss` of what training "
         "gained since the parent, and the base layer at most `epsilon`; relative: `epsilon` alone, as in the papers"
     )
-    epsilon: float = Field(0.05, gt=0, lt=10, description="relative degradation of the metric by the base layer")
+    epsilon: float = Field(
+        0.05, gt=0, lt=1, description="relative degradation of the metric by the base layer, such as 0.05 for 5 %"
+    )
     max_progress_loss: float = Field(
         0.1, gt=0, le=1, description="fraction of the metric's gain since the parent checkpoint that a restore may lose"
     )

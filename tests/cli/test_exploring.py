@@ -76,7 +76,7 @@ def test_several_bounds(source, tmp_path):
     (["--explore", "--evaluate", "my_judges:judge", "--plot", "none/front.png"], "there is no directory 'none'"),
     (["--explore", "--evaluate", "my_judges:wrong"], "returned Linear; expected the model and a function"),
     (["--explore", "--evaluate", "my_judges:judge", "--bounds", "0.1,x"], "expected numbers with commas"),
-    (["--explore", "--evaluate", "my_judges:judge", "--bounds", "11"], "above 0 and below 10"),
+    (["--explore", "--evaluate", "my_judges:judge", "--bounds", "5"], "above 0 and below 1, such as 0.01 for 1 %"),
     (["--explore", "--evaluate", "my_judges:judge", "--plot", "front.txt"], "ends in .png, .svg or .pdf"),
     (["--explore", "--evaluate", "my_judges:judge", "--max-degradation", "0.1"], "give --bounds"),
     (["--explore", "--evaluate", "my_judges:judge", "--mpi"], "leave --mpi out"),

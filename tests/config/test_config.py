@@ -103,6 +103,12 @@ def test_the_default_preset_has_the_keys_of_every_codebook():
     assert shown == {}
 
 
+def test_a_bound_in_percent_is_refused():
+    """5 % is 0.05; 5 would be 500 %, which ruins a model."""
+    with pytest.raises(ConfigError, match=r"search\.epsilon: expected less than 1 \(found 5\)"):
+        DSQConfig.create({"search": {"epsilon": 5}})
+
+
 @pytest.mark.parametrize("tree, says", [
     ({"max_chain": 3}, "max_chain: unknown key; it belongs elsewhere: 'delta.max_chain'"),
     ({"search": {"system": "lc"}}, "search.system: unknown key; 'system' belongs at the top level"),
