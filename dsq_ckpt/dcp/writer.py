@@ -41,6 +41,7 @@ from dsq_ckpt.dcp.staging import (
 )
 from dsq_ckpt.dcp.steps import step_of_dcp
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
+from dsq_ckpt.distributed.undoing import undone_together
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.context import SaveContext
@@ -229,21 +230,20 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     @step_of_dcp(SaveFailed)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         context = plan.storage_data if self._cached is None else self._cached.arrived(plan)
-        try:
-            return self._write(context, plan, planner)
-        except BaseException:
-            if isinstance(context, SaveContext) and context.ranks == 1:  # else DCP waits for what others write
-                self.discard()
-            raise
-
-    def _write(self, context: Any, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(context, SaveContext) or context.save_id == self._used:
             raise SaveFailed(PLAN_CACHING)
         self._used = context.save_id
+        comm = SingleProcess() if self.no_dist else communicator(self._saves_on, context.ranks)
+        with undone_together(comm, self.discard):  # DCP itself tells no writer that another rank failed
+            return self._write(context, plan, planner, comm)
+
+    def _write(
+        self, context: SaveContext, plan: SavePlan, planner: SavePlanner, comm: Communicator
+    ) -> Future[list[WriteResult]]:
         self._planner = type(planner).__name__
         self._written = pipeline = self._pipeline
         with pipeline.workers() as workers:
-            state = self._quantized(context, plan, planner, workers)
+            state = self._quantized(context, plan, planner, comm, workers)
             if not plan.items:  # no manifest would ever name this rank's file
                 storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
                 return finished([])
@@ -251,7 +251,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         return finished(write_results(plan.items, result))
 
     def _quantized(
-        self, context: SaveContext, plan: SavePlan, planner: SavePlanner, workers: Workers
+        self, context: SaveContext, plan: SavePlan, planner: SavePlanner, comm: Communicator, workers: Workers
     ) -> QuantizedState:
         """Return the items of this rank's plan, tensors quantized; collective unless they were staged so."""
         staged, self._staged = self._staged, None
@@ -262,7 +262,6 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
                 raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
             return staged_payloads(items, staged, objects)
         tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
-        comm = SingleProcess() if self.no_dist else communicator(self._saves_on, context.ranks)
         stored, tied = tied_items.stored(items), tied_items.stored_as
         local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
         return self._pipeline.quantize(context, local, comm, workers)

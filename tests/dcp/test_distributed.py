@@ -49,6 +49,10 @@ def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path)) == 9
 
 
+def test_a_disk_that_is_full_on_one_rank(tmp_path):
+    assert checks(torchrun("full_disk", 2, tmp_path)) == 7
+
+
 def test_damaged_ancestors(tmp_path):
     assert checks(torchrun("ancestors", 2, tmp_path)) == 3
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, run_on_all_ranks, sum_with_status
+from dsq_ckpt.distributed.comm import (
+    Communicator,
+    FailedElsewhere,
+    RankUnreachable,
+    run_on_all_ranks,
+    sum_with_status,
+)
+from dsq_ckpt.distributed.undoing import undone_together
 
 
 def check(comm: Communicator) -> None:
@@ -18,6 +25,7 @@ def check(comm: Communicator) -> None:
     _values(comm)
     for culprit in {0, comm.size - 1}:
         _failures(comm, culprit)
+        _undone(comm, culprit)
     assert comm.gather("still there") == ["still there"] * comm.size
 
 
@@ -89,3 +97,26 @@ def _failures(comm: Communicator, culprit: int) -> None:
         with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):
             sum_with_status(comm, counts, ValueError("a bug") if comm.rank else None)
     assert run_on_all_ranks(comm, lambda: comm.rank) == comm.rank
+
+
+def _undone(comm: Communicator, culprit: int) -> None:
+    """Work is undone on all ranks with one that failed, after all have ended it; nothing is if none did."""
+    undone: list[int] = []
+
+    def work(error: BaseException | None) -> int:
+        with undone_together(comm, lambda: undone.append(comm.rank)):
+            _fail(error)
+            return comm.rank
+
+    for error in (OSError(28, "full"), KeyboardInterrupt()):
+        if comm.rank == culprit:
+            with pytest.raises(type(error)) as caught:
+                work(error)
+            assert caught.value is error
+        else:
+            assert work(None) == comm.rank
+        assert undone.pop() == comm.rank
+    assert work(None) == comm.rank and not undone
+    with pytest.raises(RankUnreachable):  # no rank is asked, since one is gone
+        work(RankUnreachable("gone"))
+    assert not undone

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import depth, done, fresh, normal, whole, world, zeros
+from faults import broken, fault
+from harness import depth, done, fails_everywhere, fresh, normal, whole, world, zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.paths import checkpoint_path
 
 STEPS = 3
@@ -47,10 +51,22 @@ def check(run: str, size: int) -> None:
             assert torch.equal(value, expected) if fqn == "bias" else (value - expected).abs().max() < 0.01, fqn
 
 
+def fail(url: str, rank: int, size: int) -> None:
+    """A save by DCP's own function that fails on one rank leaves no object of the others."""
+    for culprit in range(size):
+        path = f"{url}-failed/{culprit}"
+        with broken(rank == culprit, ContainerWriter, "finish", fault(errno.EIO)):
+            fails_everywhere(
+                lambda: dcp.save(state_at(1, size), storage_writer=dsq_ckpt.DSQStorageWriter(path)), "Input/output",  # noqa: B023
+            )
+        assert not storage_of(checkpoint_path(path)).entries(checkpoint_path(path))
+        dist.barrier()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     url = sys.argv[1]
-    with world() as (_, ranks):
+    with world() as (me, ranks):
         if sys.argv[2] == "save":
             for step in range(STEPS):
                 dcp.save(state_at(step, ranks), storage_writer=dsq_ckpt.DSQStorageWriter(f"{url}/step-{step}"))
@@ -65,6 +81,8 @@ if __name__ == "__main__":
                 result = future.result(timeout=240)
                 assert result.depth == int(kind), result
             done("in the background")
+            fail(url, me, ranks)
+            done("failed")
         else:
             check(url, ranks)
             done("resharded")
