@@ -42,6 +42,7 @@ from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import layer_types
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.rounding import rounding
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.manifest import Manifest
@@ -142,6 +143,7 @@ def compress(
         ]})
         options = SaveOptions(
             chosen, parent=None, overwrite=overwrite, layer_types=None if judged is None else layer_types(judged),
+            rounding=rounding(judged),
             policy=(
                 as_configured if judged is None or evaluate is None
                 else _search(judged, evaluate, check, 0 if max_degradation is None else probes)

@@ -54,13 +54,13 @@ def stage_codes(
         found = TiedItems.of(items_of_plan(whole.items, planner, options))
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
         others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
-        frozen = layout_of_plan(whole.items, options, False).only_frozen()
-        return replace(whole, items=items, storage_data=others), frozen, found
+        of_model = layout_of_plan(whole.items, options, False).of_model()
+        return replace(whole, items=items, storage_data=others), of_model, found
 
-    own_plan, frozen, tied_items = run_on_all_ranks(comm, plan_untied)
+    own_plan, of_model, tied_items = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    found = comm.gather((own_plan, frozen))
+    found = comm.gather((own_plan, of_model))
     plans = dedup_save_plans([plan for plan, _ in found])  # as DCP would: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
@@ -70,9 +70,9 @@ def stage_codes(
         if comm.rank:
             return None
         whole = [item for plan in plans for item in plan.items]
-        unknown = replace(options, frozen=Frozen())  # each rank knows of its own
+        unknown = replace(options, frozen=Frozen(), rounding={})  # each rank knows of its own
         layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
-        layouts += [frozen for _, frozen in found]
+        layouts += [of_model for _, of_model in found]
         return pipeline.agree(len(plans), layouts, staged=True)
 
     context = gather_from_all_ranks(comm, agreed)[0]

@@ -57,6 +57,7 @@ from dsq_ckpt.quantization.frozen import Frozen, known, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.rounding import rounding
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
@@ -72,7 +73,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             keyframe) or the path of a checkpoint.
         overwrite: replace a complete checkpoint at `path`.
         model: its module tree defines layer types, without it they are inferred from names and shapes; and it tells
-            what is frozen, which `quantize.frozen` stores exactly.
+            what is frozen, which `quantize.frozen` stores exactly, and which weights its modules round.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
         no_dist: this rank saves alone; pass the same `no_dist` to DCP's function.
@@ -120,7 +121,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         self._options = SaveOptions(
             self.config, parent, overwrite, pinned, None if model is None else layer_types(model), policy=policy,
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
-            on_save=on_save, frozen=Frozen() if self._model is None else known(self._model),  # until `_begin` looks
+            frozen=Frozen() if self._model is None else known(self._model),  # until `_begin` looks
+            on_save=on_save, rounding=rounding(model) if is_lossy(self.config) else {},
         )
         self._gradients = dict(gradients or {})
         self._group = self._saves_on = process_group
@@ -220,7 +222,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             else:  # a planner may give other names in its global plan, and other ranks may have other tensors
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
                 others = [item for name, item in named.items() if name not in self._names]
-                unknown = replace(self._options, frozen=Frozen())
+                unknown = replace(self._options, frozen=Frozen(), rounding={})
                 everything = [item for plan in plans for item in plan.items]
                 layouts.append(layout_of_plan(others, unknown, bool(self._gradients), everything))
             save_id = None if self._staged is None else self._staged.save_id
@@ -314,9 +316,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             SaveFailed: on all ranks, when any rank failed.
         """
         if self._staged is not None:
-            raise SaveFailed(
-                "this writer's last asynchronous save is not written, or failed; use a new DSQStorageWriter for each"
-            )
+            raise SaveFailed("the last asynchronous save is unwritten, or failed; use a new DSQStorageWriter for each")
         self._line, self._copy = calling_line(), {}
         call = self.async_call or AsyncCall.of_stack()
         if call is not None:

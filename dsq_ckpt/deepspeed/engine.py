@@ -37,6 +37,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.quantization.groups import is_lossy, layer_types, settings_of
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.rounding import rounding
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -271,7 +272,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         options = SaveOptions(
             self.config, parent, overwrite=True, layer_types=layer_types(self._engine.module), policy=self._policy,
             fractions=Fractions() if self._gradients is None else self._gradients.fractions, history=self._history,
-            on_save=self._on_save,
+            on_save=self._on_save, rounding=rounding(self._engine.module),
         )
         try:
             plan = save_collectively(directory, state, options, self._comm)

@@ -140,7 +140,7 @@ class SaveHistory:
         self.told: dict[str, bool] = {}
         """Names of tensors that the user was warned of since the last keyframe, and whether they were exact then."""
         self.said = set[str]()
-        """Groups whose next update was said to break its bound, by a save since the run began."""
+        """Groups whose next update breaks its bound, and rounded weights, that a save spoke of since the run began."""
         _histories[self._key] = self
 
     @classmethod

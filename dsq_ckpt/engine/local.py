@@ -141,7 +141,8 @@ class LocalItems:
     def as_agreed(self, layout: Layout) -> LocalItems:
         """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact.
 
-        So are weights beside L-BFGS or Rprop. First moments whose update is not known are rounded.
+        So are weights that a module of any rank rounds, and those beside L-BFGS or Rprop. First moments whose update is
+        not known are rounded.
         """
         return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
 
@@ -153,7 +154,8 @@ def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
 def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
     if not item.quantized or item.config is None:
         return item
-    if item.key.fqn in layout.frozen or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
+    alone = item.key.fqn in layout.frozen or item.key.fqn in layout.rounding
+    if alone or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
         return replace(item, kind=EXACT, group=EXACT, config=None)
     if item.key.fqn in layout.rounded:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
@@ -179,6 +181,7 @@ def layout_of(
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     rests: dict[str, bool] = {}
+    rounding: set[str] = set()
     usual: set[str] = set()
     ruled: set[str] = set()
     residual = config.delta.against == "values"
@@ -203,13 +206,16 @@ def layout_of(
                 usual.add(fqn)
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
-            elif chosen.kind == "weights" and (found := in_tree(fqn, options.frozen.rests)) is not None:
-                rests[fqn] = found
+            elif chosen.kind == "weights":
+                if (found := in_tree(fqn, options.frozen.rests)) is not None:
+                    rests[fqn] = found
+                if in_tree(fqn, options.rounding):
+                    rounding.add(fqn)
     frozen = Frozen(options.frozen.trains, rests)
     return Layout(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
-        unlike=with_other_updates([*shapes, *objects]),
+        unlike=with_other_updates([*shapes, *objects]), rounding=frozenset(rounding),
     )
 
 

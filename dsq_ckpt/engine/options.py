@@ -25,6 +25,7 @@ class SaveOptions:
         pinned: whether to keep its refinement layer for good.
         layer_types: layer types by tensor name; None: names and shapes tell.
         frozen: tensors of the model that training leaves as they are, by their names in the module.
+        rounding: whether a module of the model rounds a parameter as it uses it, by name; see `rounding`.
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
@@ -37,6 +38,7 @@ class SaveOptions:
     pinned: bool = False
     layer_types: Mapping[str, str] | None = None
     frozen: Frozen = field(default_factory=Frozen)
+    rounding: Mapping[str, bool] = field(default_factory=dict)
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)

@@ -77,6 +77,7 @@ def report(
         _warn_of_nothing(plan.analysis, comm.rank)
     _warn_of_rounded(doubts.rounded, comm.rank)
     _warn_of_curvature(doubts.fitted_to, comm.rank)
+    _warn_of_rounding(sketches.layout.rounding, options.history.said, comm.rank)
     if doubts.are_gathered(sketches):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
@@ -167,6 +168,18 @@ def _warn_of_curvature(fitted_to: Collection[str], rank: int) -> None:
             "made at: with others, L-BFGS may never make a step again, and the small steps of Rprop take long to mend "
             "them. So all weights are stored exactly. If it trains few of them, "
             'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
+        )
+
+
+def _warn_of_rounding(rounding: Collection[str], said: set[str], rank: int) -> None:
+    """Warn, once for a run, of weights that are exact since the network rounds them itself."""
+    if new := sorted(set(rounding) - said):
+        said.update(new)
+        warn(
+            f"the model rounds {named(new)} in its forward pass (quantization-aware training), where an error of 1 % "
+            "changes what they are rounded to; so they are stored exactly. If that costs restarts nothing, "
+            'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes them smaller. This is said once for a run',
+            rank=rank,
         )
 
 

@@ -51,6 +51,8 @@ class Layout:
         fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
             that have shrunk, which are of use at the very weights that they were made at, so weights are exact beside
             it, but for those that are `ruled`.
+        rounding: weights that a module of the model rounds as it uses them, without those that are `ruled`; these are
+            exact, and so are not among `tensors` once all ranks have agreed, nor frozen ones here.
     """
 
     tensors: dict[str, str]
@@ -67,6 +69,7 @@ class Layout:
     unlike: frozenset[str] = frozenset()
     ruled: frozenset[str] = frozenset()
     fitted_to: frozenset[str] = frozenset()
+    rounding: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -103,9 +106,10 @@ class Layout:
         exact, agreed = set[str](), any(part.fitted_to for part in parts)
         if fitted_to := fitted_to_weights(shapes):
             exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
+        rounding = frozenset(name for part in parts for name in part.rounding if name not in frozen)
         tensors = {
             name: group for name, group in tensors.items()
-            if name not in frozen and name not in rounded and name not in exact
+            if name not in frozen and name not in rounded and name not in exact and name not in rounding
         }
         used = set(tensors.values())
         groups = {name: finer(config) if name in fine else config for name, config in groups.items() if name in used}
@@ -117,11 +121,13 @@ class Layout:
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
                    shapes, frozen, usual, rounded, unlike, ruled,
-                   fitted_to if exact or agreed else frozenset())
+                   fitted_to if exact or agreed else frozenset(), rounding)
 
-    def only_frozen(self) -> Layout:
-        """Return what it tells of frozen weights, and nothing else."""
-        return Layout({}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen)
+    def of_model(self) -> Layout:
+        """Return what it tells of frozen and rounded weights of the model, and nothing else."""
+        return Layout(
+            {}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen, rounding=self.rounding,
+        )
 
     def weights(self) -> frozenset[str]:
         """Return the names of lossy weights."""

@@ -1,0 +1,242 @@
+"""Weights that their module rounds in the forward pass are restored bit for bit, so that none is rounded otherwise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantize, get_default_qat_qconfig, prepare_qat
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+
+import dsq_ckpt
+from dsq_ckpt.quantization.layout import Layout
+from dsq_ckpt.quantization.rounding import rounding
+from tests.helpers.states import loaded
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def ternary(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().mean()
+    return weight + ((weight / scale).round().clamp(-1, 1) * scale - weight).detach()
+
+
+def rounded(weight: torch.Tensor, bits: int, group: int | None = None) -> torch.Tensor:
+    """Round with a scale for each group of a row, or for all."""
+    grouped = weight.reshape(1, -1) if group is None else weight.reshape(-1, group)
+    scale = grouped.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return ((grouped / scale).round() * scale).view_as(weight)
+
+
+class Parametrization(nn.Module):
+    """A function, as a parametrization."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.function(weight)
+
+
+class TernaryLinear(nn.Linear):
+    """A layer of BitNet b1.58."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.linear(input, ternary(self.weight), self.bias)
+
+
+class Own(TernaryLinear):
+    """Some layer whose class comes from one with a telling name."""
+
+
+class Wrapper(nn.Module):
+    """A layer that keeps its weights in another one, and has a quantizer for them."""
+
+    def __init__(self, quantizer: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.weight_quantizer = nn.Linear(64, 64), quantizer
+
+
+def told(model: nn.Module) -> set[str]:
+    return {name for name, one in rounding(model).items() if one}
+
+
+def with_function(function: Function, layer: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return parametrize.register_parametrization(layer or nn.Linear(96, 96), "weight", Parametrization(function))
+
+
+def named(name: str) -> nn.Module:
+    layer: nn.Module = type(name, (nn.Linear,), {})(8, 8)
+    return layer
+
+
+@pytest.mark.parametrize("name", [
+    "BitLinear", "AutoBitLinear", "BitLinear158b", "TernaryLinear", "BinaryConv2d", "BinarizeLinear", "HardBinaryConv",
+    "QLinear", "QuantLinear", "QuantConv2d", "QuantConvTranspose2d", "FakeQuantizedLinear", "FakeQuantizedEmbedding",
+    "Int8DynActInt4WeightQATLinear", "Conv2dLSQ", "Linear_Q", "TEQLinearFakeQuant",
+])
+def test_layers_are_known_by_the_name_of_their_class(name: str) -> None:
+    assert told(named(name)) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", [
+    "Linear", "Bilinear", "Linear4bit", "Linear8bitLt", "Float8Linear", "Conv1D", "SeqLinear", "UnitLinear",
+    "LinearQKV", "NonDynamicallyQuantizableLinear", "BinnedEmbedding", "SignalConv", "EmbedSigns", "QueryEmbedding",
+])
+def test_other_names_tell_nothing(name: str) -> None:
+    assert rounding(named(name)) == {}
+
+
+def test_ordinary_models_are_as_before() -> None:
+    torch.manual_seed(0)
+    layers = [parametrizations.weight_norm(nn.Linear(64, 64)), parametrizations.orthogonal(nn.Linear(64, 64)),
+              parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)), nn.TransformerEncoderLayer(64, 2), nn.LSTM(64, 64)]
+    assert rounding(nn.Sequential(*layers)) == rounding(None) == {}
+
+
+def test_a_script_tells_nothing_and_breaks_nothing() -> None:
+    assert rounding(torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(1, 8))) == {}
+
+
+def test_all_names_of_a_tied_weight_are_told() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(9, 64), "head": TernaryLinear(64, 9), "other": nn.Linear(9, 9)})
+    model["embedding"].weight = model["head"].weight
+    assert told(model) == {"embedding.weight", "head.weight", "head.bias"}
+    assert told(nn.Sequential(Own(64, 64))) == {"0.weight", "0.bias"}
+
+
+def test_layers_with_quantizers_of_their_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).train()
+    model.qconfig = get_default_qat_qconfig("fbgemm")
+    model[2].qconfig = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao calls itself deprecated
+        prepared = prepare_qat(model)
+    assert told(prepared) == {"0.weight", "0.bias"}
+    assert told(Wrapper(nn.Module())) == {"linear.weight", "linear.bias"}
+    assert rounding(Wrapper(nn.Identity())) == {}
+    layer = nn.Linear(64, 64)
+    layer.rounds = FakeQuantize()
+    assert told(layer) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("function", [
+    torch.sign, ternary, lambda weight: rounded(weight, 8), lambda weight: rounded(weight, 4, 96),
+    lambda weight: rounded(weight, 4, 32), FakeQuantize(),
+])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parametrizations_that_leave_few_values(function: Function, dtype: torch.dtype) -> None:
+    assert told(with_function(function).to(dtype)) == {"parametrizations.weight.original"}
+
+
+@pytest.mark.parametrize("function", [
+    torch.tanh, torch.exp, lambda weight: weight.triu() + weight.triu(1).T, lambda weight: weight * (weight > 0.09),
+    lambda weight: weight * 2, lambda weight: (weight * 0)[:0], lambda weight: weight @ torch.eye(3),
+])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parametrizations_that_leave_many_values_or_fail(function: Function, dtype: torch.dtype) -> None:
+    model = with_function(torch.tanh).to(dtype)
+    model.parametrizations["weight"][0].function = function
+    assert rounding(model) == {}
+
+
+def test_a_look_at_parametrizations_leaves_no_trace() -> None:
+    """They may draw numbers and keep averages, which a save must not change."""
+    class Averaging(nn.Module):
+        """A parametrization with state."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.calls = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.scale.mul_(0.9)
+            return (weight * 8 + torch.rand_like(weight)).round() * self.scale
+
+    model = nn.Linear(96, 96)
+    parametrize.register_parametrization(model, "weight", Averaging())
+    inner = model.parametrizations["weight"][0]
+    calls, scale, generator = inner.calls, inner.scale.clone(), torch.get_rng_state()
+    assert told(model) == {"parametrizations.weight.original"}
+    assert inner.calls == calls and inner.scale == scale and torch.equal(torch.get_rng_state(), generator)
+
+
+def test_one_rank_that_knows_is_enough() -> None:
+    """A rank may hold none of a parameter's rows, or cannot evaluate its part."""
+    tensors = {"a.weight": "weights/linear", "b.weight": "weights/linear"}
+    groups = {"weights/linear": dsq_ckpt.DSQConfig().quantize.weights}
+    agreed = Layout.union([Layout(tensors, groups), Layout(tensors, groups, rounding=frozenset({"a.weight"}))])
+    assert agreed.tensors.keys() == {"b.weight"} and agreed.rounding == {"a.weight"}
+    assert Layout.union([agreed]) == agreed
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(TernaryLinear(64, 96), nn.Tanh(), with_function(ternary, nn.Linear(96, 96)), nn.Linear(96, 64))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+
+
+KEPT = {"model.0.weight", "model.2.parametrizations.weight.original"}
+
+
+@pytest.mark.parametrize("stage", ["copy", "quantize", None])
+def test_rounded_weights_are_exact_and_a_warning_says_so_once(
+    stage: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The network computes the same with them after a restore; others of the model are lossy as ever."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(3):
+        train(model, optimizer)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        path = tmp_path / str(number)
+        if stage is None:
+            dsq_ckpt.save(state, path, model=model)
+        else:
+            dsq_ckpt.async_save(state, path, model=model, config={"storage": {"stage": stage}}).result()
+    restored = loaded(tmp_path / "2", state)
+    same = {f"model.{name}" for name, one in model.state_dict().items() if torch.equal(restored["model"][name], one)}
+    assert same >= KEPT and "model.3.weight" not in same
+    said = [str(one.message) for one in recwarn if "the model rounds" in str(one.message)]
+    assert len(said) == 1 and all(name in said[0] for name in KEPT) and "model.3" not in said[0]
+
+
+def test_a_rule_has_the_last_word(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model = network()
+    state = {"model": model.state_dict()}
+    config = {"quantize": {"rules": [{"pattern": "model.*", "group": "linear"}]}}
+    dsq_ckpt.save(state, tmp_path / "ruled", model=model, config=config)
+    dsq_ckpt.save(state, tmp_path / "exact", model=model, config={"quantize": {"weights": {"method": "exact"}}})
+    assert not [one for one in recwarn if "the model rounds" in str(one.message)]
+    restored = loaded(tmp_path / "ruled", state)["model"]
+    assert not torch.equal(restored["0.weight"], model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:the model rounds")
+def test_a_compressor_and_a_model_that_is_compressed_keep_them(tmp_path: Path) -> None:
+    """In a search too, which has no weights left to try where all are rounded."""
+    model = nn.Sequential(TernaryLinear(64, 96), nn.Tanh(), TernaryLinear(96, 64))
+    optimizer, inputs = torch.optim.Adam(model.parameters()), torch.randn(64, 64)
+    train(model, optimizer)
+    before = model(inputs)
+    dsq_ckpt.compress(model, tmp_path / "model")
+    for name, evaluate in (("plain", None), ("searched", lambda: float(model(inputs).square().mean()))):
+        dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate).save(tmp_path / name / "step")
+    for path in ("model", "plain/step", "searched/step"):
+        restored = nn.Sequential(TernaryLinear(64, 96), nn.Tanh(), TernaryLinear(96, 64))
+        dsq_ckpt.load(restored if path == "model" else {"model": restored}, tmp_path / path)
+        assert torch.equal(restored(inputs), before)
