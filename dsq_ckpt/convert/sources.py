@@ -31,6 +31,7 @@ from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, 
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.manifest import Manifest, checkpoints, is_complete
+from dsq_ckpt.storage.other_formats import other_format
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.record_fields import dtype_of
 
@@ -331,6 +332,8 @@ def _directory(path: Path) -> Source:
         return InMemory(safetensors_state([(path / name, None) for name in shards]))
     if next(checkpoints(path, lambda *_: None), None) is not None:
         Manifest.read(path)  # raises: it is a run, and which is its newest checkpoint
+    if other := other_format(path):
+        raise CheckpointNotFound(f"'{path}' {other}")
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
     raise CheckpointNotFound(f"'{path}' is not {UNDERSTOOD}{found}")

@@ -29,6 +29,7 @@ from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 from dsq_ckpt.storage.order import in_order
+from dsq_ckpt.storage.other_formats import other_format
 from dsq_ckpt.storage.paths import absent
 from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
 
@@ -375,15 +376,15 @@ def _read(directory: Path) -> Manifest | DSQError:
 
 
 def _missing(directory: Path) -> str:
-    if is_remote(directory):
+    remote = is_remote(directory)
+    if not remote and (inside := [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]):
+        return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
+    if other := other_format(directory):
+        return f"'{directory}' {other}"
+    if remote:
         return _missing_remote(directory)
     if not directory.exists():
         return f"'{directory}' {absent(directory)}; name a checkpoint directory"
-    if (directory / ".metadata").exists():
-        return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint.FileSystemReader"
-    inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]
-    if inside:
-        return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
     return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or one that did not complete or was removed"
 
 
@@ -391,8 +392,6 @@ def _missing_remote(directory: Path) -> str:
     entries = storage_of(directory).entries(directory)
     if not entries:
         return f"nothing is at '{directory}'; name a checkpoint"
-    if any(entry.name == ".metadata" for entry in entries):
-        return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint"
     inside = [entry.name for entry in entries if entry.directory]
     if inside:
         return f"'{directory}' is a run, not a checkpoint; `dsq_ckpt.latest` gives the newest checkpoint in it"

@@ -189,7 +189,7 @@ def test_not_a_checkpoint(tmp_path, path):
     (tmp_path / "file").write_text("x")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     dsq_ckpt.save({"w": torch.ones(3)}, tmp_path / "run" / "step-1")
-    says = {"nothing": "does not exist", "file": "manifest", "dcp": "FileSystemReader", "run": "step-1"}
+    says = {"nothing": "does not exist", "file": "is a file, and", "dcp": "FileSystemReader", "run": "step-1"}
     with pytest.raises(dsq_ckpt.DSQError, match=says[path]):
         dsq_ckpt.load({"w": torch.ones(3)}, tmp_path / path)
     with pytest.raises(dsq_ckpt.CheckpointNotFound, match=says[path]):
