@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, SupportsFloat
 
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.codebooks.lattice import Lattice
@@ -38,6 +39,11 @@ def configuration(config: ConfigLike, max_degradation: float | None, evaluates: 
     return chosen
 
 
+def is_bound(value: Any) -> bool:
+    """Return whether a value is a degradation that a search can keep to: a number, not its text."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and 0 < float(value) < 1
+
+
 def with_small_weights(chosen: DSQConfig, config: ConfigLike, names: Iterable[str]) -> DSQConfig:
     """Return the configuration that quantizes smaller tensors too, where `config` sets no limit and none is a moment.
 
@@ -53,10 +59,10 @@ def with_small_weights(chosen: DSQConfig, config: ConfigLike, names: Iterable[st
 
 def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
     """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
-    if not 0 < max_degradation < 1:
+    if not is_bound(max_degradation):
         raise ConfigError(
-            f"max_degradation is {max_degradation}; expected a number above 0 and below 1, such as 0.05 for 5 %; for "
-            "no degradation at all take the preset 'exact'"
+            f"max_degradation is {max_degradation!r}; expected a number above 0 and below 1, such as 0.05 for 5 %; "
+            "for no degradation at all take the preset 'exact'"
         )
     whole = as_config(config)  # says what is wrong with it, and where
     snapshot: Tree = {

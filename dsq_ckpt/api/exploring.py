@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
 
+from dsq_ckpt.api.bounded import is_bound
 from dsq_ckpt.api.oneshot import Evaluate, Source, compress
 from dsq_ckpt.api.saving import ConfigLike
 from dsq_ckpt.errors import ConfigError
@@ -96,12 +97,12 @@ def explore(
         ['within-0.1', 'within-0.01']
     """
     into = local_path(directory)
-    proper = all(isinstance(bound, int | float) and 0 < bound < 1 for bound in bounds)
+    proper = isinstance(bounds, Iterable) and not isinstance(bounds, str) and all(map(is_bound, bounds))
     targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
     if not targets or len({path.name for path in targets.values()}) != len(bounds):
         raise ConfigError(
-            f"bounds are {list(bounds)}; expected one number or more above 0 and below 1, such as 0.01 for 1 %, each "
-            "once"
+            f"bounds are {bounds!r}; expected a list of one number or more above 0 and below 1, such as 0.01 for 1 %, "
+            "each once"
         )
     for path in targets.values():
         refuse_checkpoint(path, overwrite)  # before the first search, which may take long

@@ -88,7 +88,7 @@ def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_pa
         calls.append(1)
         return loss(model)
 
-    for bounds in ([], [0.1, 0.1], [0.1, 0.1 + 1e-9], [0.1, 0.0], [float("nan")], ["0.1"]):
+    for bounds in ([], [0.1, 0.1], [0.1, 0.1 + 1e-9], [0.1, 0.0], [float("nan")], ["0.1"], [True], 0.05, "0.1", None):
         with pytest.raises(ConfigError, match=r"bounds are .*; expected"):
             dsq_ckpt.explore(model, tmp_path / "a", evaluate=evaluate, bounds=bounds)
     dsq_ckpt.save(model.state_dict(), tmp_path / "b" / "within-0.01")

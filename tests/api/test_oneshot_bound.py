@@ -195,7 +195,7 @@ def test_arguments_that_contradict_each_other(tmp_path):
         dsq_ckpt.compress(state, out, evaluate=model.loss, max_degradation=0.1)
     with pytest.raises(ConfigError, match="leave model out"):
         dsq_ckpt.compress(model, out, evaluate=model.loss, model=Net())
-    for bound in (0, -1, math.nan, 1, 5, 10):
+    for bound in (0, -1, math.nan, 1, 5, 10, True, "0.05", [0.05]):
         with pytest.raises(ConfigError, match=r"max_degradation is .*preset 'exact'"):
             dsq_ckpt.compress(model, out, evaluate=model.loss, max_degradation=bound)
 
