@@ -176,7 +176,9 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
     else:
         opened = open_source(source)
     if not opened.tensors:
-        raise ConfigError("the source holds no tensors: there is nothing to compress")
+        where = "the module" if isinstance(source, nn.Module) else "the state dict"
+        where = where if isinstance(source, nn.Module | Mapping) else f"'{os.fspath(source)}'"
+        raise ConfigError(f"{where} holds no tensors (its keys: {_some(opened.nesting)}): there is nothing to compress")
     if evaluate is not None and model is not None and not isinstance(source, nn.Module):
         with closing(opened):
             opened = InMemory(_loaded_into(model, whole_state(opened)))

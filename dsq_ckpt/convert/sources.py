@@ -27,7 +27,7 @@ from dsq_ckpt.convert.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safet
 from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.job import rank_in_job
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.manifest import Manifest, checkpoints, is_complete
@@ -236,10 +236,12 @@ class _DCP:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._readable():
+        self._parts: dict[MetadataIndex, Any] = {}
+        with self._readable(".metadata"):
             self._reader = dcp.FileSystemReader(path)
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, True)
+            self._parts.update(metadata.storage_data)
             held, paths = metadata.state_dict_metadata, metadata.planner_data
             self.tensors = _covered(path, {
                 name: Stored(tuple(entry.size), entry.properties.dtype, tuple(
@@ -268,19 +270,34 @@ class _DCP:
         """Close nothing: files are open only while they are read."""
 
     def _load(self, items: list[ReadItem], planner: _Planner) -> None:
-        with self._readable():
-            self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+        by_file: dict[str, list[ReadItem]] = {}
+        with self._readable(".metadata"):
+            for item in items:
+                by_file.setdefault(self._parts[item.storage_index].relative_path, []).append(item)
+        for name, held in by_file.items():  # one at a time, so that an error names the file
+            with self._readable(name):
+                self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(held)), planner).wait()
 
     @contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _readable(self, name: str) -> Iterator[None]:
         try:
             yield
         except CorruptCheckpoint:
             raise
         except Exception as error:
             raise CorruptCheckpoint(
-                f"'{self._path}' cannot be read as a plain DCP checkpoint: {type(error).__name__}: {error}"
+                f"'{self._path}' cannot be read as a plain DCP checkpoint: '{name}'{self._wrong(name, error)}"
             ) from error
+
+    def _wrong(self, name: str, error: Exception) -> str:
+        """Return what is wrong with a file; of one that was cut short torch tells what its zip reader met."""
+        if isinstance(error, OSError):
+            return " is missing" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
+        size = (self._path / name).stat().st_size
+        end = max((part.offset + part.length for part in self._parts.values() if part.relative_path == name), default=0)
+        if size < end:
+            return f" was cut short: it has {size} of {end} bytes"
+        return f": {described(error).splitlines()[0].partition('. ')[0]}"
 
 
 class _Planner(DefaultLoadPlanner):

@@ -171,6 +171,12 @@ def broken_sources(where: Path) -> dict[str, tuple[object, type[Exception], str]
     dsq_ckpt.save(state, where / "run" / "first")
     write_dcp(state, where / "dcp")
     (where / "dcp" / "__0_0.distcp").unlink()
+    for name in ("cut dcp", "altered dcp", "no metadata"):
+        write_dcp(state, where / name)
+    os.truncate(where / "cut dcp" / "__0_0.distcp", 5000)
+    altered = where / "altered dcp" / "__0_0.distcp"
+    altered.write_bytes(bytes(altered.stat().st_size))
+    (where / "no metadata" / ".metadata").unlink()
     write_dcp(state, where / "metadata")
     (where / "metadata" / ".metadata").write_bytes(b"no pickle")
     return {
@@ -179,7 +185,7 @@ def broken_sources(where: Path) -> dict[str, tuple[object, type[Exception], str]
         "text": (where / "text.pt", CorruptCheckpoint, "not a torch.save file"),
         "empty": (where / "empty.bin", CorruptCheckpoint, "not a torch.save file"),
         "list": (where / "list.pt", LoadFailed, "holds list, expected a state dict"),
-        "numbers": (where / "numbers.pt", ConfigError, "holds no tensors"),
+        "numbers": (where / "numbers.pt", ConfigError, r"numbers\.pt' holds no tensors \(its keys: 'step'\)"),
         "script": (where / "script.pt", CorruptCheckpoint, "TorchScript"),
         "cut": (where / "cut.pt", CorruptCheckpoint, "damaged"),
         "cut safetensors": (where / "cut.safetensors", CorruptCheckpoint, "damaged"),
@@ -190,8 +196,12 @@ def broken_sources(where: Path) -> dict[str, tuple[object, type[Exception], str]
         "no index": (where / "none.json", CorruptCheckpoint, "no weight_map"),
         "pickles": (where / "pickles", CheckpointNotFound, r"holds pytorch_model\.bin: name the file"),
         "run": (where / "run", CheckpointNotFound, "newest checkpoint in it is 'first'"),
-        "dcp": (where / "dcp", CorruptCheckpoint, "cannot be read as a plain DCP checkpoint"),
-        "metadata": (where / "metadata", CorruptCheckpoint, "cannot be read as a plain DCP checkpoint"),
+        "dcp": (where / "dcp", CorruptCheckpoint, r"as a plain DCP checkpoint: '__0_0\.distcp' is missing"),
+        "cut dcp": (where / "cut dcp", CorruptCheckpoint, r"'__0_0\.distcp' was cut short: it has 5000 of \d+ bytes$"),
+        "altered dcp": (where / "altered dcp", CorruptCheckpoint, r"plain DCP checkpoint: '__0_0\.distcp': .{,80}$"),
+        "no metadata": (where / "no metadata", CheckpointNotFound, r"has \.distcp files .* but no \.metadata"),
+        "metadata": (where / "metadata", CorruptCheckpoint, r"as a plain DCP checkpoint: '\.metadata': "),
+        "no tensors": ({"epoch": 3}, ConfigError, r"^the state dict holds no tensors \(its keys: 'epoch'\)"),
         "itself": (where / "out", ConfigError, "is the source too"),
         "meta": (nn.Linear(80, 80, device="meta"), ConfigError, "'weight' is on the meta device"),
     }
