@@ -25,6 +25,7 @@ __all__ = [
 
 WIDE = 100  # columns of a terminal from which tables have wide padding and optional columns
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
+_ARGUMENTS = re.compile(r"\b(overwrite|allow_pickle)=True\b")
 _PATIENCE = 2.0  # seconds of work before a progress bar appears
 
 
@@ -51,8 +52,12 @@ def console(stderr: bool = False) -> Console:
 
 
 def fail(message: str) -> typer.Exit:
-    """Print the one line that says what is wrong; the exception to raise ends the program with status 1."""
-    typer.echo(plain(f"error: {' '.join(message.split())}"), err=True)
+    """Print the one line that says what is wrong; the exception to raise ends the program with status 1.
+
+    Errors of the library name arguments of its functions, and are told with the options of the same name.
+    """
+    said = _ARGUMENTS.sub(lambda found: f"--{found[1].replace('_', '-')}", " ".join(message.split()))
+    typer.echo(plain(f"error: {said}"), err=True)
     return typer.Exit(1)
 
 

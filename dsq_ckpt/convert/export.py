@@ -338,7 +338,7 @@ class Opened:
         except pickle.UnpicklingError as error:
             raise ExportError(
                 f"object '{fqn}' is more than plain data; unpickling it can run code. If you trust this checkpoint, "
-                "pass --allow-pickle (allow_pickle=True); export to DCP or safetensors unpickles nothing"
+                "pass allow_pickle=True; export to DCP or safetensors unpickles nothing"
             ) from error
         except (ImportError, AttributeError) as error:
             raise ExportError(

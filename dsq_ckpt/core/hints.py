@@ -6,7 +6,7 @@ And for tensors of other shapes than were saved.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import isabstract
 from typing import Any, NamedTuple, get_args, get_origin
@@ -196,6 +196,27 @@ def name_hint(name: str, names: Iterable[str]) -> str:
         return f"; did you mean {_either([repr(other) for other in close])}?"
     more = f" and {len(known) - 5} more" if len(known) > 5 else ""
     return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
+
+
+def place_hint(missing: Sequence[str], names: Collection[str]) -> str:
+    """Return a hint of where all of these names are: below others, or without the keys that lead to them.
+
+    Returns:
+        The end of a message, which begins with a semicolon; empty where they are not together elsewhere.
+    """
+    for name in sorted(names, key=len):
+        if name.endswith(f".{missing[0]}"):
+            above = name.removesuffix(f".{missing[0]}")
+            if all(f"{above}.{other}" in names for other in missing):
+                nested = "state_dict" if "." in above else "module"  # modules are taken at the top level alone
+                for key in reversed(above.split(".")):
+                    nested = f"{{'{key}': {nested}}}"
+                return f"; below '{above}' it has all of them: pass {nested}"
+        elif missing[0].endswith(f".{name}"):
+            above = missing[0].removesuffix(name)
+            if all(other.startswith(above) and other.removeprefix(above) in names for other in missing):
+                return f"; without '{above[:-1]}' it has all of them: pass what is below '{above[:-1]}'"
+    return ""
 
 
 def group_hint(name: str, layers: Sequence[str]) -> str | None:

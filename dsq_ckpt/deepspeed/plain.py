@@ -52,7 +52,7 @@ def export_deepspeed(
         if not allow_pickle:
             raise ExportError(
                 f"'{source}' has files of DeepSpeed, which are pickles: reading them can run code of whoever wrote it; "
-                "pass allow_pickle=True, --allow-pickle for a checkpoint that you trust"
+                "pass allow_pickle=True for a checkpoint that you trust"
             )
         refined, count, total = opened.refined, 0, 0
     with new_directory(goal, overwrite) as hidden:

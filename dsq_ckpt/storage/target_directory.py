@@ -37,7 +37,7 @@ def refuse_existing(goal: Path, overwrite: bool) -> None:
         CheckpointExists: the target exists, and is not to be overwritten.
     """
     if os.path.lexists(goal) and not overwrite:
-        raise CheckpointExists(f"'{goal}' exists; choose another target or overwrite it (--overwrite)")
+        raise CheckpointExists(f"'{goal}' exists; choose another target, or overwrite it (overwrite=True)")
 
 
 def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> None:
@@ -79,7 +79,7 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
         raise SaveFailed(_not_ours(path, found))
     if is_complete(path) and not overwrite:
         raise CheckpointExists(
-            f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True, --overwrite)"
+            f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True)"
         )
 
 

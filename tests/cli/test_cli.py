@@ -67,7 +67,8 @@ def test_export_chooses_the_format_by_suffix(trained, tmp_path, name):
     text = printed("export", run / NAMES[2], tmp_path / name)
     assert str(tmp_path / name) in text and "base and refinement" in text
     assert (tmp_path / name).is_dir() == (name == "plain")
-    assert "exists" in error("export", run / NAMES[2], tmp_path / name)
+    assert "exists; choose another target, or overwrite it (--overwrite)" in error(
+        "export", run / NAMES[2], tmp_path / name)
     found = document("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
     assert not found["refined"] and bool(found["left_out"]) == (name == "flat.safetensors")
     if name == "state.pt":
@@ -82,7 +83,7 @@ def test_export_errors(trained, tmp_path):
     assert "'" + str(tmp_path / "file") in error("export", run / NAMES[0], tmp_path / "file" / "a.pt")
     dsq_ckpt.save({"odd": pytest.approx(1)}, tmp_path / "pickled")
     message = error("export", tmp_path / "pickled", tmp_path / "b.pt")
-    assert "object 'odd'" in message and "--allow-pickle" in message
+    assert "object 'odd'" in message and "pass --allow-pickle;" in message and "=True" not in message
     assert dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
 
 
@@ -96,7 +97,7 @@ def test_compress(tmp_path):
     assert str(tmp_path / "in.pt") in text and str(tmp_path / "out") in text
     assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* keyframe ", text)
     assert differences(loaded(tmp_path / "out", state), state) == ["layer.weight"]
-    assert "--overwrite" in error("compress", tmp_path / "in.pt", tmp_path / "out")
+    assert "overwrite it (--overwrite)" in error("compress", tmp_path / "in.pt", tmp_path / "out")
     (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")
     for given, bits in (("default", 4), (tmp_path / "c.yaml", 0)):
         found = document("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)

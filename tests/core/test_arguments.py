@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -145,11 +146,31 @@ def test_a_key_that_is_not_there(tmp_path):
         ({"model": {"layers.0.wieght": torch.ones(3)}},
          "'model.layers.0.wieght', .* did you mean 'model.layers.0.weight'"),
         ({"layers.3.weight": torch.ones(3), "x": 1}, "'layers.3.weight' and 1 more, .* mean 'model.layers.3.weight'?"),
+        ({f"layers.{n}.weight": torch.ones(3) for n in range(2)},
+         "'layers.0.weight' and 1 more .* below 'model' it has all of them: pass {'model': module}"),
+        ({"a": {"model": {"layers.1.weight": torch.ones(3)}, "step": 3}},
+         "'a.model.layers.1.weight' and 1 more .* without 'a' it has all of them: pass what is below 'a'"),
         ({"zzz": torch.ones(3)}, "the checkpoint has no 'zzz', .* there are 'model.layers.0.weight', .* and 5 more"),
     ):
         with pytest.raises(LoadFailed) as caught:
             dsq_ckpt.load(wrong, tmp_path / "a")
         assert all(part in str(caught.value) for part in says.split(" .* ")), caught.value
+
+
+def test_a_bare_module_is_told_the_keys_that_its_state_lies_below(tmp_path):
+    """What the error says to pass is taken as it stands."""
+    model, module = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
+    state_dict = module.state_dict()
+    for name, state, says, passed in (
+        ("a", {"model": model.state_dict()}, "{'model': module}", {"model": module}),
+        ("b", {"run": {"ema": model.state_dict()}}, "{'run': {'ema': state_dict}}", {"run": {"ema": state_dict}}),
+    ):
+        torch.nn.init.zeros_(module[0].weight)
+        dsq_ckpt.save({**state, "step": 3}, tmp_path / name, config="exact")
+        with pytest.raises(LoadFailed, match=re.escape(f"it has all of them: pass {says}") + "$"):
+            dsq_ckpt.load(module, tmp_path / name)
+        dsq_ckpt.load(passed, tmp_path / name)
+        assert same(module[0].weight, model[0].weight)
 
 
 def test_what_a_save_returns(tmp_path, caplog):
