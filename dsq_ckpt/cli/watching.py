@@ -20,6 +20,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.history import RunCheckpoint
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import Entry, storage_of
+from dsq_ckpt.storage.description import losses
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.order import in_order
 
@@ -157,11 +158,10 @@ def _print_lines(watched: Watched, found: list[RunCheckpoint], interval: float, 
 
 def _line(entry: RunCheckpoint) -> str:
     part, manifest = entry.classes["everything"], entry.manifest
-    lost = (manifest.quality or {}).get("degradation")
     return ", ".join([
         f"{entry.path.name}: {output.size(part.written)}", output.ratio(part.logical, part.written),
         f"delta {manifest.depth}" if manifest.depth else "keyframe", output.seconds(manifest.seconds),
-        *([] if lost is None else [f"base loses {output.percent(lost)}"]),
+        *losses(manifest.quality),
     ])
 
 

@@ -15,7 +15,7 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.description import logical_size
+from dsq_ckpt.storage.description import logical_size, losses
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
@@ -89,8 +89,7 @@ class SaveResult:
     def __str__(self) -> str:
         depth = "keyframe" if self.keyframe else f"delta {self.depth}"
         parts = [_size(self.bytes_written), f"{self.ratio:.1f}x", depth, f"{self.seconds:.1f} s"]
-        if self.degradation is not None:
-            parts.append(f"degradation {self.degradation:.2%}".replace("%", " %"))
+        parts += losses(self.quality)
         return f"{self.path.name}: {', '.join(parts)}"
 
     __repr__ = __str__

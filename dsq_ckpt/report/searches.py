@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsq_ckpt.core import figures
+from dsq_ckpt.storage.description import restore_loses
 from dsq_ckpt.storage.manifest import Manifest
 
 VARIANT = "variant"  # as in search.space, which would import torch
@@ -28,11 +29,11 @@ class Search:
         record = manifest.quality
         if not record:
             return None
-        metric, loses, lost = record.get("metric"), record.get("restore_loses"), record.get("degradation")
+        loses, lost = restore_loses(record), record.get("degradation")
         return cls(
             chosen=chosen_of(manifest),
             degradation="-" if lost is None else figures.percent(lost),
-            restore=figures.percent(loses / abs(metric)) if loses is not None and metric else None,
+            restore=None if loses is None else figures.percent(loses),
             evaluations=str(record.get("evaluations", "-")),
             seconds="-" if record.get("seconds") is None else figures.seconds(record["seconds"]),
             kept=bool(record.get("satisfied", True)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dsq_ckpt.core import figures
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, GroupReport, Manifest
 from dsq_ckpt.storage.paths import existing_path
@@ -17,6 +19,18 @@ class Total(NamedTuple):
     logical: int
     written: int
     kept: int
+
+
+def restore_loses(quality: Mapping[str, Any] | None) -> float | None:
+    """Return how much a restore changes the metric, as a share of it; None: it was not measured."""
+    metric, loses = (quality or {}).get("metric"), (quality or {}).get("restore_loses")
+    return loses / abs(metric) if loses is not None and metric else None
+
+
+def losses(quality: Mapping[str, Any] | None) -> list[str]:
+    """Return parts of a line on what was measured: what the base layer loses, which history keeps, and a restore."""
+    found = {"base": (quality or {}).get("degradation"), "restore": restore_loses(quality)}
+    return [f"{name} loses {figures.percent(lost)}" for name, lost in found.items() if lost is not None]
 
 
 def sizes_of(manifest: Manifest, overhead: int) -> Total:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQStorageWriter, LoadFailed, SaveResult
 from dsq_ckpt.convert.export import export_torch
+from dsq_ckpt.core.figures import percent
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import same
 from tests.helpers.training import Net, loss_of
@@ -203,13 +205,18 @@ def test_what_a_compressor_returns(tmp_path, background):
     result = saved.result() if background else saved
     assert result.quality == compressor.quality and result.degradation == result.quality["degradation"]
     assert result.scalars()["degradation"] == result.degradation
-    assert str(result).endswith(f", degradation {100 * result.degradation:.2f} %")
+    lost = result.quality["restore_loses"] / result.quality["metric"]
+    assert str(result).endswith(f", base loses {percent(result.degradation)}, restore loses {percent(lost)}")
     assert dsq_ckpt.Compressor(model).save(tmp_path / "b").degradation is None
 
 
 def test_a_line():
-    result = SaveResult(Path("run/step-000500"), "0", 2_516_582, 25_669_140, 3, 0.61, "kept", {"degradation": 0.0074})
-    assert str(result) == "step-000500: 2.4 MiB, 10.2x, delta 3, 0.6 s, degradation 0.74 %"
+    """It tells the price of the base layer from that of a restore, in the words of `dsq log`."""
+    result = SaveResult(Path("run/step-000500"), "0", 2_516_582, 25_669_140, 3, 0.61, "kept", {"degradation": 0.0474})
+    line = "step-000500: 2.4 MiB, 10.2x, delta 3, 0.6 s, base loses 4.7 %"
+    assert str(result) == line
+    measured = {"degradation": 0.0474, "metric": -2.0, "restore_loses": 0.0012}
+    assert str(dataclasses.replace(result, quality=measured)) == line + ", restore loses 0.06 %"
 
 
 @pytest.mark.parametrize("call", [
