@@ -16,11 +16,36 @@ from dsq_ckpt.errors import ConfigError
 Tree = dict[str, Any]
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that are there twice, of which the last one would count without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        # Before `<<` puts keys of other mappings in, which may be there too, and `<<` itself may be repeated.
+        _unique([(key.value, None) for key, _ in node.value
+                 if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")])
+        return node
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Tree:
+    """Return a mapping of keys and values.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    tree: Tree = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"the key '{key}' is there twice in one mapping; keep one of them")
+        tree[key] = value
+    return tree
+
+
 def read_tree(path: str | os.PathLike[str]) -> Tree:
     """Return the tree in a JSON or YAML file.
 
     Raises:
-        ConfigError: it cannot be read, does not parse, or holds no mapping.
+        ConfigError: it cannot be read, does not parse, holds no mapping, or has a key twice in one.
     """
     path = Path(os.path.expanduser(path))
     try:
@@ -30,7 +55,7 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file '{path}' is no text; name a JSON or YAML file") from error
     try:
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        tree = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
     if not isinstance(tree, dict):

@@ -71,6 +71,30 @@ def test_files(tmp_path, suffix, dump):
         DSQConfig.create(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize("name, text, twice", [
+    ("a.yaml", "delta: {max_chain: 3}\nsystem: dsq\ndelta: {max_chain: 8}\n", "delta"),
+    ("a.yaml", "delta:\n  max_chain: 3\n  'max_chain': 8\n", "max_chain"),
+    ("a.json", '{"delta": {"max_chain": 3, "max_chain": 8}}', "max_chain"),
+    ("a", "system: dsq\nsystem: dsq\n", "system"),
+])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, name, text, twice):
+    """The last one counted without a word; the error names the key and the file."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}' is not valid .*: the key '{twice}' is there twice in one mapping"):
+        DSQConfig.create(tmp_path / name)
+
+
+def test_a_key_may_be_given_besides_merged_ones(tmp_path):
+    """Also where the mapping that is merged is itself made so, and is merged again."""
+    (tmp_path / "a.yaml").write_text(
+        "quantize:\n  weights: &weights {method: quantize, refinement_bits: 3}\n"
+        "  momentum: &momentum {<<: *weights, refinement_bits: 5}\n"
+        "  exp_avg: {<<: *momentum, refinement_bits: 6}\n"
+    )
+    config = DSQConfig.create(tmp_path / "a.yaml").quantize
+    assert [one.refinement_bits for one in (config.weights, config.momentum, config.exp_avg)] == [3, 5, 6]
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_presets(path):
     assert DSQConfig.preset(path.stem) == DSQConfig.create(path)
