@@ -1,9 +1,10 @@
-"""A demo that is terminated leaves no ranks behind."""
+"""A demo tells first how long it takes, and leaves no ranks behind if it is terminated."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_ranks_end_with_a_demo_that_is_terminated(tmp_path: Path) -> None:
             demo.terminate()
             output, _ = demo.communicate(timeout=processes.PATIENCE)
             assert demo.returncode == 128 + signal.SIGTERM, output
+            assert re.match(r"the default of 2 steps takes \d to \d minutes on two cores\n", output), output
             os.set_blocking(pipe.fileno(), False)
             assert pipe.read(1) == b"", "a rank is left"
     finally:
