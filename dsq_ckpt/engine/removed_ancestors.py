@@ -31,7 +31,7 @@ def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
         if file.role in ("own", "ancestor"):
             bytes_of[file.name[:16]] += file.size
             one_of[file.name[:16]] = file.name
-    most = max(bytes_of.values())
+    most = max(bytes_of.values(), default=0)
     most += max(_LITTLE, min(most, logical_size(manifest) // 2))
     if is_remote(path) or bytes_of.total() <= most:
         return False
