@@ -17,6 +17,8 @@ import xxhash
 
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.quantization.nature import on_host
 
 _LARGEST = 1 << 16  # bytes of a text or tensor
@@ -48,6 +50,15 @@ def digests(state: Mapping[str, Any]) -> dict[str, int]:
         if known and name.rpartition(".")[2] != "params":  # of a group: each rank's own experts have names of their own
             found[name] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
     return found
+
+
+def warn_of_differing(ranks: Iterable[Mapping[str, int]]) -> None:
+    """Warn of the names whose digests differ between ranks."""
+    if names := differing(ranks):
+        warn(
+            f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, for "
+            "each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}'"
+        )
 
 
 def differing(ranks: Iterable[Mapping[str, int]]) -> list[str]:

@@ -29,7 +29,7 @@ from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.dcp.differing import PLAIN, differing, digests
+from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -55,7 +55,8 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         assert isinstance(self.mappings, Nesting)
-        if dist.is_available() and dist.is_initialized():  # a process alone differs from nobody
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not alone:
             self.mappings.digests = digests(self.state_dict)
         return super().create_local_plan()
 
@@ -85,11 +86,7 @@ class NestedSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
-        if names := differing(part.digests for part in parts):
-            warn(
-                f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, "
-                "for each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}'"
-            )
+        warn_of_differing(part.digests for part in parts)
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
 
 

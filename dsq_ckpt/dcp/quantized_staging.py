@@ -11,6 +11,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dsq_ckpt.dcp.differing import digests, warn_of_differing
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
@@ -47,7 +48,7 @@ def stage_codes(
     """
     planner, options = DefaultSavePlanner(), pipeline.options
 
-    def plan_untied() -> tuple[SavePlan, Layout, TiedItems]:
+    def plan_untied() -> tuple[SavePlan, Layout, TiedItems, dict[str, int]]:
         """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         whole = replace(planner.create_local_plan(), planner_data=None)
@@ -55,13 +56,15 @@ def stage_codes(
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
         others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
         of_model = layout_of_plan(whole.items, options, False).of_model()
-        return replace(whole, items=items, storage_data=others), of_model, found
+        tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
+        told = digests(tensors) if comm.size > 1 else {}  # planners are given codes
+        return replace(whole, items=items, storage_data=others), of_model, found, told
 
-    own_plan, of_model, tied_items = run_on_all_ranks(comm, plan_untied)
+    own_plan, of_model, tied_items, told = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    found = comm.gather((own_plan, of_model))
-    plans = dedup_save_plans([plan for plan, _ in found])  # as DCP would: each replica is coded once
+    found = comm.gather((own_plan, of_model, told))
+    plans = dedup_save_plans([plan for plan, *_ in found])  # as DCP would: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
     mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
@@ -69,10 +72,11 @@ def stage_codes(
     def agreed() -> SaveContext | None:
         if comm.rank:
             return None
+        warn_of_differing(own for *_, own in found)
         whole = [item for plan in plans for item in plan.items]
         unknown = replace(options, frozen=Frozen(), rounding={})  # each rank knows of its own
         layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
-        layouts += [of_model for _, of_model in found]
+        layouts += [of_model for _, of_model, _ in found]
         return pipeline.agree(len(plans), layouts, staged=True)
 
     context = gather_from_all_ranks(comm, agreed)[0]

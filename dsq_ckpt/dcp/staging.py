@@ -207,13 +207,15 @@ def staged_state_dict(
 
 
 def staged_payloads(
-    items: list[SaveItem], staged: StagedCodes, objects: Iterable[tuple[str, bytes]]
+    items: list[SaveItem], staged: StagedCodes, objects: Iterable[tuple[str, bytes]], save_id: str
 ) -> QuantizedState:
-    """Return the items as they were staged, with the objects of this rank.
+    """Return the items as they were staged for a save, with the objects of this rank.
 
     Raises:
-        SaveFailed: an item is not as it was staged.
+        SaveFailed: an item is not as it was staged, or was staged for another save.
     """
+    if staged.context.save_id != save_id:
+        raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
     chunks: list[QuantizedChunk] = []
     exact: list[SaveItem] = []
     tied: dict[ChunkKey, ChunkKey] = {}

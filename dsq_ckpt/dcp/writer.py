@@ -52,7 +52,7 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
-from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.errors import ConfigError, DSQError, SaveFailed
 from dsq_ckpt.quantization.frozen import Frozen, known, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
@@ -236,37 +236,37 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             raise SaveFailed(PLAN_CACHING)
         self._used = context.save_id
         comm = SingleProcess() if self.no_dist else communicator(self._saves_on, context.ranks)
-        with undone_together(comm, self.discard):  # DCP itself tells no writer that another rank failed
-            return self._write(context, plan, planner, comm)
-
-    def _write(
-        self, context: SaveContext, plan: SavePlan, planner: SavePlanner, comm: Communicator
-    ) -> Future[list[WriteResult]]:
         self._planner = type(planner).__name__
         self._written = pipeline = self._pipeline
+        staged, self._staged = self._staged, None
         with pipeline.workers() as workers:
-            state = self._quantized(context, plan, planner, comm, workers)
-            if not plan.items:  # no manifest would ever name this rank's file
-                storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
-                return finished([])
-            result = pipeline.write(context, self._rank, state, workers)
+            if not isinstance(staged, StagedCodes):
+                state = self._quantized(context, plan, planner, comm, workers)
+            with undone_together(comm, self.discard):  # DCP itself tells no writer that another rank failed
+                if isinstance(staged, StagedCodes):
+                    items = items_of_plan(plan.items, planner, self._options, context.layout)
+                    state = staged_payloads(items, staged, objects_of(plan.items, planner), context.save_id)
+                if not plan.items:  # no manifest would ever name this rank's file
+                    storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
+                    return finished([])
+                result = pipeline.write(context, self._rank, state, workers)
         return finished(write_results(plan.items, result))
 
     def _quantized(
         self, context: SaveContext, plan: SavePlan, planner: SavePlanner, comm: Communicator, workers: Workers
     ) -> QuantizedState:
-        """Return the items of this rank's plan, tensors quantized; collective unless they were staged so."""
-        staged, self._staged = self._staged, None
-        items = items_of_plan(plan.items, planner, self._options, context.layout)
-        objects = objects_of(plan.items, planner)
-        if isinstance(staged, StagedCodes):
-            if staged.context.save_id != context.save_id:
-                raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
-            return staged_payloads(items, staged, objects)
-        tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
-        stored, tied = tied_items.stored(items), tied_items.stored_as
-        local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
-        return self._pipeline.quantize(context, local, comm, workers)
+        """Return the items of this rank's plan, tensors quantized; collective."""
+        try:
+            items = items_of_plan(plan.items, planner, self._options, context.layout)
+            tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
+            stored, tied = tied_items.stored(items), tied_items.stored_as
+            objects = objects_of(plan.items, planner)
+            local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
+            return self._pipeline.quantize(context, local, comm, workers)
+        except BaseException as error:
+            if context.ranks == 1 or isinstance(error, DSQError):  # all ranks are told of these, and none writes
+                self.discard()
+            raise
 
     @step_of_dcp(SaveFailed)
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
