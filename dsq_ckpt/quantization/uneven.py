@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ _FEWEST = 6
 _SAMPLE = 16
 """Elements of each row that tell which to look at."""
 _MOST = 1 << 16
-"""About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
+"""About how many rows are sampled at once, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
 _MEMBERS = 16
 """Length of a first dimension up to which rows and columns of each member are looked at: it may stack models."""
@@ -52,8 +53,8 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for place, tensor in enumerate(tensors):
-        for side in _sides(tensor.shape):
-            sample = side.sample(tensor)
+        for part in chain.from_iterable(_sides(tensor.shape)):
+            sample = part.sample(tensor)
             alike.setdefault((sample.shape, sample.dtype, sample.device), []).append((place, sample))
     batches = []
     for (shape, *_), samples in alike.items():
@@ -95,8 +96,8 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
     sides = _sides(tensor.shape)
     if not sides:
         return False
-    limit = _limit(sides[0].sample(tensor)) if whole is None else whole / RATIO**2
-    return any(_has_small(tensor, side, limit) for side in sides)
+    limit = _limit(tensor, sides[0], whole)
+    return any(_has_small(tensor, part, limit) for part in chain.from_iterable(sides))
 
 
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
@@ -113,37 +114,38 @@ def are_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None 
     sides = _sides(tensor.shape)
     if not sides:
         return None
-    limit = _limit(sides[0].sample(tensor)) if whole is None else whole / RATIO**2
-    told = [
-        most >= usual / RATIO for side in sides
-        for most, usual in [_most_felt(tensor, squares, side, limit)] if 0 < usual < math.inf
-    ]
+    limit, told = _limit(tensor, sides[0], whole), list[bool]()
+    for side in sides:
+        found = [_most_felt(tensor, squares, part, limit) for part in side]
+        usual = sum(total for _, total, _ in found) / sum(rows for *_, rows in found)
+        if 0 < usual < math.inf:
+            told.append(max(most for most, *_ in found) >= usual / RATIO)
     return any(told) if told else None
 
 
-def _most_felt(tensor: torch.Tensor, squares: torch.Tensor, side: _Side, limit: float) -> tuple[float, float]:
-    """Return how much a change of one of the small rows is felt, of the one where this is most, and of a usual row.
+def _most_felt(tensor: torch.Tensor, squares: torch.Tensor, side: _Side, limit: float) -> tuple[float, float, int]:
+    """Return how much a change of the small row is felt where this is most, of all rows in sum, and their number.
 
-    The former is 0 without any.
+    The first is 0 without a small row.
     """
     spread = _Spread.of(side.sample(tensor))
     felt = spread.felt(side.sample(squares))
-    usual = float(felt.mean())
+    total, number = float(felt.sum()), len(felt)
     felt = felt.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), -1.0)
     rows = felt.topk(min(_LOOKED_AT, len(felt))).indices
     spread = _Spread.of(side.rows(tensor, rows))
     felt = spread.felt(side.rows(squares, rows))
     felt = felt.masked_fill((spread.variance >= limit) | (spread.number < _FEWEST), 0.0)
-    return float(felt.max()), usual
+    return float(felt.max()), total, number
 
 
 class _Side(NamedTuple):
-    """Rows of a tensor: its slices along some dimensions. None of them is copied as a whole but those asked for.
+    """Rows of a tensor: its slices along some dimensions, or a part of very many. Only those asked for are copied.
 
     Attributes:
         order: all dimensions, those along which the slices lie first.
         along: how many these are.
-        sampled: parts of the dimensions in that order: of all slices, or some of very many, some elements.
+        sampled: parts of the dimensions in that order: of all slices, some elements.
         looked_at: the same with all elements, or some of very many.
     """
 
@@ -164,33 +166,51 @@ class _Side(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _sides(shape: torch.Size) -> list[_Side]:
+def _sides(shape: torch.Size) -> list[list[_Side]]:
     """Return how rows and columns of tensors of a shape lie, and slices along others, where these have enough elements.
 
-    Rows are slices along the first dimension, columns along all others together.
+    Rows are slices along the first dimension, columns along all others together; very many are in several parts.
     """
     if len(shape) < 2 or not shape.numel():
         return []
     dims = [dim for dim in range(len(shape)) if shape[dim] > 1 or len(shape) == 2]  # along one of 1 lies the whole
     dims += [dim for dim in range(len(shape)) if dim not in dims][: max(0, 2 - len(dims))]
     first, *others = dims
-    along = [(first,), tuple(others)]
+    along, stacked = [(first,), tuple(others)], list[int]()
     if len(others) > 1:
         along += [(dim,) for dim in others]
         least = _SAMPLE if shape[first] <= _MEMBERS else _OF_MANY
-        pairs = [(first, dim) for dim in others]
-        along += [pair for pair in pairs if shape.numel() >= least * math.prod(shape[dim] for dim in pair)]
-    return [side for some in dict.fromkeys(along) if (side := _side(shape, some)) is not None]
+        if shape[first] <= _MEMBERS or len(dims) == 3:
+            stacked = [dim for dim in others if shape.numel() >= least * shape[first] * shape[dim]]
+    sides = [_side(shape, some) for some in dict.fromkeys(along)]
+    sides += [_of_members(shape, first, dim) for dim in stacked]
+    return list(filter(None, sides))
 
 
-def _side(shape: torch.Size, along: tuple[int, ...]) -> _Side | None:
-    """Return how slices along some dimensions lie; None where they have too few elements."""
+def _side(shape: torch.Size, along: tuple[int, ...]) -> list[_Side]:
+    """Return how slices along some dimensions lie; nothing where they have too few elements."""
     across = tuple(dim for dim in range(len(shape)) if dim not in along)
     lengths, sizes = [shape[dim] for dim in along], [shape[dim] for dim in across]
     if math.prod(sizes) < _FEWEST:
-        return None
+        return []
     sampled = (slice(None, step * count, step) for step, count in _parted(sizes, _SAMPLE))
-    return _Side((*along, *across), len(along), (*_some(lengths), *sampled), (*_some(lengths), *_some(sizes)))
+    return [_Side((*along, *across), len(along), (*_some(lengths), *sampled), (*_some(lengths), *_some(sizes)))]
+
+
+def _of_members(shape: torch.Size, first: int, dim: int) -> list[_Side]:
+    """Return the rows of members along a dimension, some members at a time if rows are very many: none is left out.
+
+    Of many members, elements that lie side by side are sampled, which takes a fraction of the time of others.
+    """
+    members, rows = shape[first], shape[dim]
+    across = tuple(one for one in range(len(shape)) if one not in (first, dim))
+    sizes = [shape[one] for one in across]
+    sampled = [slice(None, step * count, step) for step, count in _parted(sizes, _SAMPLE)]
+    if members > _MEMBERS and across[-1] == len(shape) - 1:
+        sampled = [*[slice(1)] * (len(across) - 1), slice(_SAMPLE)]
+    step = max(1, 2 * _MOST // rows)
+    parts = [(slice(start, start + step), *_some([rows])) for start in range(0, members, step)]
+    return [_Side((first, dim, *across), 2, (*part, *sampled), (*part, *_some(sizes))) for part in parts]
 
 
 def _some(sizes: Sequence[int]) -> list[slice]:
@@ -210,9 +230,12 @@ def _parted(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
     return found
 
 
-def _limit(sample: torch.Tensor) -> float:
-    """Return the mean square below which a row is small."""
-    return float(sample.float().square().mean()) / RATIO**2
+def _limit(tensor: torch.Tensor, side: Sequence[_Side], whole: float | None) -> float:
+    """Return the mean square below which a row is small; see `has_lost_rows`."""
+    if whole is None:
+        samples = [part.sample(tensor).float().square() for part in side]
+        whole = sum(float(one.sum()) for one in samples) / sum(one.numel() for one in samples)
+    return whole / RATIO**2
 
 
 def _has_small(tensor: torch.Tensor, side: _Side, limit: float) -> bool:

@@ -52,6 +52,22 @@ def test_a_slice_of_one_stacked_member_is_found_and_needed(members: int, dim: in
     assert are_needed(stacked, squares) is True and are_needed(stacked, torch.ones_like(squares)) is False
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((128, 1100, 64), 1), ((16, 64, 9000), 2), ((256, 64, 700), 2)])
+def test_none_of_very_many_rows_of_members_is_left_out(shape: tuple[int, ...], dim: int) -> None:
+    """However many members they are looked at with at a time, and wherever they lie."""
+    stacked = normal(*shape)
+    assert not has_lost_rows(stacked)
+    for member, row in ((2, 3), (shape[0] - 1, shape[dim] - 1), (shape[0] // 2 + 1, 5)):
+        small = stacked[member].select(dim - 1, row)
+        kept = small.clone()
+        small.mul_(0.5 / RATIO)
+        squares = torch.ones(shape)
+        squares[member].select(dim - 1, row).fill_((2.0 * RATIO) ** 2)
+        assert may_have_lost_rows([stacked], [None]) == [True] and has_lost_rows(stacked)
+        assert are_needed(stacked, squares) is True and are_needed(stacked, torch.ones_like(squares)) is False
+        small.copy_(kept)
+
+
 def test_no_look_copies_a_tensor_that_is_not_contiguous() -> None:
     """As kernels in the layout channels_last: as much memory again for each."""
     kernel = normal(256, 128, 3, 3).to(memory_format=torch.channels_last)
