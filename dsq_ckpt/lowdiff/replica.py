@@ -74,7 +74,7 @@ class Replica(Recorder):
     ) -> None:
         if not isinstance(persist_every, int) or persist_every < 1:
             raise ConfigError(f"persist_every is {persist_every!r}; expected a positive number of steps")
-        if queue < 2:
+        if isinstance(queue, int) and queue < 2:  # another type is refused with those of all logs
             raise ConfigError(f"queue is {queue}; a replica needs at least 2, since it may be a step behind")
         self._hook, self._linger = hook, linger
         self._persist_every = self._pace = persist_every
