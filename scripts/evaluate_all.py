@@ -143,6 +143,13 @@ online-variants         evaluate.py online moe --systems dsq --per-failure 2 --s
 online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 3
 online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 4
 online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 5
+online-variants         evaluate.py online llama --systems dsq --per-failure 2 --seed 0
+                          --config '{"quantize":{"weights":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"method":"exact"}}}'
+online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 3
+online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 4
+online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 5
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
