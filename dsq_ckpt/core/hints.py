@@ -198,25 +198,36 @@ def name_hint(name: str, names: Iterable[str]) -> str:
     return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
 
 
+_SHOWN = 3
+"""Places that are named, of those where all of some names are."""
+
+
 def place_hint(missing: Sequence[str], names: Collection[str]) -> str:
     """Return a hint of where all of these names are: below others, or without the keys that lead to them.
 
     Returns:
         The end of a message, which begins with a semicolon; empty where they are not together elsewhere.
     """
-    for name in sorted(names, key=len):
-        if name.endswith(f".{missing[0]}"):
-            above = name.removesuffix(f".{missing[0]}")
-            if all(f"{above}.{other}" in names for other in missing):
-                nested = "state_dict" if "." in above else "module"  # modules are taken at the top level alone
-                for key in reversed(above.split(".")):
-                    nested = f"{{'{key}': {nested}}}"
-                return f"; below '{above}' it has all of them: pass {nested}"
-        elif missing[0].endswith(f".{name}"):
+    below = [name.removesuffix(f".{missing[0]}") for name in names if name.endswith(f".{missing[0]}")]
+    below = [above for above in below if all(f"{above}.{other}" in names for other in missing)]
+    if below:
+        below.sort(key=lambda above: (above.split(".")[-1] not in ("model", "module"), len(above), above))
+        quoted = " and below ".join(f"'{above}'" for above in below[:_SHOWN])
+        return f"; below {quoted} it has all of them: pass {' or '.join(map(_nested, below[:_SHOWN]))}"
+    for name in names:
+        if missing[0].endswith(f".{name}"):
             above = missing[0].removesuffix(name)
             if all(other.startswith(above) and other.removeprefix(above) in names for other in missing):
                 return f"; without '{above[:-1]}' it has all of them: pass what is below '{above[:-1]}'"
     return ""
+
+
+def _nested(above: str) -> str:
+    """Return the dict to pass for what is below some keys."""
+    nested = "state_dict" if "." in above else "module"  # modules are taken at the top level alone
+    for key in reversed(above.split(".")):
+        nested = f"{{'{key}': {nested}}}"
+    return nested
 
 
 def group_hint(name: str, layers: Sequence[str]) -> str | None:

@@ -57,7 +57,8 @@ def warn_of_differing(ranks: Iterable[Mapping[str, int]]) -> None:
     if names := differing(ranks):
         warn(
             f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, for "
-            "each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}'"
+            "each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}' (not "
+            "buffers that DDP makes equal again)"
         )
 
 

@@ -5,55 +5,53 @@ it is rounded to is another value. Late in a run, when steps are short, a restor
 ones than many steps do, so all of them are stored exactly. Told of are
 
 * layers with a quantizer of their weights, as of torch.ao, torchao and Brevitas, or with any fake quantization;
-* parameters below parametrizations of torch that leave few of their values distinct;
-* layers known by the name of their class, or of a class that it comes from: what a forward pass of its own does to the
-  weights cannot be seen. A layer that is taken for one by its name costs bytes alone.
+* layers and parametrizations known by the name of their class, or of a class that it comes from.
+
+Nothing of a model is called: it may count calls, draw numbers or change its state, none of which a save may do. A layer
+that is taken for one by its name costs bytes alone.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from dsq_ckpt.quantization.groups import unwrapped
 
-_METHOD = "(?:Fake)?Quant(?:i[sz]ed?)?|QAT|LSQ|Lsq|XNOR|Xnor|DoReFa|Binar(?:y|i[sz]ed?)|Tern(?:ary|ari[sz]ed?)"
-_LAYER = "Linear|Dense|Conv|Embed"
-_NAME = re.compile(
-    rf"(?:{_METHOD}|Bin|Sign|Bit(?:[Nn]et)?|Q)[\d_]*(?:{_LAYER})"
-    rf"|(?:{_LAYER})(?:Transpose|ding)?(?:\dd)?_?(?:{_METHOD}|Q$)"
+_METHOD = (
+    "(?:Fake)?Quant(?!il|it)(?:i[sz]e[dr]?)?|QAT|LSQ|Lsq|XNOR|Xnor|DoReFa|Binar(?:y|i[sz]e[dr]?)"
+    "|Tern(?:ary|ari[sz]e[dr]?)"
+)
+_LAYER = re.compile(
+    rf"(?:(?:{_METHOD}|Bit(?:[Nn]et)?)[\d_]*(?:Linear|Dense|Conv|Embedding)|(?:Bin|Sign|^Q)[\d_]*(?:Linear|Conv))"
+    r"(?:Transpose)?(?:\d+[a-z]?)?(?:_\w*)?$"
+    rf"|(?:Linear|Dense|Conv|Embedding)(?:Transpose)?(?:\dd)?(?:_?(?:{_METHOD})|_Q)$"
 )
 """Names such as BitLinear, TernaryLinear, BinaryConv2d, QuantConv2d, FakeQuantizedEmbedding and LinearLSQ.
 
-Not Linear4bit or Linear8bitLt, whose weights are whole numbers.
+Not Linear4bit or Linear8bitLt, whose weights are whole numbers, and no networks, such as a BinaryConvClassifier.
 """
-_SEEN = 1 << 16  # elements of a parametrized weight that tell
-_FEWER = 2.2  # times: a symmetric matrix has two elements of each value, and four bits some three in a group of 32
+_FUNCTION = re.compile(rf"{_METHOD}|(?:Sign|Round|STE)(?![a-z])")
+"""Names of parametrizations, such as Ternary, WeightQuantizer, RoundSTE and Sign."""
+_QUANTIZER = re.compile("weight.*quant(?!il|it)|quant(?!il|it).*weight")
 
 
 def rounding(model: nn.Module | None) -> dict[str, bool]:
-    """Return whether a module of a model rounds a parameter as it uses it, by all names; nothing where none is rounded.
-
-    Parametrizations that are not torch's own are evaluated once, on copies of all but the weights.
-    """
+    """Return whether a module of a model rounds a parameter as it uses it, by all names; nothing if none is rounded."""
     if model is None:
         return {}
-    found, parameters = set[int](), _Parameters(model)
+    found = set[int]()
     for module in model.modules():
         if _quantizes_weights(module):
             found.update(map(id, _weights(module)))
-        elif isinstance(module, parametrize.ParametrizationList):
-            if _merges_values(module, parameters):
-                found.update(map(id, module.parameters(recurse=False)))
-        elif any(_is_fake(one) for name, one in module.named_children() if not name.startswith("activation")):
+        elif (
+            isinstance(module, parametrize.ParametrizationList) and any(_is_of(one, _FUNCTION) for one in module)
+        ) or any(_is_fake(one) for name, one in module.named_children() if not name.startswith("activation")):
             found.update(map(id, module.parameters(recurse=False)))
     if not found:
         return {}
@@ -63,19 +61,24 @@ def rounding(model: nn.Module | None) -> dict[str, bool]:
 
 def _quantizes_weights(module: nn.Module) -> bool:
     """Return whether a layer is known by its name, or by an attribute, to quantize its weights."""
-    if any(_is_telling(one.__name__) for one in _classes(module)):
+    if _is_of(module, _LAYER):
         return True
     attributes = itertools.chain(module.named_children(), vars(module).items())
-    return any("weight" in name and "quant" in name and not _is_nothing(one) for name, one in attributes)
+    return any(_QUANTIZER.search(name) is not None and _may_quantize(one) for name, one in attributes)
+
+
+def _may_quantize(attribute: object) -> bool:
+    return attribute is True or (callable(attribute) and not isinstance(attribute, nn.Identity))
+
+
+def _is_of(module: nn.Module, names: re.Pattern[str]) -> bool:
+    """Return whether a module is of a class with such a name, or of one that comes from such a class."""
+    return any(_has(names, one.__name__) for one in _classes(module))
 
 
 @functools.lru_cache(1 << 10)
-def _is_telling(name: str) -> bool:
-    return _NAME.search(name) is not None
-
-
-def _is_nothing(attribute: object) -> bool:
-    return attribute is None or attribute is False or isinstance(attribute, nn.Identity)
+def _has(names: re.Pattern[str], name: str) -> bool:
+    return names.search(name) is not None
 
 
 def _classes(module: nn.Module) -> Iterable[type]:
@@ -95,66 +98,3 @@ def _weights(module: nn.Module) -> Iterator[nn.Parameter]:
         layers += module.parametrizations.values()
     for layer in layers:
         yield from layer.parameters(recurse=False)
-
-
-class _Parameters:
-    """The parameters of a model, for copies of its modules that shall hold them themselves."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._found: dict[int, torch.Tensor] | None = None
-
-    def memo(self, module: nn.Module) -> dict[int, Any]:
-        """Return a memo for `copy.deepcopy` of a module, whose parameters are finer ones in it (see `_finer`).
-
-        Of what is sharded it has this rank's part, for which no other rank is needed.
-        """
-        if self._found is None:
-            self._found = {
-                id(one): getattr(one, "_local_tensor", one).detach() for one in self._model.parameters()
-                if not nn.parameter.is_lazy(one)
-            }
-        return self._found | {id(one): _finer(self._found[id(one)]) for one in module.parameters()}
-
-
-def _merges_values(module: parametrize.ParametrizationList, parameters: _Parameters) -> bool:
-    """Return whether parametrizations give many elements of a parameter one value; no if they cannot be evaluated.
-
-    They may count calls, as observers and power iterations do, or draw numbers: training is to see none of that.
-    """
-    if any(map(_is_fake, module.modules())):
-        return True
-    if all(type(one).__module__.startswith("torch.nn.utils.") for one in module):
-        return False
-    devices = {one.get_device() for one in module.parameters() if one.is_cuda}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            trial = copy.deepcopy(module, parameters.memo(module))
-            values = _beginning(trial())
-            values = values[values != 0]  # which pruning leaves many of
-            few = _distinct(values)
-            if not 0 < few * _FEWER <= values.numel():
-                return False
-            own = [_distinct(_beginning(one)) for one in trial._parameters.values() if one is not None]
-            return few * _FEWER <= max(own, default=0)
-    except Exception:  # of the user's functions, or of a tensor that is not there
-        return False
-
-
-def _finer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of half precision in float32, with digits behind its last: its type merges values too."""
-    if tensor.dtype not in (torch.bfloat16, torch.float16):
-        return tensor
-    values = tensor.float()
-    return values * (1 + torch.rand_like(values) * torch.finfo(tensor.dtype).eps / 2)
-
-
-def _beginning(tensor: torch.Tensor) -> torch.Tensor:
-    """Return about the first elements of a tensor, row by row."""
-    if tensor.numel() <= _SEEN:
-        return tensor.flatten()
-    return tensor[: -(-len(tensor) * _SEEN // tensor.numel())].flatten()[:_SEEN]
-
-
-def _distinct(values: torch.Tensor) -> int:
-    return len(values.unique())

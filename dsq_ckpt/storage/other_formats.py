@@ -19,6 +19,8 @@ def other_format(path: Path) -> str | None:
     """
     with suppress(OSError):  # it is no file, or nothing
         storage_of(path).size(path)
+        if path.name == "manifest.json" or path.suffix == ".dsq":
+            return f"is a file of a checkpoint; name its directory, '{path.parent}'"
         return (
             "is a file, and a dsq_ckpt checkpoint is a directory; torch.load reads files of torch.save, "
             "safetensors.torch.load_file those of safetensors, and `dsq compress` compresses both"

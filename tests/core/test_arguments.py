@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt import ConfigError, DSQStorageWriter, LoadFailed, SaveResult
+from dsq_ckpt import CheckpointNotFound, ConfigError, DSQStorageWriter, LoadFailed, SaveResult
 from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.core.figures import percent
 from dsq_ckpt.storage.manifest import Manifest
@@ -173,6 +173,17 @@ def test_a_bare_module_is_told_the_keys_that_its_state_lies_below(tmp_path):
             dsq_ckpt.load(module, tmp_path / name)
         dsq_ckpt.load(passed, tmp_path / name)
         assert same(module[0].weight, model[0].weight)
+
+
+def test_all_places_of_a_bare_module_are_named_the_model_first(tmp_path):
+    """Whoever passed the average alone would train on from that."""
+    model = torch.nn.Linear(80, 80)
+    dsq_ckpt.save({"ema": model.state_dict(), "model": model.state_dict()}, tmp_path / "a")
+    says = "below 'model' and below 'ema' it has all of them: pass {'model': module} or {'ema': module}"
+    with pytest.raises(LoadFailed, match=re.escape(says) + "$"):
+        dsq_ckpt.load(model, tmp_path / "a")
+    with pytest.raises(CheckpointNotFound, match="is a file of a checkpoint; name its directory"):
+        dsq_ckpt.load(model, tmp_path / "a" / "manifest.json")
 
 
 def test_what_a_save_returns(tmp_path, caplog):

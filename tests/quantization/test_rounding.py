@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,30 +17,22 @@ from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.rounding import rounding
 from tests.helpers.states import loaded
 
-Function = Callable[[torch.Tensor], torch.Tensor]
-
 
 def ternary(weight: torch.Tensor) -> torch.Tensor:
     scale = weight.abs().mean()
     return weight + ((weight / scale).round().clamp(-1, 1) * scale - weight).detach()
 
 
-def rounded(weight: torch.Tensor, bits: int, group: int | None = None) -> torch.Tensor:
-    """Round with a scale for each group of a row, or for all."""
-    grouped = weight.reshape(1, -1) if group is None else weight.reshape(-1, group)
-    scale = grouped.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    return ((grouped / scale).round() * scale).view_as(weight)
+class Ternary(nn.Module):
+    """A parametrization, as those of users are."""
 
-
-class Parametrization(nn.Module):
-    """A function, as a parametrization."""
-
-    def __init__(self, function: Function) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.function = function
+        self.calls = 0
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.function(weight)
+        self.calls += 1
+        return ternary(weight)
 
 
 class TernaryLinear(nn.Linear):
@@ -67,9 +58,9 @@ def told(model: nn.Module) -> set[str]:
     return {name for name, one in rounding(model).items() if one}
 
 
-def with_function(function: Function, layer: nn.Module | None = None) -> nn.Module:
+def parametrized(function: nn.Module, layer: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return parametrize.register_parametrization(layer or nn.Linear(96, 96), "weight", Parametrization(function))
+    return parametrize.register_parametrization(layer or nn.Linear(96, 96), "weight", function)
 
 
 def named(name: str) -> nn.Module:
@@ -89,6 +80,8 @@ def test_layers_are_known_by_the_name_of_their_class(name: str) -> None:
 @pytest.mark.parametrize("name", [
     "Linear", "Bilinear", "Linear4bit", "Linear8bitLt", "Float8Linear", "Conv1D", "SeqLinear", "UnitLinear",
     "LinearQKV", "NonDynamicallyQuantizableLinear", "BinnedEmbedding", "SignalConv", "EmbedSigns", "QueryEmbedding",
+    "BinaryConvClassifier", "QDenseNet", "VQEmbedding", "LinearQ", "BinEmbedding", "QuantileLinear", "QuantityConv",
+    "TernaryConvBlock",
 ])
 def test_other_names_tell_nothing(name: str) -> None:
     assert rounding(named(name)) == {}
@@ -127,51 +120,37 @@ def test_layers_with_quantizers_of_their_weights() -> None:
     assert told(layer) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("function", [
-    torch.sign, ternary, lambda weight: rounded(weight, 8), lambda weight: rounded(weight, 4, 96),
-    lambda weight: rounded(weight, 4, 32), FakeQuantize(),
-])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parametrizations_that_leave_few_values(function: Function, dtype: torch.dtype) -> None:
-    assert told(with_function(function).to(dtype)) == {"parametrizations.weight.original"}
+@pytest.mark.parametrize("name", ["Ternary", "WeightQuantizer", "Int4FakeQuant", "RoundSTE", "Sign", "Binarize"])
+def test_parametrizations_are_known_by_the_name_of_their_class(name: str) -> None:
+    function: nn.Module = type(name, (nn.Tanh,), {})()
+    assert told(parametrized(function)) == {"parametrizations.weight.original"}
+    assert told(parametrized(FakeQuantize())) == {"parametrizations.weight.original"}
 
 
-@pytest.mark.parametrize("function", [
-    torch.tanh, torch.exp, lambda weight: weight.triu() + weight.triu(1).T, lambda weight: weight * (weight > 0.09),
-    lambda weight: weight * 2, lambda weight: (weight * 0)[:0], lambda weight: weight @ torch.eye(3),
-])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parametrizations_that_leave_many_values_or_fail(function: Function, dtype: torch.dtype) -> None:
-    model = with_function(torch.tanh).to(dtype)
-    model.parametrizations["weight"][0].function = function
-    assert rounding(model) == {}
+@pytest.mark.parametrize("name", ["Symmetric", "Signal", "Rounded", "Orthogonal", "Quantiles", "Stereo", "Clip"])
+def test_other_parametrizations_tell_nothing(name: str) -> None:
+    function: nn.Module = type(name, (nn.Tanh,), {})()
+    assert rounding(parametrized(function)) == {}
 
 
-def test_a_look_at_parametrizations_leaves_no_trace() -> None:
-    """They may draw numbers and keep averages, which a save must not change."""
-    class Averaging(nn.Module):
-        """A parametrization with state."""
+def test_other_attributes_tell_nothing() -> None:
+    layer = nn.Linear(8, 8)
+    layer.quantile_weights, layer.quantity_weight, layer.weight_quant_bits = (0.1, 0.9), 0.3, 4
+    assert rounding(nn.Sequential(layer)) == {}
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(()))
-            self.calls = 0
 
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            self.scale.mul_(0.9)
-            return (weight * 8 + torch.rand_like(weight)).round() * self.scale
-
-    model = nn.Linear(96, 96)
-    parametrize.register_parametrization(model, "weight", Averaging())
+def test_nothing_of_the_model_is_called(tmp_path: Path) -> None:
+    """A parametrization may draw numbers, or change its parameters: a save leaves all as it is."""
+    model = parametrized(Ternary())
     inner = model.parametrizations["weight"][0]
-    calls, scale, generator = inner.calls, inner.scale.clone(), torch.get_rng_state()
-    assert told(model) == {"parametrizations.weight.original"}
-    assert inner.calls == calls and inner.scale == scale and torch.equal(torch.get_rng_state(), generator)
+    before, calls = {name: value.clone() for name, value in model.state_dict().items()}, inner.calls
+    with pytest.warns(UserWarning, match="the model rounds"):
+        dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "0", model=model)
+    assert inner.calls == calls and all(torch.equal(before[name], one) for name, one in model.state_dict().items())
 
 
 def test_one_rank_that_knows_is_enough() -> None:
-    """A rank may hold none of a parameter's rows, or cannot evaluate its part."""
+    """A rank may hold none of a parameter's rows."""
     tensors = {"a.weight": "weights/linear", "b.weight": "weights/linear"}
     groups = {"weights/linear": dsq_ckpt.DSQConfig().quantize.weights}
     agreed = Layout.union([Layout(tensors, groups), Layout(tensors, groups, rounding=frozenset({"a.weight"}))])
@@ -181,7 +160,8 @@ def test_one_rank_that_knows_is_enough() -> None:
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(TernaryLinear(64, 96), nn.Tanh(), with_function(ternary, nn.Linear(96, 96)), nn.Linear(96, 64))
+    inner = parametrized(Ternary(), nn.Linear(96, 96))
+    return nn.Sequential(TernaryLinear(64, 96), nn.Tanh(), inner, nn.Linear(96, 64))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
