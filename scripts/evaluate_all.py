@@ -108,7 +108,7 @@ peers-llama-seed0       evaluate.py peers llama --epsilon 0.05 --epsilon 0.01 --
 exact-differences       evaluate.py exact finetune llama-bf16 gpt-short
 peers-finetune-seed0    evaluate.py peers finetune --peers bitsnap,zstd,zipnn,exact
 online-gpt-seed0        evaluate.py online gpt --systems dsq,inshrinkerator,uniform
-online-gpt-seed0        evaluate.py online gpt --systems adaptive,kmeans,lc --epsilons 0.01
+online-gpt-seed0        evaluate.py online gpt --systems adaptive,kmeans,lc,topn,scar --epsilons 0.01
 online-resnet-seed0     evaluate.py online resnet --systems dsq,inshrinkerator,uniform,adaptive,kmeans,lc
 online-resnet-seed1     evaluate.py online resnet --seed 1 --systems dsq
 online-resnet-seed2     evaluate.py online resnet --seed 2 --systems dsq
