@@ -160,7 +160,7 @@ def test_a_key_that_is_not_there(tmp_path):
 
 
 def test_a_bare_module_is_told_the_keys_that_its_state_lies_below(tmp_path):
-    """What the error says to pass is taken as it stands."""
+    """A load takes the value that the error says to pass as it stands."""
     model, module = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
     state_dict = module.state_dict()
     for name, state, says, passed in (
@@ -222,7 +222,7 @@ def test_what_a_compressor_returns(tmp_path, background):
 
 
 def test_a_line():
-    """It tells the price of the base layer from that of a restore, in the words of `dsq log`."""
+    """The line tells the price of the base layer from that of a restore, in the words of `dsq log`."""
     result = SaveResult(Path("run/step-000500"), "0", 2_516_582, 25_669_140, 3, 0.61, "kept", {"degradation": 0.0474})
     line = "step-000500: 2.4 MiB, 10.2x, delta 3, 0.6 s, base loses 4.7 %"
     assert str(result) == line

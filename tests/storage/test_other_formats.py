@@ -57,7 +57,7 @@ def test_commands_say_the_same(others):
 
 @pytest.mark.parametrize("name", ["cut", "zero", "tag"])
 def test_compress_says_what_it_does_not_read(others, name):
-    """It lists no files of an optimizer as sources, and names the file of a tag that it does read."""
+    """The error lists no files of an optimizer as sources, and names the file of a tag that can be read."""
     with pytest.raises(CheckpointNotFound, match=OTHERS[name]):
         dsq_ckpt.compress(others / name, others / "out")
     if name == "tag":

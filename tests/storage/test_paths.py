@@ -27,7 +27,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_path_made_of_a_url_is_refused_by_name(tmp_path, monkeypatch, name):
-    """It has one slash, and would be found nowhere but below the working directory of one host."""
+    """A path with one slash would be found nowhere but below the working directory of one host."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="path 's3:/bucket/run/1': expected a"):
         REFUSED[name](Path("s3://bucket/run/1"))

@@ -67,7 +67,7 @@ class Saves:
         fails_everywhere(told, says)
 
     def nothing_left(self, how: str) -> None:
-        """Of a save to a new directory."""
+        """Fail saves to a new directory, and look for what they left."""
         for (target, name, what, says), culprit in product(FAULTS, range(self.size)):
             path = self.root / f"{how}-{culprit}-{name}" / "step-1"
             with broken(self.rank == culprit, target, name, what):
