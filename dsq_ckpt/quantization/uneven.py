@@ -169,7 +169,8 @@ class _Side(NamedTuple):
 def _sides(shape: torch.Size) -> list[list[_Side]]:
     """Return how rows and columns of tensors of a shape lie, and slices along others, where these have enough elements.
 
-    Rows are slices along the first dimension, columns along all others together; very many are in several parts.
+    Rows are slices along the first dimension, columns along all others together. Very many rows of members are in
+    several parts; of other sides of very many some are looked at.
     """
     if len(shape) < 2 or not shape.numel():
         return []

@@ -190,7 +190,7 @@ def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
     """A trainer removes the others, whose files stay while the chain needs them, but no longer than it pays."""
     state = large_state()
     plain = sum(value.nbytes for value in tensors(state).values())
-    for number in range(8):
+    for number in range(12):
         dsq_ckpt.save(state, tmp_path / str(number), config=preset)
         if number:
             shutil.rmtree(tmp_path / str(number - 1))
