@@ -33,6 +33,7 @@ from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
 from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
+from dsq_ckpt.quantization.restored import waves_in_parts
 from dsq_ckpt.quantization.step_lengths import step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
@@ -67,6 +68,10 @@ def _quantize(rows: int) -> None:
 
 def _refine(log: bool) -> None:
     kernels.refine(_X, _CODES, 0.5, _CELLS, _CELLS, 4, log, np.empty(64, np.uint8))
+
+
+def _restored() -> None:
+    waves_in_parts(_X, _CODES, 1.0, _CELLS, _CELLS, 4, np.ones((2, 4)))
 
 
 def _measure() -> None:
@@ -154,7 +159,7 @@ _TASKS: dict[Group, list[Callable[[], object]]] = {
         lambda: _sketch(64), lambda: _sketch(1 << 18), _joint_sketch, _kmeans, _table, _encode, lambda: _quantize(1),
         lambda: _quantize(5), lambda: _refine(False), lambda: _refine(True), lambda: kernels.pack(_CODES, 2),
         _measure, lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
-        lambda: count_pairs(_CODES, _CODES),
+        lambda: count_pairs(_CODES, _CODES), _restored,
     ],
     "load": [
         _decode, lambda: _unpack(True), _dequantize, _dequantize_refined, _unmeasure,

@@ -70,9 +70,13 @@ class Watch:
     """Looks at tensors, one at each save, which tell whether training leaves them as they are.
 
     That a tensor is as it was tells nothing where training has not gone on since: a trainer may save twice at a step.
+
+    Attributes:
+        spread: whether lossy weights no longer lie where a restore has put them; see `quantization/restored.py`.
     """
 
     def __init__(self) -> None:
+        self.spread = False
         self._trained: Hashable = None
         self._seen: dict[Hashable, _Seen] = {}
 

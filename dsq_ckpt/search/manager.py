@@ -29,7 +29,9 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.codebook.base import MOST_BITS
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.restored import not_spread
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
@@ -45,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
-_MOST_BITS = 8
 _UNCHECKED = 0.75  # of its bound that steps by class may use without `check`: one choice of many flatters itself
 _LATER = "Of later ones only `satisfied` in `quality` tells"
 
@@ -198,7 +199,7 @@ class ConfigManager:
             return self._unbounded(save, record, why)
         bits = self._refined(save, candidate, record)
         if bits is None:
-            return self._exact(save, record, f"no refinement of {_MOST_BITS} bits keeps to search.max_run_loss")
+            return self._exact(save, record, f"no refinement of {MOST_BITS} bits keeps to search.max_run_loss")
         # What follows is of weights that are stored so; before this, no configuration is chosen yet.
         point, lost = point or last, found["evaluate"]
         record |= {
@@ -346,12 +347,14 @@ class ConfigManager:
         bits = max(self._known.refinement_bits or 0, configured)
         if self._known.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
+        if not_spread(save.model.chunks, save.refined(candidate, bits).fitted, save.comm):
+            bits = MOST_BITS
         while True:
             metric = measure(save, fold, [save.refined(candidate, bits)], bits)[0]
             # Also where the metric improves: rounding averages out the noise of late steps, and with it what they
             # learned; such a restore looks good and the run ends worse.
             lost = abs(metric - exact) if math.isfinite(metric) else math.inf
-            if lost <= allowed or bits == _MOST_BITS:
+            if lost <= allowed or bits == MOST_BITS:
                 break
             bits += 1
         if search.max_run_loss is not None and lost > self._budget.share(search) * abs(exact):
@@ -383,7 +386,7 @@ class ConfigManager:
         point = save.most_conservative
         save.always_nearest(point)
         candidate = save.candidate(point, 0)
-        bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
+        bits = MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
         refined, fold = save.refined(candidate, bits), self.folds[-1]
         if bits and not failed:
             lost = degradation(measure(save, fold, [refined], bits)[0], save.metrics[fold.name], save.config.search)

@@ -98,6 +98,11 @@ class TrialModel:
         self._held: dict[int, tuple[object, int]] = {}
         """Contents of the targets, by their place: a fit and its refinement bits, or a trial without one."""
 
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunks of the model, with the values that it had when this was entered."""
+        return self._chunks
+
     def __enter__(self) -> TrialModel:
         self._shard()
         parameters = {_storage(one) for one in self._model.parameters()} - {0}  # these are put back themselves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from dsq_ckpt.core.arrays import F64, I64
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import KeyWindow
+
+MOST_BITS = 8
+"""Of a symbol of the refinement layer."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,12 @@ class Codebook:
         """The code of protected elements."""
         return len(self.levels)
 
+    def divided(self, bits: int) -> Codebook:
+        """Return the same levels with linear cells that a refinement layer of other bits divides."""
+        low, high = self.cell_low.copy(), self.cell_high.copy()
+        centre_zero(low, high, 2.0**bits)
+        return replace(self, cell_low=low, cell_high=high)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers; float64 values survive JSON exactly."""
         return {
@@ -118,3 +127,18 @@ def float_array(tree: Any) -> F64:
     if found.dtype.kind not in "iuf":
         raise TypeError(f"{str(tree)[:80]} are no numbers")
     return found.astype(np.float64)
+
+
+def centre_zero(low: F64, high: F64, parts: float) -> None:
+    """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
+
+    Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
+    0, over a second moment that is 0, would be an update hundreds of times the learning rate.
+    """
+    width = high - low
+    around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
+    below, above = -low[around], high[around]
+    place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
+    mantissa, exponent = np.frexp(np.maximum(below / place, above / (parts - place)))
+    part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
+    low[around], high[around] = -place * part, (parts - place) * part

@@ -15,7 +15,7 @@ from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
-from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit
+from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit, centre_zero
 from dsq_ckpt.quantization.codebook.table import Occupied, code_counts, entropy_bits, rate_distortion_table
 
 _OCTAVE = 64  # keys per power of two
@@ -81,6 +81,10 @@ class Fitted:
             part = part * np.log(2) * book.levels
         held = self.counts.sum(0)[: len(part)]
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
+
+    def refined(self, bits: int) -> Fitted:
+        """Return the same codes with another number of refinement bits; of linear cells."""
+        return replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
 
     def recounted(self, counts: Counts, error: float) -> Fitted:
         """Return the same codebook for codes that were chosen otherwise than by the table alone.
@@ -224,7 +228,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         raise ConfigError(f"codebook '{config.fit}' widens cells {widened} times, expected a factor from 1 on")
     low, high = _widened(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
-        _centre_zero(low, high, 2.0**refinement_bits)
+        centre_zero(low, high, 2.0**refinement_bits)
     wanted = _next_window(held, window, real_levels, log, most if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
     return Fitted(
@@ -281,7 +285,7 @@ def _refined_error(
         if not bits:
             return base / energy
         below, above = _widened(low, high, widened)
-        _centre_zero(below, above, 2.0**bits)
+        centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
         place = np.clip(np.floor((found - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
         return float((weight * (found - below[codes] - place * part) ** 2).sum()) / energy
@@ -340,21 +344,6 @@ def _widened(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
     """Return new bounds of cells `factor` times as wide, around the same centres."""
     more = (factor - 1) / 2 * (high - low)
     return low - more, high + more
-
-
-def _centre_zero(low: F64, high: F64, parts: float) -> None:
-    """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
-
-    Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
-    0, over a second moment that is 0, would be an update hundreds of times the learning rate.
-    """
-    width = high - low
-    around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
-    below, above = -low[around], high[around]
-    place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
-    mantissa, exponent = np.frexp(np.maximum(below / place, above / (parts - place)))
-    part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
-    low[around], high[around] = -place * part, (parts - place) * part
 
 
 def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:

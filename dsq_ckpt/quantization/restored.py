@@ -1,0 +1,159 @@
+"""Weights that still lie where a restore has put them.
+
+A restore leaves values in the middles of the parts that the refinement layer divides cells into. While training has
+moved them by less than a part, parts as wide take that movement back at the next restore, or move all values of a part
+alike, so that each restore adds to what those before it have changed. Where values are spread over the parts, by
+training or because none was restored, as many are rounded up as down, which adds up to nothing. So groups with weights
+that are not spread have the narrowest parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, Array, Codes
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.quantization.chunk import Chunk, scale_of
+from dsq_ckpt.quantization.codebook.base import MOST_BITS
+from dsq_ckpt.quantization.codebook.fit import Fitted
+
+_RUNS, _LONG = 8, 8192
+"""Runs of neighbours that are looked at in each chunk, and their elements."""
+_UNEVEN = 6e-4
+"""Square of the share of values in one place of each part from which on values are not spread, if that is sure."""
+_SURE = 6
+"""Standard deviations of that square, in evenly spread values, that make it sure."""
+_FEWEST = 500
+"""Elements that tell."""
+_AROUND_ZERO = 2
+"""Parts beside the one with zero in its middle that are left out."""
+_STEPS = 1024
+_PLACES = (np.arange(_STEPS) + 0.5) / _STEPS - 0.5
+_WAVES = np.stack([np.cos(2 * np.pi * _PLACES), np.sin(2 * np.pi * _PLACES) - 6 / np.pi * _PLACES])
+"""By place in a part, a wave and another without its slope, so that neither is felt where density has one."""
+_WAVES /= np.sqrt(np.square(_WAVES).mean(1, keepdims=True))
+
+
+def with_parts_for(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], comm: Communicator) -> dict[str, Fitted]:
+    """Return what is fitted, with the narrowest parts for the groups that are `not_spread`; collective."""
+    found = not_spread(chunks, fitted, comm)
+    return {group: one.refined(MOST_BITS) if group in found else one for group, one in fitted.items()}
+
+
+def not_spread(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], comm: Communicator) -> set[str]:
+    """Return the groups with weights, on any rank, that lie close together within the parts of their cells; collective.
+
+    Args:
+        chunks: chunks of this rank that are looked at, scaled.
+        fitted: codebooks by group.
+        comm: of the ranks that save.
+    """
+    asked = {group for group, one in fitted.items() if _may_be_narrower(group, one)}
+    if not asked:
+        return set()
+    mine = [chunk for chunk in chunks if chunk.group in asked and chunk.base_values is None]
+    return set[str]().union(*gather_from_all_ranks(comm, lambda: _uneven(mine, fitted)))
+
+
+def _may_be_narrower(group: str, fitted: Fitted) -> bool:
+    linear = fitted.codebook.domain == "linear"
+    return group.startswith("weights/") and linear and 0 < fitted.refinement_bits < MOST_BITS
+
+
+def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted]) -> set[str]:
+    """Return the groups with chunks whose values lie close together within parts, or which do so as a whole."""
+    found, sums = set[str](), dict[str, Array]()
+    for chunk in chunks:
+        if chunk.group in found:
+            continue
+        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a look
+            look = _look(chunk, fitted[chunk.group])
+            whole = sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
+            if _is_close(*look) or _is_close(*whole):
+                found.add(chunk.group)
+    return found
+
+
+def _is_close(waves: float, pairs: float, elements: float) -> bool:
+    """Return whether sums by `waves_in_parts` are larger than those of evenly spread values, and surely so."""
+    return elements >= _FEWEST and waves > max(_UNEVEN * pairs, _SURE * pairs**0.5)
+
+
+def _look(chunk: Chunk, fitted: Fitted) -> Array:
+    """Return what `waves_in_parts` has for a sample of a chunk, float64[3]."""
+    values = _between(_some(chunk.tensor).cpu())
+    before = None if chunk.parent is None or not fitted.uses_parent else _some_codes(chunk.parent)
+    codes = np.empty(values.size, np.uint8)
+    window, inverse, parts = fitted.window, 1.0 / scale_of(chunk.exponent), 1 << fitted.refinement_bits
+    kernels.quantize(values, before, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes)
+    low, narrow = fitted.cells
+    return np.array(waves_in_parts(values, codes, inverse, low, narrow * parts, parts, _WAVES))
+
+
+def _between(sample: torch.Tensor) -> F32:
+    """Return values as float32, those of 16 bits at random places up to half way to the next number.
+
+    What lies between two numbers is no movement that a restore could take back.
+    """
+    values: F32 = sample.float().numpy()
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(sample.dtype)
+    if dropped is None:
+        return values
+    moves = np.random.default_rng(0).integers(-(1 << dropped - 1), 1 << dropped - 1, values.size)
+    moved: F32 = np.where(values == 0, 0, values.view(np.int32) + moves).astype(np.int32).view(np.float32)
+    return moved
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few runs of a tensor's elements, in the order of rows, flat; all of a small one."""
+    tensor, count = tensor.detach(), tensor.numel()
+    if count <= _RUNS * _LONG:
+        return tensor.reshape(-1)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[: count // _RUNS * _RUNS].view(_RUNS, -1)[:, :_LONG].reshape(-1)
+    starts = torch.arange(_RUNS, device=tensor.device)[:, None] * (count // _RUNS)
+    places = (starts + torch.arange(_LONG, device=tensor.device)).view(-1)
+    return tensor[torch.unravel_index(places, tensor.shape)]  # a copy of these alone
+
+
+def _some_codes(codes: Codes) -> Codes:
+    """Return the codes of the same elements."""
+    if len(codes) <= _RUNS * _LONG:
+        return codes
+    return codes[: len(codes) // _RUNS * _RUNS].reshape(_RUNS, -1)[:, :_LONG].reshape(-1)
+
+
+@jit
+def waves_in_parts(values: Any, codes: Any, inverse: Any, low: Any, steps: Any, parts: int, waves: Any) -> Any:
+    """Return what waves with the length of a part have, squared and in sum over parts, and over pairs of elements.
+
+    The first is, of values at the same place of each part, as large as the second, and of evenly spread ones about 0.
+    The third is how many elements count: none of codes without a cell, of the first and last part of a cell, of which
+    values may fill a piece, and of those next to zero, where small rows and columns gather, and zeros.
+    """
+    counts, first, second = np.zeros(256 * parts), np.zeros(256 * parts), np.zeros(256 * parts)
+    for i in range(len(values)):
+        step = steps[codes[i]]
+        place = (np.float64(values[i] * inverse) - low[codes[i]]) * step
+        if step > 0 and 1 <= place < parts - 1:
+            part = int(np.floor(place))
+            if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
+                continue
+            within = int((place - part) * waves.shape[1])
+            at = codes[i] * parts + part
+            first[at] += waves[0, within]
+            second[at] += waves[1, within]
+            counts[at] += 1
+    total, pairs, elements = 0.0, 0.0, 0.0
+    for at in range(len(counts)):
+        total += (first[at] * first[at] + second[at] * second[at]) / 2 - counts[at]
+        pairs += counts[at] * counts[at]
+        elements += counts[at]
+    return total, pairs, elements

@@ -1,0 +1,161 @@
+"""Where the processor time of saves and loads goes, by pass over the data, in ns per element.
+
+    python scripts/measure_passes.py --json passes.json
+
+The state of `dsq bench` and what it becomes some hundred steps later is saved and loaded in one process with one
+thread, under a profiler whose clock is the processor time of the thread. Each function's own time counts for one pass;
+the kernels, compiled, are single functions to the profiler. Rounds are of a keyframe, a delta and loads of both; the
+median round of each is kept. Beside them is the time of a copy in memory, which no pass that reads 4 bytes of an
+element and writes as many takes less than.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.cli import json_files
+from dsq_ckpt.cli.benchmark import drift, synthetic_state
+from dsq_ckpt.cli.machine import processor
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.engine.history import SaveHistory
+
+PACKAGE = Path(dsq_ckpt.__file__).parent
+PASSES: dict[str, tuple[str, ...]] = {
+    "sketches": (
+        "kernels/cpu.py:_count_keys", "kernels/cpu.py:_fold", "kernels/cpu.py:_count_bins", "kernels/cpu.py:sketch",
+        "kernels/cpu.py:_count_octaves", "kernels/cpu.py:octaves", "kernels/cpu.py:joint_sketch",
+    ),
+    "codes": ("kernels/cpu.py:_look_up", "kernels/cpu.py:quantize", "kernels/cpu.py:gather_protected"),
+    "refinement": (
+        "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine", "kernels/cpu_pack.py:",
+        "coding/pairs.py:", "coding/layered.py:",
+    ),
+    "scales of moments, both ways": (
+        "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
+        "coding/scales.py:",
+    ),
+    "entropy coding": ("coding/",),
+    "looks at tensors": (
+        "quantization/uneven.py:", "quantization/nature.py:", "quantization/manifolds.py:", "quantization/averages.py:",
+        "quantization/untrained.py:", "quantization/frozen.py:", "quantization/undefined.py:",
+    ),
+    "values": ("kernels/cpu_decode.py:",),
+    "checksums": ("~:<method 'update' of 'xxhash", "~:<method 'digest' of 'xxhash", "~:<built-in method xxhash"),
+    "files": ("~:<method 'write' of '_io", "~:<method 'readinto' of '_io", "~:<built-in method posix."),
+}
+"""Name of a pass to the files and functions that it consists of; the first that matches counts."""
+REST = "everything else: Python, torch, DCP"
+
+
+def pass_of(file: str, function: str) -> str:
+    """Return the pass that a function of a profile belongs to; functions in C, which have no file, go by their text."""
+    path = Path(file)
+    place = f"{path.relative_to(PACKAGE)}:{function}" if path.is_relative_to(PACKAGE) else f"{path.name}:{function}"
+    return next((name for name, parts in PASSES.items() if place.startswith(parts)), REST)
+
+
+def by_pass(work: Callable[[], Any]) -> Counter[str]:
+    """Return seconds of processor time of this thread by pass, without the rest.
+
+    A profiler adds a microsecond to each call in Python, which counts nothing beside a pass over a block.
+    """
+    profiler = cProfile.Profile(time.thread_time)
+    profiler.runcall(work)
+    seconds: Counter[str] = Counter()
+    for (file, _, function), (_, _, own, *_) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        seconds[pass_of(file, function)] += own
+    del seconds[REST]
+    return seconds
+
+
+def whole(work: Callable[[], Any]) -> float:
+    """Return seconds of processor time of this thread, without a profiler."""
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
+def copy_seconds(count: int) -> float:
+    """Return the least seconds of a copy of fp32 numbers from memory to memory, of ten."""
+    source, target = torch.randn(count), torch.empty(count)
+    found = []
+    for _ in range(10):
+        started = time.thread_time()
+        target.copy_(source)
+        found.append(time.thread_time() - started)
+    return min(found)
+
+
+def measure(parameters: int, moments: bool, rounds: int, directory: Path) -> list[dict[str, Any]]:
+    """Return rows: what was done, the pass, and its ns per element of the state."""
+    states = [synthetic_state(parameters, moments)]
+    states.append(drift(states[0], 1))
+    elements = sum(tensor.numel() for tensor in states[0].values())
+    into = {name: torch.empty_like(tensor) for name, tensor in states[0].items()}
+
+    def chain(number: int, clock: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
+        run, history, found = directory / str(number), SaveHistory(), {}
+        for name, state in zip(("keyframe", "delta"), states, strict=True):
+            save = partial(dsq_ckpt.save, state, run / name, no_dist=True, history=history)
+            found[f"save of a {name}"] = clock(save)
+        for name in ("keyframe", "delta"):
+            load = partial(dsq_ckpt.load, into, run / name, no_dist=True, history=SaveHistory())
+            found[f"load of a {name}"] = clock(load)
+        shutil.rmtree(run)
+        return found
+
+    chain(0, whole)  # compiles, imports and finds pages
+    passes = [chain(number, by_pass) for number in range(rounds)]
+    totals = [chain(number, whole) for number in range(rounds)]
+    rows = []
+    for work in passes[0]:
+        spent = {part: statistics.median(one[work][part] for one in passes) for part in PASSES}
+        spent[REST] = statistics.median(one[work] for one in totals) - sum(spent.values())
+        rows += [{"state": "with moments" if moments else "weights", "work": work, "pass": part,
+                  "ns": seconds / elements * 1e9} for part, seconds in spent.items() if seconds]
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parameters", type=int, default=50_000_000, help="weights of the state")
+    parser.add_argument("--rounds", type=int, default=5, help="of each; the median is kept")
+    parser.add_argument("--json", type=Path, help="file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # Before numbers are taken, for a load has a pool of its own: of one thread, its work is in this one.
+    with tempfile.TemporaryDirectory() as directory, patch.object(StorageConfig, "thread_count", return_value=1):
+        rows = [row for moments in (False, True)
+                for row in measure(options.parameters, moments, options.rounds, Path(directory))]
+    copied = copy_seconds(options.parameters) / options.parameters * 1e9
+    for row in rows:
+        print(f"{row['state']:14}{row['work']:22}{row['pass']:38}{row['ns']:6.2f} ns")
+    print(f"a copy in memory: {copied:.2f} ns")
+    if options.json:
+        json_files.write(options.json, {
+            "measured": "passes", "command": shlex.join(["python", "scripts/measure_passes.py", *sys.argv[1:]]),
+            "parameters": options.parameters, "rounds": options.rounds, "processor": processor(), "copy_ns": copied,
+            "rows": rows,
+        })
+
+
+if __name__ == "__main__":
+    main()

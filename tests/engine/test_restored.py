@@ -1,0 +1,158 @@
+"""Restores one after the other: none adds to what the first changed, or takes back what training has moved since."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers.states import loaded, relative_error
+
+LAYERS = {
+    "wide.weight": (512, 128), "tall.weight": (64, 700), "stacked.weight": (4, 96, 64), "turned.weight": (300, 90),
+    "small.weight": (64, 64),
+}
+
+
+def weights(dtype=torch.float32):
+    """Layers of several shapes, sizes and layouts, one with rows of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).mul_(0.01 * 2**number).to(dtype)
+        for number, (name, shape) in enumerate(LAYERS.items())
+    }
+    state["tall.weight"][:20] = 0
+    state["turned.weight"] = state["turned.weight"].t()
+    return state
+
+
+def symbols(path):
+    """The refinement bits of each tensor."""
+    found = {}
+    with Checkpoint(path) as checkpoint:
+        for chunk, ref in checkpoint.chunks():
+            layer = path / ref.file.replace(".dsq", ".refinement")
+            records = checkpoint.reader(layer.name).contents["records"] if layer.exists() else {}
+            found[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
+    return found
+
+
+def layouts(state):
+    return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("config", [None, {"delta": {"enabled": False}}, {"quantize": {"granularity": "tensor"}}],
+                         ids=["deltas", "keyframes", "by tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_restored_is_saved_as_it_is(tmp_path, config, dtype):
+    """Eight times, with nothing trained between: it ends as near to the first as one restore is, and as long."""
+    first = state = weights(dtype)
+    errors = []
+    for number in range(8):
+        dsq_ckpt.save(state, tmp_path / str(number), config=config)
+        state = loaded(tmp_path / str(number), state)
+        errors.append({name: relative_error(state[name].double(), first[name].double()) for name in first})
+    for name, tensor in first.items():
+        assert errors[-1][name] < 1.05 * errors[0][name], name
+        length = float((state[name].double() * tensor).sum() / tensor.double().square().sum())
+        assert abs(length - 1) < 1e-3, name
+    assert not state["tall.weight"][:20].any()
+
+
+def test_small_movements_after_a_restore_are_kept(tmp_path):
+    """A tenth of a part, the same for all elements of a tensor or by a direction of each."""
+    dsq_ckpt.save(weights(), tmp_path / "0")
+    restored = loaded(tmp_path / "0", weights())
+    generator = torch.Generator().manual_seed(1)
+    for number in (1, 2, 3):
+        moved = layouts(restored)
+        steps = {}
+        for name, tensor in moved.items():
+            part = relative_error(restored[name], weights()[name]) * tensor.std() * 12**0.5
+            signs = torch.randn(tensor.shape, generator=generator).sign()
+            steps[name] = 0.1 * part * (signs if number > 1 else 1) * (tensor != 0)
+            tensor += steps[name]
+        dsq_ckpt.save(moved, tmp_path / str(number))
+        after = loaded(tmp_path / str(number), moved)
+        for name, step in steps.items():
+            kept = float(((after[name] - restored[name]) * step).sum() / step.square().sum())
+            assert 0.9 < kept < 1.1, (number, name)
+        restored = after
+
+
+def test_only_what_is_not_spread_takes_more_bits(tmp_path):
+    """Fresh weights, and those that training has moved by more than a part, have the bits that are asked for."""
+    state = weights()
+    dsq_ckpt.save(state, tmp_path / "0")
+    assert set(symbols(tmp_path / "0").values()) == {4}
+    state = loaded(tmp_path / "0", state)
+    dsq_ckpt.save(state, tmp_path / "1")
+    assert set(symbols(tmp_path / "1").values()) == {8}
+    generator = torch.Generator().manual_seed(1)
+    moved = {name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+             for name, tensor in state.items()}
+    dsq_ckpt.save(moved, tmp_path / "2")
+    assert set(symbols(tmp_path / "2").values()) == {4}
+    for without in ({"refinement_bits": 0}, {"refinement_bits": 8}):
+        dsq_ckpt.save(state, tmp_path / "3", config={"quantize": {"weights": without}}, overwrite=True)
+        assert set(symbols(tmp_path / "3").values()) == {without["refinement_bits"]}
+
+
+def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
+    """A save at once after a restore."""
+    state = {"w": torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0))}
+    sizes = []
+    for number in range(2):
+        dsq_ckpt.save(state, tmp_path / str(number), config={"delta": {"enabled": False}})
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / str(number)).glob("*.refinement")))
+        state = loaded(tmp_path / str(number), state)
+    assert symbols(tmp_path / "1") == {"w": 8} and 0 < sizes[1] < 1.01 * sizes[0]
+
+
+STEPS = 60
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+
+def trained(run, first, last, seed):
+    model, optimizer, schedule = run
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(10_000 * seed + step)
+        tokens = torch.randint(0, 256, (32,), generator=generator)
+        nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 256).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+@torch.no_grad()
+def loss(model):
+    tokens = torch.arange(256)
+    return float(nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 256))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("one_thread")
+def test_a_second_restore_costs_no_more_than_the_first(tmp_path, seed):
+    """Late in a schedule, ten steps after the first: it cost 2.5 to 4.3 % of the loss once."""
+    run = made(seed)
+    trained(run, 0, 40, seed)
+    costs = []
+    for step in (40, 50):
+        model, optimizer, schedule = run
+        dsq_ckpt.save({"model": model, "optimizer": optimizer, "schedule": schedule}, tmp_path / str(step))
+        before, run = loss(model), made(seed)
+        state = dict(zip(("model", "optimizer", "schedule"), run, strict=True))
+        dsq_ckpt.load(state, tmp_path / str(step))
+        costs.append(loss(run[0]) / before - 1)
+        trained(run, step, step + 10, seed)
+    assert all(abs(cost) < 0.005 for cost in costs), costs
