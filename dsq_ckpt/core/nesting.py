@@ -19,6 +19,8 @@ Path = tuple[str | int, ...]
 """Keys of dicts as strings, and places in lists as integers."""
 Step = tuple[Hashable, bool]
 """A key of a dict as it was, or a place in a list; and whether it is the latter."""
+Place = str | tuple[str, tuple[int, ...]]
+"""A flat name; of a part of a distributed tensor, with its offsets."""
 
 
 class Nesting(dict[str, Path]):
@@ -28,10 +30,10 @@ class Nesting(dict[str, Path]):
         typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None; or all that are no
             strings (`of`).
         empty: paths of dicts without entries; None: not known.
-        digests: of values by which ranks are compared, by flat name.
+        digests: of values by which ranks are compared, by place.
     """
 
-    digests: Mapping[str, int]
+    digests: Mapping[Place, int]
 
     def __init__(
         self, paths: Mapping[str, Path], typed: Mapping[Path, Hashable] | None = None,

@@ -81,6 +81,8 @@ def checked(fqn: str, value: Any) -> Any:
     """
     usual = type(value) in _USUAL
     if not usual:
+        if (reason := partial_sums(value)) is not None:
+            raise SaveFailed(f"'{fqn}' {reason}")
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # planned by their shards
             return value
         if hasattr(value, "__create_write_items__"):  # these tell their chunks too
@@ -118,6 +120,16 @@ def checked(fqn: str, value: Any) -> Any:
             "to tell what it consists of: save a plain tensor in its place"
         )
     return value
+
+
+def partial_sums(value: Any) -> str | None:
+    """Return why a value is neither saved nor loaded into, if it is a DTensor that ranks have still to sum up."""
+    if not isinstance(value, DTensor) or not any(placement.is_partial() for placement in value.placements):
+        return None
+    return (
+        f"is a DTensor with the placements {list(value.placements)}, of which each rank has a part that is still to be "
+        "reduced: redistribute it to Shard or Replicate first, by its redistribute(placements=...)"
+    )
 
 
 @functools.cache

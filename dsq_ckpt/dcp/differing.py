@@ -7,52 +7,64 @@ rank alone, and the experts of each may have the names of others'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.quantization.groups import MODELS
 from dsq_ckpt.quantization.nature import on_host
 
-_LARGEST = 1 << 16  # bytes of a text or tensor
-_MOST = 1 << 14  # parts of a list
+_LARGEST = 1 << 16  # bytes of integers, and of text, that are all compared
+_MOST = 1 << 14  # parts of a list, from its beginning
 _DEEPEST = 16
 _GLANCE = 16
-"""Elements of a matrix that tell whether ranks have the same one, about."""
+"""Elements of a matrix, or of many integers, that tell whether ranks have the same ones, about."""
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
 @without_autocast()
-def digests(state: Mapping[str, Any]) -> dict[str, int]:
+@torch.no_grad()
+def digests(state: Mapping[str, Any]) -> dict[Place, int]:
     """Return digests of the values that ranks are compared by.
 
-    These are numbers, text, small tensors of integers on the CPU, and a few elements of each matrix of floats.
+    These are numbers, text, small tensors of integers on the CPU, and a few elements of each matrix, and of other
+    tensors of integers. Copies of a shard are compared with each other. GPUs are waited for once.
 
     Args:
         state: flat state dict. Lists, tuples and dicts of such values count, other objects do not: equal ones may be
-            pickled to different bytes. Vectors of floats, such as statistics of batches, may differ.
+            pickled to different bytes. Vectors of floats, such as statistics of batches, may differ, and so may single
+            ones of a model: observers keep the range of a rank's activations so.
     """
-    matrices = {name: _few(value) for name, value in state.items() if _is_matrix(value)}
-    seen = zip(matrices, on_host(list(matrices.values())), strict=True)
-    found = {name: xxhash.xxh3_64_intdigest(np.asarray(few).tobytes()) for name, few in seen}
+    found: dict[Place, int] = {}
+    few: dict[Place, torch.Tensor] = {}
     for name, value in state.items():
-        if name in matrices:
-            continue
-        parts = list(islice(_parts(value, 0), _MOST + 1))
-        known = len(parts) <= _MOST and None not in parts
-        if known and name.rpartition(".")[2] != "params":  # of a group: each rank's own experts have names of their own
-            found[name] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
+        of_model = name.partition(".")[0].lower() in MODELS
+        for place, own in _pieces(name, value):
+            if isinstance(own, torch.Tensor) and not _is_small(own):
+                if _is_compared(own) and not (of_model and own.ndim == 0 and own.is_floating_point()):
+                    few[place] = _few(own)
+                continue
+            parts = list(islice(_parts(own, 0), _MOST))
+            if None not in parts and name.rpartition(".")[2] != "params":  # each rank's experts have names of their own
+                found[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
+    for place, seen in zip(few, on_host(list(few.values())), strict=True):
+        found[place] = xxhash.xxh3_64_intdigest(np.asarray(seen, np.float64).tobytes())
     return found
 
 
-def warn_of_differing(ranks: Iterable[Mapping[str, int]]) -> None:
+def warn_of_differing(ranks: Iterable[Mapping[Place, int]]) -> None:
     """Warn of the names whose digests differ between ranks."""
     if names := differing(ranks):
         warn(
@@ -62,16 +74,34 @@ def warn_of_differing(ranks: Iterable[Mapping[str, int]]) -> None:
         )
 
 
-def differing(ranks: Iterable[Mapping[str, int]]) -> list[str]:
+def differing(ranks: Iterable[Mapping[Place, int]]) -> list[str]:
     """Return the names whose digests differ between the ranks that have them, sorted."""
-    first: dict[str, int] = {}
-    return sorted({name for own in ranks for name, value in own.items() if first.setdefault(name, value) != value})
+    first: dict[Place, int] = {}
+    unlike = {place for own in ranks for place, value in own.items() if first.setdefault(place, value) != value}
+    return sorted({place if isinstance(place, str) else place[0] for place in unlike})
+
+
+def _pieces(name: str, value: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield what this rank has of a value, each by what DCP takes for the same on other ranks."""
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        if value.device_mesh.get_coordinate() is not None and type(local) in _USUAL:
+            (chunk,) = value.__create_chunk_list__()
+            yield (name, tuple(chunk.offsets)), local
+    elif isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield (name, tuple(shard.metadata.shard_offsets)), shard.tensor
+    else:
+        yield name, value
 
 
 def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
-    """Yield the bytes that make up a value; None for what cannot be compared, or is too large or too deep for it."""
-    if depth > _DEEPEST or (isinstance(value, str | bytes) and len(value) > _LARGEST):
+    """Yield bytes that make up a value, some of a large one; None for what cannot be compared, or is too deep."""
+    if depth > _DEEPEST:
         yield None
+    elif type(value) in (str, bytes) and len(value) > _LARGEST:
+        yield f"{type(value).__name__} {len(value)}".encode()
+        yield from _parts(value[:: -(-len(value) // _LARGEST) | 1], depth + 1)  # odd: numbers have 2, 4 or 8 bytes
     elif type(value) in PLAIN:
         text = hex(value) if type(value) is int else repr(value)  # Python refuses thousands of decimal digits
         yield text.encode(errors="surrogatepass")
@@ -84,27 +114,42 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
         for key, part in value.items():
             yield from _parts(key, depth + 1)
             yield from _parts(part, depth + 1)
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        yield from _parts(value.item(), depth + 1)  # as it is stored
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.nbytes <= _LARGEST:
         yield value.tobytes()
-    elif type(value) is torch.Tensor and _is_small(value):
+    elif isinstance(value, np.ndarray) and value.dtype.kind in ("biu" if value.ndim == 1 else "biufc"):
+        yield repr(value[_spread(value.shape)].tolist()).encode()
+    elif type(value) in _USUAL and _is_small(value):
         yield alias_of(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and _is_compared(value):
+        yield repr(_few(value).tolist()).encode()
     else:
         yield None
 
 
+def _is_compared(tensor: torch.Tensor) -> bool:
+    usual = type(tensor) in _USUAL and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return usual and (_is_integral(tensor) or tensor.ndim != 1)
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-    return plain and not tensor.is_floating_point() and not tensor.is_complex() and tensor.nbytes <= _LARGEST
+    return _is_compared(tensor) and _is_integral(tensor) and tensor.device.type == "cpu" and tensor.nbytes <= _LARGEST
 
 
-def _is_matrix(value: Any) -> bool:
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter) and value.ndim > 1 and value.is_floating_point()
-        and value.layout == torch.strided and not value.is_quantized and not value.is_meta
-    )
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few elements as real numbers that float64 holds; no other is read."""
+    few = tensor.detach()[_spread(tensor.shape)].reshape(-1)
+    if few.is_complex():
+        return torch.view_as_real(few.resolve_conj()).reshape(-1)
+    return few.long().contiguous().view(torch.int32) if _is_integral(few) else few
 
 
-def _few(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a few elements, at even distances along each dimension; no other is read."""
-    along = max(2, round(_GLANCE ** (1 / matrix.ndim)))
-    return matrix.detach()[tuple(slice(None, None, -(-size // along) or 1) for size in matrix.shape)].reshape(-1)
+def _spread(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the places of a few elements, at even distances along each dimension."""
+    along = max(2, round(_GLANCE ** (1 / max(1, len(shape)))))
+    return tuple(slice(None, None, -(-size // along) or 1) for size in shape)

@@ -28,6 +28,7 @@ from dsq_ckpt.core.hints import OTHER_SHAPE, name_hint, place_hint
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn, warn_safely
+from dsq_ckpt.core.subclasses import partial_sums
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
 from dsq_ckpt.errors import LoadFailed
@@ -142,6 +143,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         for fqn, placeholder in self.state_dict.items():
+            if (reason := partial_sums(placeholder)) is not None:
+                raise LoadFailed(f"'{fqn}' {reason}")
             stored = self.metadata.state_dict_metadata.get(fqn)
             if not isinstance(stored, TensorStorageMetadata):
                 continue

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dsq_ckpt.core.nesting import Place
+from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.dcp.differing import digests, warn_of_differing
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
@@ -48,9 +50,11 @@ def stage_codes(
     """
     planner, options = DefaultSavePlanner(), pipeline.options
 
-    def plan_untied() -> tuple[SavePlan, Layout, TiedItems, dict[str, int]]:
+    def plan_untied() -> tuple[SavePlan, Layout, TiedItems, dict[Place, int]]:
         """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
+        for fqn, value in planner.state_dict.items():
+            checked(fqn, value)
         whole = replace(planner.create_local_plan(), planner_data=None)
         found = TiedItems.of(items_of_plan(whole.items, planner, options))
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]

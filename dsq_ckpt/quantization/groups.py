@@ -52,7 +52,7 @@ _SECOND = {"exp_avg": "exp_avg_sq"}
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MANIFOLD = "manifold"
-_MODELS = {"model", "module"}
+MODELS = {"model", "module"}
 _PARAMETERS = {"weight", "bias"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
@@ -319,7 +319,7 @@ def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
     if leaf in _MOMENTS:
         of_optimizers = any(map(is_of_optimizers, parts))
         # Not so `model.layer.weight.exp_avg`, from a state dict that has moments beside the weights.
-        below = parts[0] in _MODELS and len(parts) > 1 and parts[-2] not in _PARAMETERS
+        below = parts[0] in MODELS and len(parts) > 1 and parts[-2] not in _PARAMETERS
         if not own and (of_optimizers or not below):
             return _MOMENTS[leaf], parent
         parts.pop()

@@ -11,4 +11,4 @@ pytestmark = pytest.mark.slow
 
 def test_ranks_with_different_states(tmp_path):
     output = torchrun("nested", 2, tmp_path)
-    assert sum(line.startswith("ok ") for line in output.splitlines()) == 7, output
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 8, output

@@ -1,4 +1,4 @@
-"""Several ranks: nested states whose keys differ between ranks, empty dicts to be filled, what is refused early."""
+"""Several ranks: nested states whose keys differ between ranks, empty dicts to be filled, what is told or refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import done, fails_everywhere, fresh, world
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.convert.export import read
 from tests.helpers.training import Net, loss_of
 
@@ -136,6 +140,55 @@ def own_values(root: Path, rank: int) -> None:
     done("own values")
 
 
+def distributed(root: Path, rank: int, size: int) -> None:
+    """Copies of a part of a distributed tensor are compared, other parts are not; sums yet to be made are refused."""
+    pairs = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts"))
+    line = init_device_mesh("cpu", (size,))
+    own = torch.full((64, 80), 1.0 + rank)
+
+    def told(save: Callable[..., object], state: dict[str, object], path: Path) -> bool:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            save(state, path, parent=None)
+        return any("is not the same on all ranks" in str(one.message) for one in recorded)
+
+    def placed(local: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    state = {
+        "diverged": placed(own, line, Replicate()), "codes": placed((own * 7).byte(), line, Replicate()),
+        "hybrid": placed(own, pairs, Replicate(), Shard(0)), "experts": placed(own, pairs["parts"], Shard(0)),
+        "agreed": placed(torch.ones(64, 80), line, Replicate()), "rows": placed(own, line, Shard(0)),
+        "replicas": placed(torch.ones(64, 80), pairs, Replicate(), Shard(0)), "bias": placed(own[0], line, Replicate()),
+        "packed": torch.full((512, 512), rank, dtype=torch.uint8), "scale": torch.tensor(1.0 + rank),
+        "order": torch.arange(40_000) + rank, "same": torch.arange(40_000),
+    }
+    unlike = {"diverged", "codes", "hybrid", "experts", "packed", "scale", "order"} if rank == 0 else set()
+    copying, quantizing = ({"storage": {"stage": stage}} for stage in ("copy", "quantize"))
+    for place, save in enumerate((
+        dsq_ckpt.save,
+        lambda *args, **more: dsq_ckpt.async_save(*args, **more, config=copying).result(timeout=240),
+        lambda *args, **more: dsq_ckpt.async_save(*args, **more, config=quantizing).result(timeout=240),
+    )):
+        found = {name for name, value in state.items() if told(save, {"all": 1, name: value}, root / f"{place}-{name}")}
+        assert found == unlike, (place, found)
+
+    sums = {"ok": own, "sums": placed(own, line, Partial())}
+    says = "'sums' is a DTensor with the placements [Partial(sum)]"
+    fails_everywhere(lambda: dsq_ckpt.save(sums, root / "sums"), f"SaveFailed: {says}")
+    fails_everywhere(lambda: dsq_ckpt.async_save(sums, root / "sums"), f"SaveFailed: {says}")
+    for config in (copying, quantizing):
+        writer = DSQStorageWriter(root / "sums", config=config)
+        fails_everywhere(lambda: dcp.async_save(sums, storage_writer=writer).result(timeout=240), says)  # noqa: B023
+    dsq_ckpt.save({"sums": torch.ones(64, 80)}, root / "whole")
+    target = {"sums": placed(torch.zeros(64, 80), line, Partial())}
+    fails_everywhere(lambda: dsq_ckpt.load(target, root / "whole"), f"rank 0: {says}")
+    target["sums"] = target["sums"].redistribute(placements=[Replicate()])
+    dsq_ckpt.load(target, root / "whole")
+    assert target["sums"].to_local().equal(torch.ones(64, 80))
+    done("distributed")
+
+
 def left_state(root: Path, rank: int) -> None:
     """Optimizer state that is not restored is an error of all ranks, where warnings are errors."""
     model = Net()
@@ -180,5 +233,6 @@ if __name__ == "__main__":
         placeholders(Path(sys.argv[1]) / "placeholders", me)
         partial(Path(sys.argv[1]) / "partial", me)
         own_values(Path(sys.argv[1]) / "own", me)
+        distributed(Path(sys.argv[1]) / "distributed", me, ranks)
         left_state(Path(sys.argv[1]) / "left", me)
         objects(Path(sys.argv[1]) / "objects", me)
