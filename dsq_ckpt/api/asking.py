@@ -118,12 +118,12 @@ def ask_for_saved(
         left, new, frozen, own = set[str](), set[str](), set[str](), parameters
         if saved:
             optimizer = state["optimizer"]
+            with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
             names = [group["params"] for group in optimizer["param_groups"]]
-            groups = GroupsByName(names, saved, parameters, directory)
+            groups = GroupsByName(names, saved, parameters, with_state, directory)
             optimizer["param_groups"] = groups.asked(optimizer["param_groups"], saved_options(nesting, tensors))
             plain = [("optimizer", "param_groups", *option) for option in groups.new]
             found, own = found._replace(groups=groups, plain=plain), groups.parameters
-            with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
             left = (groups.saved - groups.own) & with_state
             frozen = {name for name in groups.own & with_state if name in own and not own[name].requires_grad}
             if with_state:
@@ -132,11 +132,12 @@ def ask_for_saved(
             _ask(state["optimizer"]["state"], own, directory, nesting)
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
-        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), frozen)
+        placed = () if found.groups is None else found.groups.placed
+        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), frozen, placed)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
     unknown, left, new, beside = (_on_all(sets) for sets in zip(*(own[:4] for own in asked), strict=True))
-    frozen = sorted(set().union(*(own.frozen for own in asked)))
+    frozen, placed = (sorted(set().union(*sets)) for sets in zip(*(own[4:] for own in asked), strict=True))
     directory = found.directory
     if whole and unknown:
         raise LoadFailed(
@@ -158,6 +159,12 @@ def ask_for_saved(
             f"the optimizer state of {named(frozen)} in '{directory}' is not loaded, since these parameters need no "
             "gradient now: let them need one (requires_grad_) until they are loaded, if they are to be trained again",
             rank=comm.rank,
+        )
+    if placed:
+        warn(
+            f"'{directory}' lists {named(placed)} in no group of its optimizer, though it has their state, since it "
+            "was written by ranks with other parameters each, and by dcp.save or an earlier version: their groups are "
+            "given the options of the saved ones at the same places", rank=comm.rank,
         )
     if beside:
         placeholders = ", ".join(f"'{name}': ..." for name in beside[:3])
@@ -192,6 +199,7 @@ class _Asked(NamedTuple):
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
         beside: names at the top level of what was saved that the state dict lacks.
         frozen: parameters whose state was saved, and that need no gradient now.
+        placed: parameters whose state was saved, and that are in no saved group.
     """
 
     unknown: Collection[str] = frozenset()
@@ -199,6 +207,7 @@ class _Asked(NamedTuple):
     new: Collection[str] = frozenset()
     beside: Collection[str] = frozenset()
     frozen: Collection[str] = frozenset()
+    placed: Collection[str] = ()
 
 
 def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:

@@ -25,7 +25,7 @@ from dsq_ckpt.api.asking import Found, as_it_is, ask_for_saved, given_back
 from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.loading import load_with
-from dsq_ckpt.api.parameter_groups import fill_groups
+from dsq_ckpt.api.parameter_groups import filled_groups
 from dsq_ckpt.api.saving import ConfigLike, as_config, save_async_with, save_with
 from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
@@ -288,10 +288,9 @@ class Compressor:
             if found.groups is not None:
                 optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
             options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-            with in_users_function():
+            with filled_groups(self.optimizer, optimizer["param_groups"]) as groups, in_users_function():
+                optimizer["param_groups"] = groups
                 set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
-            if found.groups is not None:
-                fill_groups(self.optimizer, optimizer["param_groups"])
         if self._manager is not None:
             self._manager.resume(Manifest.read(found.directory), refined=refined)
 

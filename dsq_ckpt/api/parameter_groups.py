@@ -2,13 +2,17 @@
 
 torch finds a group by the names of its parameters: where they were divided otherwise, it leaves a group without
 hyperparameters, or with those of another one. It does not where nothing has state, and takes groups by their order.
+
+A save on several ranks names the parameters of all in each group, but DCP's own planner, and earlier versions, those of
+one rank: a group of others is then the one at its place, as is a group of which a rank has no parameters.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +32,7 @@ Tree = dict[str, Any]
 
 
 def saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
-    """Return the groups that a `Compressor` saved; empty if parameters have numbers, or there are none.
-
-    Of ranks whose parameters differ, such as experts, they are those of one rank.
-    """
+    """Return the groups that a `Compressor` saved; empty if parameters have numbers, or there are none."""
     found = {}
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and path[3:] == ("params",):
@@ -70,11 +71,13 @@ class GroupsByName:
         own: groups of the optimizer.
         saved: groups that were saved, of which the optimizer may lack some.
         parameters: parameters of the model, by all of their names.
+        with_state: names of the parameters whose state was saved.
         directory: the checkpoint.
 
     Attributes:
         new: options that were saved and that the optimizer lacks, after `asked`: number of a group, and name.
         own: names of all parameters of the optimizer.
+        placed: names of those that no saved group has, though their state was saved; their groups are found by place.
         saved: names of all parameters that were saved; of a tied parameter the one that the optimizer has.
         parameters: parameters of the optimizer, by all of their names.
 
@@ -84,7 +87,8 @@ class GroupsByName:
     """
 
     def __init__(
-        self, own: Groups, saved: Groups, parameters: Mapping[str, nn.Parameter], directory: Path
+        self, own: Groups, saved: Groups, parameters: Mapping[str, nn.Parameter], with_state: Collection[str],
+        directory: Path,
     ) -> None:
         own_name = {id(parameters[name]): name for names in own for name in names if name in parameters}
         self._saved_name: dict[str, str] = {}
@@ -100,11 +104,18 @@ class GroupsByName:
                 self._saved_name[tied], number_of[tied] = name, number
         self._groups, self._asked, self.new = own, list[Tree](), list[tuple[int, str]]()
         self._numbers: list[int] = []
+        self.placed: list[str] = []
+        by_name = {number_of[name] for names in own for name in names if name in number_of}
         empty = [number for number, names in enumerate(saved) if not names]
         for group, names in enumerate(own):
             numbers = sorted({number_of[name] for name in names if name in number_of})
-            if not names:
-                numbers, empty = empty[:1], empty[1:]
+            if not numbers:
+                unlisted = [name for name in names if name in with_state]
+                at_place = [group] if group < len(saved) and (unlisted or not names) else []
+                others = [] if names else empty
+                in_order = at_place + others if len(own) == len(saved) else others + at_place
+                numbers = [number for number in in_order if number not in {*by_name, *self._numbers}][:1]
+                self.placed += unlisted if numbers else []
             problem = self._problem(names, numbers)
             if problem is not None:
                 raise LoadFailed(
@@ -151,8 +162,25 @@ class GroupsByName:
         ]
 
 
-def fill_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> None:
-    """Give a group without parameters its hyperparameters, which torch leaves out unless it is the last one."""
-    for group, restored in zip(optimizer.param_groups, groups, strict=True):
+@contextmanager
+def filled_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> Iterator[list[Tree]]:
+    """Yield the groups that torch is to restore, and restore those without parameters itself.
+
+    torch would leave these without hyperparameters unless they are last, and refuses two of them.
+
+    Args:
+        optimizer: it has no others meanwhile.
+        groups: its groups, as `GroupsByName.restored` returns them.
+    """
+    before = optimizer.param_groups  # changed in place, since an optimizer around this one may have it too
+    own = list(before)
+    before[:] = (group for group in own if group["params"])
+    try:
+        yield [group for group in groups if group["params"]]
+    finally:
+        restored = iter(list(optimizer.param_groups))  # new ones, in a new list, unless torch failed
+        before[:] = own
+        optimizer.param_groups[:] = [next(restored) if group["params"] else group for group in own]
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         if not group["params"]:
-            group.update({**restored, "params": group["params"]})
+            group.update({**saved, "params": group["params"]})

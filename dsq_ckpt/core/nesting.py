@@ -31,9 +31,12 @@ class Nesting(dict[str, Path]):
             strings (`of`).
         empty: paths of dicts without entries; None: not known.
         digests: of values by which ranks are compared, by place.
+        groups: names of the parameters in each group of an optimizer, by flat name of the list; in a global plan with
+            those of other ranks, where this one writes the list.
     """
 
     digests: Mapping[Place, int]
+    groups: Mapping[str, list[str]]
 
     def __init__(
         self, paths: Mapping[str, Path], typed: Mapping[Path, Hashable] | None = None,
@@ -42,7 +45,7 @@ class Nesting(dict[str, Path]):
         super().__init__(paths)
         self.typed = dict(typed or {})
         self.empty = None if empty is None else list(empty)
-        self.digests = {}
+        self.digests, self.groups = {}, {}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:
@@ -180,6 +183,16 @@ def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     if not state:
         yield (), state
     yield from ((path, value) for path, _, value in _dicts((), state) if isinstance(value, Mapping) and not value)
+
+
+def list_lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
+    """Return the lengths of lists, by their paths."""
+    found: dict[Path, int] = {}
+    for path in paths.values():
+        for deep, part in enumerate(path):
+            if type(part) is int:
+                found[path[:deep]] = max(found.get(path[:deep], 0), part + 1)
+    return found
 
 
 def number_parameters(node: Any, filled: Collection[int]) -> None:

@@ -22,6 +22,7 @@ from dsq_ckpt.core.autocast import without_autocast
 from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.dcp.groups_of_ranks import is_of_group, lists_of_names, options_of_groups
 from dsq_ckpt.quantization.groups import MODELS
 from dsq_ckpt.quantization.nature import on_host
 
@@ -39,8 +40,9 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None))
 def digests(state: Mapping[str, Any]) -> dict[Place, int]:
     """Return digests of the values that ranks are compared by.
 
-    These are numbers, text, small tensors of integers on the CPU, and a few elements of each matrix, and of other
-    tensors of integers. Copies of a shard are compared with each other. GPUs are waited for once.
+    These are numbers, text, small tensors of integers on the CPU, a few elements of each matrix, and of other tensors
+    of integers, and what options an optimizer's groups have, whose tensors of floats count too. Copies of a shard are
+    compared with each other. GPUs are waited for once.
 
     Args:
         state: flat state dict. Lists, tuples and dicts of such values count, other objects do not: equal ones may be
@@ -49,15 +51,18 @@ def digests(state: Mapping[str, Any]) -> dict[Place, int]:
     """
     found: dict[Place, int] = {}
     few: dict[Place, torch.Tensor] = {}
-    for name, value in state.items():
-        of_model = name.partition(".")[0].lower() in MODELS
+    united = lists_of_names(state)
+    for name, value in {**state, **options_of_groups(state)}.items():
+        if name in united:
+            continue
+        of_model, of_group = name.partition(".")[0].lower() in MODELS, is_of_group(name)
         for place, own in _pieces(name, value):
             if isinstance(own, torch.Tensor) and not _is_small(own):
-                if _is_compared(own) and not (of_model and own.ndim == 0 and own.is_floating_point()):
+                if _is_compared(own, of_group) and not (of_model and own.ndim == 0 and own.is_floating_point()):
                     few[place] = _few(own)
                 continue
             parts = list(islice(_parts(own, 0), _MOST))
-            if None not in parts and name.rpartition(".")[2] != "params":  # each rank's experts have names of their own
+            if None not in parts:
                 found[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
     for place, seen in zip(few, on_host(list(few.values())), strict=True):
         found[place] = xxhash.xxh3_64_intdigest(np.asarray(seen, np.float64).tobytes())
@@ -66,7 +71,14 @@ def digests(state: Mapping[str, Any]) -> dict[Place, int]:
 
 def warn_of_differing(ranks: Iterable[Mapping[Place, int]]) -> None:
     """Warn of the names whose digests differ between ranks."""
-    if names := differing(ranks):
+    names = differing(ranks)
+    if of_groups := [name for name in names if is_of_group(name)]:
+        warn(
+            f"{named(of_groups)} is not the same on all ranks, and the options of one of them are stored, for each "
+            "perhaps another's: a load gives these to the group on all ranks. Make the same groups, in the same order "
+            "and with the same options, on all of them, with an empty list where a rank has no parameters of one"
+        )
+    if names := [name for name in names if not is_of_group(name)]:
         warn(
             f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, for "
             "each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}' (not "
@@ -128,9 +140,9 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _is_compared(tensor: torch.Tensor) -> bool:
+def _is_compared(tensor: torch.Tensor, vectors: bool = False) -> bool:
     usual = type(tensor) in _USUAL and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return usual and (_is_integral(tensor) or tensor.ndim != 1)
+    return usual and (vectors or _is_integral(tensor) or tensor.ndim != 1)
 
 
 def _is_integral(tensor: torch.Tensor) -> bool:

@@ -26,11 +26,12 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import OTHER_SHAPE, name_hint, place_hint
 from dsq_ckpt.core.interrupts import in_users_function
-from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, put
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.subclasses import partial_sums
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
+from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -59,6 +60,7 @@ class NestedSavePlanner(DefaultSavePlanner):
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         if not alone:
             self.mappings.digests = digests(self.state_dict)
+            self.mappings.groups = lists_of_names(self.state_dict)
         return super().create_local_plan()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -88,7 +90,15 @@ class NestedSavePlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
         warn_of_differing(part.digests for part in parts)
+        groups = united([part.groups for part in parts])
+        for plan in plans:
+            written = {item.index.fqn for item in plan.items}
+            plan.planner_data.groups = {name: names for name, names in groups.items() if name in written}
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.state_dict.update(new_plan.planner_data.groups)
+        return super().finish_plan(new_plan)
 
 
 def _plain(value: Any) -> Any:
@@ -213,23 +223,13 @@ def _warn_of_shorter(paths: Mapping[str, Path], saved: Any) -> None:
     """Warn of lists with fewer entries than were saved, by their paths; what another planner saved may be no paths."""
     if not isinstance(saved, dict) or not all(isinstance(path, tuple) for path in saved.values()):
         return
-    stored = _lengths(saved)
-    for path, length in _lengths(paths).items():
+    stored = list_lengths(saved)
+    for path, length in list_lengths(paths).items():
         if stored.get(path, 0) > length:
             warn(
                 f"'{'.'.join(map(str, path))}' is a list of {length}, of which {stored[path]} were saved: the rest is "
                 "not loaded"
             )
-
-
-def _lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
-    """Return the lengths of lists, by their paths."""
-    found: dict[Path, int] = {}
-    for path in paths.values():
-        for deep, part in enumerate(path):
-            if type(part) is int:
-                found[path[:deep]] = max(found.get(path[:deep], 0), part + 1)
-    return found
 
 
 def fillings(

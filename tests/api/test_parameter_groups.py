@@ -56,6 +56,38 @@ def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
     restored.step()
 
 
+@pytest.mark.parametrize(("now", "rates"), [
+    (("", "ab", "", "c"), (0.1, 0.01, 0.001, 0.0001)), (("ab", "c", "", ""), (0.01, 0.0001, 0.001, 0.1)),
+    (("", "", "", ""), (0.1, 0.01, 0.001, 0.0001)),
+])
+def test_several_groups_without_parameters(tmp_path, now, rates):
+    """torch's own load refuses them, which came late. Each keeps its place where that is not another group's."""
+    model, optimizer = saved(tmp_path / "a", "", "ab", "", "c")
+    model_too, restored = made(*now)
+    restored.param_groups[0]["lr"] = 0.5
+    groups = restored.param_groups
+    dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    assert [group["lr"] for group in restored.param_groups] == pytest.approx(rates)
+    assert [len(group["params"]) for group in restored.param_groups] == [len(names) for names in now]
+    for name in "".join(now):
+        moment = restored.state[model_too[name].weight]["exp_avg"]
+        assert moment.equal(optimizer.state[model[name].weight]["exp_avg"])
+    assert len(groups) == 4  # torch makes a new list, and the one before may be used elsewhere
+
+
+def test_a_failed_load_leaves_groups_without_parameters(tmp_path):
+    saved(tmp_path / "a", "", "abc", "")
+    model, optimizer = made("", "abc", "")
+
+    def refuse(*_):
+        raise ValueError("no")
+
+    optimizer.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(dsq_ckpt.LoadFailed, match="no"):
+        dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 3, 0]
+
+
 @pytest.mark.parametrize(("before", "now"), [("ab", "abc"), ("abc", "ab")])
 def test_no_warning_where_there_is_no_state(tmp_path, before, now):
     """A frozen parameter has none, whether the optimizer has it or not."""

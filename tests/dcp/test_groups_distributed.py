@@ -1,0 +1,15 @@
+"""Parameter groups of ranks with other parameters each; the checks are in the worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.processes import torchrun
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_with_parameters_of_their_own(tmp_path):
+    """What a save wrote without a warning was refused by a load of the same ranks."""
+    output = torchrun("groups", 2, tmp_path)
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 7, output
