@@ -123,12 +123,13 @@ class MasterState(TrainState):
         names = {id(tensor): name for name, tensor in self.parameters.items()}
         return {names[id(tensor)] for group in groups for tensor in group["params"] if id(tensor) in names}
 
-    def changed(self) -> bool:
-        """Return whether the engine's masters have changed since construction."""
+    def changed(self) -> str | None:
+        """Return whether the engine's masters have changed since construction, for people; None: they have not."""
         if len(self.optimizer.param_groups) != len(self._groups):
-            return False  # within a step, DeepSpeed exposes one group at a time
+            return None  # within a step, DeepSpeed exposes one group at a time
         now = [id(tensor) for _, tensor, *_ in masters(self._engine, self._engine.param_names)]
-        return now != [id(tensor) for tensor in self.parameters.values()]
+        same = now == [id(tensor) for tensor in self.parameters.values()]
+        return None if same else "the engine's master weights were replaced"
 
     def hyper(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of each group.

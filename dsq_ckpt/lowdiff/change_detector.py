@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
-import torch
 
 from dsq_ckpt.kernels.scan import Samples
+from dsq_ckpt.lowdiff.train_state import TrainState
 
 _RUNS = 512
 
@@ -21,12 +19,12 @@ class ChangeDetector:
     does. Of the optimizer's state it compares identities and version counters.
 
     Args:
-        parameters: parameters to monitor.
-        state: returns the tensors of the optimizer's state, which are made in its first step.
+        train_state: train state to monitor.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], state: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._parameters, self._state = list(parameters), state
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
+        self._parameters = train_state.monitored()
         self._seen: list[tuple[int, int, int]] = []
         self.record()
 
@@ -36,16 +34,17 @@ class ChangeDetector:
         if [one[1:] for one in seen] != [one[1:] for one in self._seen]:
             self._samples = Samples(self._parameters, _RUNS)
         self._seen, self._sampled = seen, self._samples.take()
-        self._state_seen = self._state_now()
+        self._state, self._state_seen = self._train_state.optimizer.state, self._state_now()
 
     def changed(self) -> str | None:
         """Return what has changed since the last `record`, for people; None: nothing."""
         if self._seen != self._now() or not np.array_equal(self._sampled, self._samples.take()):
             return "parameters were"
-        return "the state of the optimizer was" if self._state_seen != self._state_now() else None
+        replaced = self._train_state.optimizer.state is not self._state
+        return "the state of the optimizer was" if replaced or self._state_seen != self._state_now() else None
 
     def _now(self) -> list[tuple[int, int, int]]:
         return [(parameter._version, parameter.data_ptr(), parameter.nbytes) for parameter in self._parameters]
 
     def _state_now(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self._state()]
+        return [(id(tensor), tensor._version) for tensor in self._train_state.state_tensors()]

@@ -41,6 +41,9 @@ class LogServer(Server):
                 self._flush()  # steps that were not logged lie between: a segment is of consecutive ones
             self._buffered.append(step)
         else:
+            if (entries := self._logged_entries(message)) != self.entries:
+                self._flush()  # segments name the parameters of their steps
+                self.entries = entries
             meta = message["meta"] if self.rank == 0 else None
             self._save_later(message["step"], self._staged_tensors(message["tensors"]), meta)
         if len(self._buffered) >= self._batch:

@@ -4,7 +4,6 @@ process that may die, with decisions shared by all ranks.
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 from abc import abstractmethod
@@ -24,7 +23,7 @@ from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep, put_buffers
 from dsq_ckpt.lowdiff.change_detector import ChangeDetector
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name, which_differ
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.worker_group import WorkerGroup
 from dsq_ckpt.storage.paths import local_path
@@ -83,11 +82,9 @@ class Recorder(WorkerGroup):
         self.steps_done = 0 if resume is None else resume.step
         self.spent = 0.0
         self._lossy = resume is not None and resume.lossy
-        self._change_detector = ChangeDetector(train_state.monitored(), train_state.state_tensors)
-        self._optimizer_state = optimizer.state
+        self._change_detector = ChangeDetector(train_state)
         self._buffers: dict[str, torch.Tensor] = {}
         self._hyper: list[dict[str, Any]] = []
-        self._stepped = False
         self._snapshot_at = self.steps_done
         run_on_all_ranks(comm, lambda: self._prepare(resume))
         self._set_up_consensus()
@@ -151,7 +148,7 @@ class Recorder(WorkerGroup):
         """True if the current steps can be recovered.
 
         They cannot after a checkpointing process failed, or after another operation than the optimizer's step changed
-        the parameters, until the next snapshot is on disk.
+        parameters, or what model and optimizer consist of, until the next snapshot is on disk.
         """
         return self._state == "running" and not self._broken and not self._gap and self._required_snapshot is None
 
@@ -171,8 +168,6 @@ class Recorder(WorkerGroup):
         self._set({name: agreed[name] for name in self._settings()})
         if self._state == "running" and agreed["broken"]:
             self._suspend()
-        elif self._state == "running" and self._train_state.changed():
-            self._broken = True  # all ranks stop at the next step, and restart with the train state at that time
         elif self._state == "running":
             if not (agreed["saving"] or agreed["wanted"]):
                 self._guarded(lambda: self._all_sent(self.steps_done - 1))
@@ -195,23 +190,8 @@ class Recorder(WorkerGroup):
         self._post()
 
     def close(self) -> None:
-        """Write all steps that were sent, and stop the log; training may continue without it."""
+        """Write all steps that were sent, warn of those that are not in the log, and stop it; training may go on."""
         self._close(done=True)
-
-    def _close(self, done: bool) -> None:
-        """Stop the log; `done` says whether training has ended without a failure."""
-        if done and self._gap and self._comm.size == 1 and self._state == "running":
-            self._guarded(self._last_snapshot)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._detach()
-        atexit.unregister(self._at_exit)
-        if self._client is not None:
-            if (problem := self._client.close(self._timeout, done)) is not None:
-                self._warn(f"{problem}. The last steps may not be in the log")
-            self._client = None
-        self._state = "waiting"
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -237,10 +217,10 @@ class Recorder(WorkerGroup):
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             raise ConfigError("with a GradScaler, fused optimizers skip steps by themselves; make it with fused=False")
         self._stepped = True
-        if self._state != "running" or self._broken or self._train_state.changed():
+        if self._state != "running" or self._broken:
             self._discard()
             return
-        if self._has_gap() or not self._runs_last():
+        if self._has_gap(self.steps_done + 1) or not self._runs_last():
             self._gap = True
             self._discard()
             return
@@ -263,33 +243,56 @@ class Recorder(WorkerGroup):
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._change_detector.record()
 
-    def _has_gap(self) -> bool:
-        """Return whether gradients do not reproduce the current parameters, so that the next message is a snapshot."""
-        replaced = self._train_state.optimizer.state is not self._optimizer_state
-        what = "the state of the optimizer was" if replaced else self._change_detector.changed()
-        if what is not None:
+    def _has_gap(self, step: int) -> bool:
+        """Return whether gradients do not reproduce the current state, so that the next message is a snapshot.
+
+        Args:
+            step: step under way, which is not logged then.
+        """
+        if (what := self._train_state.changed() or self._changed_buffers()) is not None:
             self._gap = True
-            self._optimizer_state = self._train_state.optimizer.state
+            self._warn(
+                f"{what}, which gradients do not contain; steps from {step} on are not logged until the log goes on "
+                "with a snapshot, as soon as it can", what
+            )
+        elif (what := self._change_detector.changed()) is not None:
+            self._gap = True
             self._warn(
                 f"{what} changed by something other than the optimizer, which gradients do not contain; whenever that "
                 "happens, the log goes on with a snapshot"
             )
         return self._gap
 
+    def _changed_buffers(self) -> str | None:
+        """Return how names or shapes of buffers differ from those of the last snapshot, for people; None: they do not.
+
+        A snapshot that lacks a buffer, or has it in another shape, does not fit the model any more.
+        """
+        before, now = ({name: self._fixed_shape(buffer) for name, buffer in buffers}
+                       for buffers in (self._buffers.items(), self._own_buffers()))
+        return None if before == now else f"buffers were added, removed or resized{which_differ(before, now)}"
+
+    def _fixed_shape(self, buffer: torch.Tensor) -> torch.Size | None:
+        """Return the shape that a buffer has to keep from snapshot to snapshot; None: any shape does."""
+        return buffer.shape
+
     def _restart(self) -> None:
-        """Start a checkpointing process for the current train state.
+        """Start a checkpointing process for the current train state."""
+        self._renew()
+        self._start()
+
+    def _renew(self) -> None:
+        """Take what model and optimizer have now as the train state.
 
         Raises:
-            ProcessGone: the current train state cannot be logged.
+            ProcessGone: it cannot be logged.
         """
         before = self._train_state
         try:
             self._train_state = self._train_state_of(before.model, before.optimizer, before.states)
         except ConfigError as error:
             raise ProcessGone(str(error)) from error
-        self._change_detector = ChangeDetector(self._train_state.monitored(), self._train_state.state_tensors)
-        self._optimizer_state = self._train_state.optimizer.state
-        self._start()
+        self._change_detector = ChangeDetector(self._train_state)
 
     def _runs_last(self) -> bool:
         """Return whether no hook runs after this one that could change gradients or hyperparameters."""
@@ -311,7 +314,7 @@ class Recorder(WorkerGroup):
         """Send the captured step, with hyperparameters, states and buffers after it."""
         assert self._client is not None
         pending, self._pending = self._pending, None
-        if self._has_gap():
+        if self._has_gap(self.steps_done):
             if pending is not None:
                 self._release(pending)
             return
@@ -348,16 +351,14 @@ class Recorder(WorkerGroup):
             pending.copied.synchronize()
         self._running().release(pending.slot)
 
-    def _last_snapshot(self) -> None:
-        """Send the final state, which gradients do not reproduce, and wait until it is saved."""
-        self._running().wait("saved", self._timeout)
-        self._send_snapshot()
-        self._running().wait("saved", self._timeout)
-
     def _send_snapshot(self) -> None:
         """Copy this rank's share of the state into shared memory, and send it as a snapshot."""
         assert self._client is not None
         started = time.perf_counter()
+        if self._train_state.changed() is not None:
+            self._renew()
+            self._share_out()
+            self._started()
         rank = self._comm.rank
         snapshot_tensors: list[tuple[tuple[str, ...], torch.Tensor]] = [
             (path, tensor) for path, tensor, parameter in self._train_state.tensors()

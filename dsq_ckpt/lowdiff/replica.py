@@ -6,7 +6,6 @@ applies them to its replica on the CPU, saves the replica as often as the disk a
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
@@ -110,7 +109,8 @@ class Replica(Recorder):
 
     def _started(self) -> None:
         buffer_bytes = self._buffer_bytes()
-        self._began, self._ended = None, (time.perf_counter(), 0.0)
+        self._began, self._ended = None, (time.perf_counter(), self._running().waited)
+        self._streamer.discard_slot()  # its memory is laid out for the parameters before
         self._streamer.start(self._running(), self._train_state, self._own, buffer_bytes)
 
     def _suspend(self) -> None:
@@ -169,6 +169,9 @@ class Replica(Recorder):
     def _discard(self) -> None:
         self._streamer.streamed.clear()
 
+    def _fixed_shape(self, buffer: torch.Tensor) -> None:
+        return None  # the replica takes any
+
     def _snapshot_due(self) -> bool:
         return False
 
@@ -214,12 +217,12 @@ class Replica(Recorder):
 
     def _leave(self) -> None:
         """Leave the replica running for a successor, as if this process had died."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._detach()
-        atexit.unregister(self._at_exit)
-        if self._client is not None:
+        if not self._hooks:
+            return
+        self._unhook()
+        if self._client is None:
+            self._tell_missing("not all")
+        else:
             with suppress(ProcessGone):
                 self._client.send({"kind": "leave"})
             self._client.close(None)

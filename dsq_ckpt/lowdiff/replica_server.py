@@ -120,7 +120,7 @@ class ReplicaServer(Server):
         for left_out in self._waiting:
             self._report({"kind": "free", "slot": left_out["slot"]})
         self._waiting.clear()
-        self._meta = dict(message["meta"])
+        self._meta, self.entries = dict(message["meta"]), self._logged_entries(message)
         tensors = {item.path: item.tensor.clone() for item in self._staged_tensors(message["tensors"])}
         names = {entry.name for entry in self.entries}
         own: dict[str, nn.Parameter] = {}

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, TorchCommunicator
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
-from dsq_ckpt.lowdiff.train_state import entries_from
+from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.record_fields import dtype_of
 
 
@@ -107,6 +108,10 @@ class Server(ABC):
     def _end(self, closing: bool) -> None:
         """Finish after the last message; `closing` says whether training closed the log."""
 
+    def _logged_entries(self, message: Mapping[str, Any]) -> list[ParameterEntry]:
+        """Return the parameters that this rank logs from a snapshot on."""
+        return [entry for entry in entries_from(message["meta"]["entries"]) if entry.owner == self.rank]
+
     def _staged_tensors(self, listed: Iterable[tuple[list[str], str, list[int], int]]) -> list[SnapshotTensor]:
         """Return the described tensors in the staging memory."""
         found = []
@@ -128,7 +133,10 @@ class Server(ABC):
                 # After a restart, processes of the previous session may still be saving older snapshots.
                 wait_for_writers(self.run, self._timeout.total_seconds(), self.session)
                 self._alone = True
-            manifest = snapshots.save(self.run, step, snapshot_tensors, meta, self.config, self._communicator())
+            comm = self._communicator()
+            if any(other != step for other in comm.gather(step)):
+                raise SaveFailed("another rank ended, or saves the state after another step")
+            manifest = snapshots.save(self.run, step, snapshot_tensors, meta, self.config, comm)
             if self.rank == 0:
                 snapshots.retire(self.run, self._keep, step)
             size = manifest.bytes_in("own", "refinement", "index")

@@ -112,7 +112,7 @@ class TrainState:
                 self.parameters[name] = parameter
                 names.append(name)
             self._groups.append(names)
-        self._forms = {name: _form(parameter) for name, parameter in self.parameters.items()}
+        self._seen = self._in_groups(), self._in_model()
 
     def _check_optimizer(self) -> None:
         name = type(self.optimizer).__name__
@@ -147,16 +147,30 @@ class TrainState:
         """Return the names of the parameters that each call of the optimizer updates within a step."""
         return [list(self.parameters)]
 
-    def changed(self) -> bool:
-        """Return whether the optimizer's parameters, or their shapes, dtypes or devices, have changed since
-        construction.
+    def changed(self) -> str | None:
+        """Return what has changed since construction in which parameters the optimizer and the model have, for people;
+        None: nothing. Values are not compared, only identities, names, shapes, dtypes and devices.
         """
-        groups = self.optimizer.param_groups
-        return [len(group["params"]) for group in groups] != [len(names) for names in self._groups] or any(
-            parameter is not self.parameters[name] or _form(parameter) != self._forms[name]
-            for group, names in zip(groups, self._groups, strict=True)
-            for parameter, name in zip(group["params"], names, strict=True)
-        )
+        groups, model = self._in_groups(), self._in_model()
+        if groups != self._seen[0]:
+            names = {form[0]: name for forms in (self._seen[1], model) for name, form in forms.items()}
+            before, now = (
+                {names.get(one, "one outside of the model"): number for number, own in enumerate(found) for one in own}
+                for found in (self._seen[0], groups)
+            )
+            return f"parameters of the optimizer were added, removed or moved{which_differ(before, now)}"
+        if model != self._seen[1]:
+            return f"parameters of the model were added, removed, replaced or cast{which_differ(self._seen[1], model)}"
+        return None
+
+    def _in_groups(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def _in_model(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (id(parameter), parameter.shape, parameter.dtype, parameter.device)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
 
     def hyper(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of each group as plain data."""
@@ -274,8 +288,11 @@ class TrainState:
         return next(parameter for parameter, own in self._names.items() if own == name)
 
 
-def _form(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return parameter.shape, parameter.dtype, parameter.device
+def which_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the names that do not have the same value before and now, in brackets, for people."""
+    names = [unwrapped(name) for name in {**before, **now} if before.get(name) != now.get(name)]
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f" ({shown})" if shown else ""
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,29 @@ _PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)
 """Seconds before a restart, by the number of consecutive failures."""
 
 
+class StepsOnDisk:
+    """The steps up to which a log leads without a gap, as far as the process of one rank has reported them.
+
+    Attributes:
+        last: last of these steps.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._beyond: list[tuple[int, int]] = []
+
+    def add(self, report: Mapping[str, Any]) -> None:
+        """Take note of a report of a saved snapshot or of written steps."""
+        if report["kind"] == "snapshot":
+            self.last = max(self.last, report["step"])
+        elif report["kind"] == "written":
+            self._beyond.append((report["first"], report["last"]))
+        for first, last in self._beyond:
+            if first <= self.last + 1:
+                self.last = max(self.last, last)
+        self._beyond = [steps for steps in self._beyond if steps[1] > self.last]
+
+
 class WorkerGroup(ABC):
     """The checkpointing process of this rank, and the agreed state of the processes of all ranks.
 
@@ -48,6 +71,8 @@ class WorkerGroup(ABC):
         base: configuration of snapshots; see `snapshots.snapshot_config`.
         queue, keep, cores, timeout: see `GradientLog`.
     """
+
+    steps_done: int
 
     def __init__(
         self, run: Path, train_state: TrainState, comm: Communicator, base: str | Mapping[str, Any], queue: int,
@@ -79,12 +104,11 @@ class WorkerGroup(ABC):
         self._needs_first_snapshot = False
         """True before the first snapshot was sent to the process."""
         self._failures, self._retry_at, self._starting_since = 0, 0.0, 0.0
+        self._on_disk = StepsOnDisk()
+        self._stepped = False
+        """True if the optimizer did its step in the current iteration."""
         self._warned: set[str] = set()
         self._hooks: list[Any] = []
-
-    @abstractmethod
-    def _close(self, done: bool) -> None:
-        """Write all sent steps, and stop; `done` says whether training ended without a failure."""
 
     @abstractmethod
     def _detach(self) -> None:
@@ -103,7 +127,7 @@ class WorkerGroup(ABC):
         """Record a measurement; see `tuning.Tuner.observe`."""
 
     def _started(self) -> None:  # noqa: B027
-        """Handle the start of a checkpointing process."""
+        """Handle the start of a checkpointing process, or another share of the parameters."""
 
     def _settings(self) -> dict[str, int]:
         """Return the settings that rank 0 decides for all ranks."""
@@ -167,9 +191,7 @@ class WorkerGroup(ABC):
 
     def _start(self) -> None:
         self._session = self._comm_session()
-        self._entries: list[ParameterEntry] = self._train_state.entries(self._comm.size)
-        self._owner = {entry.name: entry.owner for entry in self._entries}
-        self._own = [entry for entry in self._entries if entry.owner == self._comm.rank]
+        self._share_out()
         config = snapshots.with_residuals(self._config) if self._held_back() else self._config
         self._client = WorkerClient({
             "run": str(self.run), "session": self._session, "rank": self._comm.rank, "ranks": self._comm.size,
@@ -181,6 +203,12 @@ class WorkerGroup(ABC):
         }, self._queue, self._timeout)
         self._gap, self._needs_first_snapshot = False, True
         self._started()
+
+    def _share_out(self) -> None:
+        """Distribute the parameters over the ranks."""
+        self._entries: list[ParameterEntry] = self._train_state.entries(self._comm.size)
+        self._owner = {entry.name: entry.owner for entry in self._entries}
+        self._own = [entry for entry in self._entries if entry.owner == self._comm.rank]
 
     def _comm_session(self) -> str:
         """Return the name of the next session, equal on all ranks without communication."""
@@ -214,6 +242,7 @@ class WorkerGroup(ABC):
             self._pending.copied.synchronize()
         if self._client is not None:
             self._client.close(None)
+            self._note(self._client.reports)
             self._client = None
         self._pending = None
         self._state, self._broken = "waiting", False
@@ -253,6 +282,7 @@ class WorkerGroup(ABC):
     def _take(self, client: WorkerClient) -> None:
         client.poll()
         reports, client.reports = client.reports, []
+        self._note(reports)
         for report in reports:
             if report["kind"] == "snapshot":
                 self._observe(snapshot=(report["seconds"], report["bytes"]))
@@ -265,10 +295,73 @@ class WorkerGroup(ABC):
                 count = report["last"] - report["first"] + 1
                 self._observe(batch=(report["seconds"], report["bytes"], count), encoding=report["encoding"])
 
-    def _warn(self, text: str) -> None:
-        """Warn once per text."""
-        if text not in self._warned:
-            self._warned.add(text)
+    def _note(self, reports: Iterable[Mapping[str, Any]]) -> None:
+        for report in reports:
+            self._on_disk.add(report)
+
+    def _close(self, done: bool) -> None:
+        """Write all sent steps, and stop; `done` says whether training ended without a failure."""
+        if not self._hooks:
+            return
+        running, problem = self._state == "running", None
+        if done and running and self._snapshot_wanted():
+            try:
+                self._last_snapshot()
+            except (ProcessGone, OSError) as error:
+                problem = str(error)
+        self._unhook()
+        if self._client is not None:
+            problem = self._client.close(self._timeout, done) or problem
+            self._note(self._client.reports)
+            self._client = None
+        self._state = "waiting"
+        self._tell_missing("not" if running else "not all", problem)
+
+    def _snapshot_wanted(self) -> bool:
+        """Return whether all ranks are to end with a snapshot: gradients do not reproduce the last step on some rank.
+
+        That was posted after the last step, so that no rank waits for one that does not close its log.
+        """
+        try:
+            agreed = self._consensus.collect()
+        except SaveFailed as error:
+            if self._gap:
+                self._warn(str(error))
+            return False
+        return bool(agreed["wanted"]) and not agreed["broken"] and not self._stepped
+
+    def _last_snapshot(self) -> None:
+        """Send the final state, which gradients do not reproduce, and wait until it is saved."""
+        self._running().wait("saved", self._timeout)
+        self._send_snapshot()
+        self._running().wait("saved", self._timeout)
+
+    def _unhook(self) -> None:
+        """Let training go on without the log."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._detach()
+        atexit.unregister(self._at_exit)
+
+    def _tell_missing(self, how: str, problem: str | None = None) -> None:
+        """Warn of a problem at the end of the log, and of the steps that are not in it.
+
+        Args:
+            how: "not", or "not all" if an earlier process may have written more than it has reported.
+            problem: the problem, after which the process may still write; None without one.
+        """
+        first, last = self._on_disk.last + 1, self.steps_done
+        which, are, all_ = (f"step {last}", "is", "") if first == last else (f"steps {first} to {last}", "are", " all")
+        verb = f"{are} {how}" if problem is None else f"may not{all_} be"
+        missing = f"{which} {verb} in the log, which has ended" if first <= last else None
+        if told := "; ".join(filter(None, [problem, missing])):
+            self._warn(told)
+
+    def _warn(self, text: str, kind: str | None = None) -> None:
+        """Warn once per text, or per kind."""
+        if (kind or text) not in self._warned:
+            self._warned.add(kind or text)
             warn(text if self._comm.size == 1 else f"rank {self._comm.rank}: {text}")
 
     def _at_exit(self) -> None:

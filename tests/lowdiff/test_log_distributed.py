@@ -11,9 +11,13 @@ from tests.helpers.processes import torchrun
 WORKERS = Path(__file__).parent / "workers"
 TWO = (
     "topk", "topk_of_images", "fp16", "bf16", "kmeans", "nothing", "power_sgd", "fp16_hook", "on_from_a_snapshot",
-    "one_process_dies", "a_share_is_lost",
+    "one_process_dies", "a_share_is_lost", "an_edit_in_the_last_step", "an_edit_in_the_last_step_of_a_rank_that_fails",
+    "parameters_are_added",
 )
-THREE = ("topk", "topk_of_images", "kmeans", "fp16", "power_sgd", "one_process_dies")
+THREE = (
+    "topk", "topk_of_images", "kmeans", "fp16", "power_sgd", "one_process_dies", "an_edit_in_the_last_step",
+    "an_edit_in_the_last_step_of_a_rank_that_fails", "parameters_are_added",
+)
 
 
 @pytest.mark.slow

@@ -215,6 +215,78 @@ def a_share_is_lost(run: Path) -> None:
     assert not differences(loop.state(), table[2])
 
 
+@check
+def an_edit_in_the_last_step(run: Path) -> None:
+    """The log of several ranks ends with a snapshot of it, as that of one does, if one rank sees it or all do."""
+    for own, sees in ((run / "all", lambda rank: True), (run / "one", lambda rank: rank == 0)):
+        loop = loop_of(PLAIN)
+        with warnings.catch_warnings(record=True) as told, loop.log(own, compressor="none") as log:
+            warnings.simplefilter("always", UserWarning)
+            train(loop, log, 2)
+            loop.step(2, dist.get_rank())
+            if sees(dist.get_rank()):
+                with torch.no_grad():
+                    next(loop.model.parameters()).mul_(1.0)  # a version, not another value
+            log.step()
+        texts = [str(one.message) for one in told if one.category is UserWarning]
+        assert len(texts) == sees(dist.get_rank()) and all("by something other" in text for text in texts), texts
+        dist.barrier()
+        recovered(PLAIN, own, 3, loop.state())
+
+
+@check
+def an_edit_in_the_last_step_of_a_rank_that_fails(run: Path) -> None:
+    """The others wait for no rank that does not close its log, and each says which step is missing."""
+    loop, last = loop_of(PLAIN), dist.get_rank() == dist.get_world_size() - 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        log = loop.log(run, compressor="none")
+        train(loop, log, 2)
+        kept = loop.state()
+        loop.step(2, dist.get_rank())
+        with torch.no_grad():
+            next(loop.model.parameters()).clamp_(-0.01, 0.01)
+        log.step()
+        started = time.monotonic()
+        log.__exit__(*((ValueError, ValueError(), None) if last else (None, None, None)))
+        assert time.monotonic() - started < 60
+    text = str(told[-1].message)
+    assert ("step 3 is not in the log" if last else "step 3 may not be in the log") in text, text
+    dist.barrier()
+    recovered(PLAIN, run, 2, kept)
+
+
+@check
+def parameters_are_added(run: Path) -> None:
+    """All ranks take them up in the same snapshot, and share them anew."""
+    def few(model: nn.Module) -> Adam:
+        return Adam(model.module[0].parameters() if isinstance(model, DDP) else model[0].parameters(), 0.01)
+
+    def all_of_them(model: DDP) -> Adam:
+        optimizer = few(model)
+        optimizer.add_param_group({"params": list(model.module[3].parameters()), "lr": 0.1})
+        return optimizer
+
+    loop = Loop(Case(few))
+    loop.model = DDP(loop.model)
+    with warnings.catch_warnings(record=True) as told, loop.log(run, compressor="topk:0.05", batch=4) as log:
+        warnings.simplefilter("always", UserWarning)
+        train(loop, log, 2)
+        loop.optimizer.add_param_group({"params": list(loop.model.module[3].parameters()), "lr": 0.1})
+        train(loop, log, 2)
+        log._running().wait("saved", 60)
+        state = train(loop, log, 3)[-1]
+    texts = [str(one.message) for one in told if one.category is UserWarning]
+    assert len(texts) == 1 and "steps from 3 on are not logged until" in texts[0], texts
+    dist.barrier()
+    again = Loop(Case(few), 1)
+    again.model = DDP(again.model)
+    again.optimizer = all_of_them(again.model)
+    found = again.recover(run)
+    assert (found.step, found.snapshot, found.exact, found.ended) == (7, 4, True, None), found
+    assert not different(again.state(), state)
+
+
 GROUPS: list[dist.ProcessGroup] = []
 
 
