@@ -1,27 +1,36 @@
 """Restores one after the other, without a search: what each costs, and where the run ends.
 
-    python scripts/measure_restores.py llama vit lstm moe --json restores.json
+    python scripts/measure_restores.py llama vit lstm moe vgg finetune --json restores.json
+    python scripts/measure_restores.py --short --seeds 8 --json restores-short.json
 
 A workload of `scripts/evaluate.py` is trained and saved every sixteenth of its steps by `dsq_ckpt.save` with its
-defaults. From the middle on, each save is followed by a restore into a model made anew: eight in a row. The cost of a
+defaults. From the middle on, each save is followed by a restore into a model made anew: seven in a row. The cost of a
 restore is the held-out loss after it over that before it. The same run is done without restores, and with refinement
 layers of one width alone (`before`), as they were when values could stay where the first restore put them.
+
+With `--short`, a network of 0.2 M parameters is restored so often that training moves its weights by less than a part
+between restores: at 2/3 and 5/6 of a cosine schedule; eight times, 20 steps apart, at a small constant rate; and eight
+times with no step between, where the error of the weights is measured too.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import shlex
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from evaluation.workloads import Workload, create
+from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
@@ -81,15 +90,109 @@ def measure(names: list[str], seeds: int) -> list[Mapping[str, Any]]:
     return rows
 
 
+class Small:
+    """A network of 0.2 M parameters that learns a table, with its optimizer."""
+
+    def __init__(self, seed: int, rate: float, steps: int = 0) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.model = nn.Sequential(
+                nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)
+            )
+        self.settings, self.seed = (seed, rate, steps), seed
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps) if steps else None
+
+    def train(self, first: int, last: int) -> None:
+        """Train steps `first` to `last`, exclusive."""
+        for step in range(first, last):
+            tokens = torch.randint(0, 256, (32,), generator=torch.Generator().manual_seed(10_000 * self.seed + step))
+            nn.functional.cross_entropy(self.model(tokens), (7 * tokens + 1) % 256).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.schedule is not None:
+                self.schedule.step()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean loss over the table."""
+        tokens = torch.arange(256)
+        return float(nn.functional.cross_entropy(self.model(tokens), (7 * tokens + 1) % 256))
+
+    def restored(self, path: Path) -> Small:
+        """Save, and return what a restore makes of it."""
+        made = Small(*self.settings)
+        for one, function in ((self, dsq_ckpt.save), (made, dsq_ckpt.load)):
+            state: dict[str, Any] = {"model": one.model, "optimizer": one.optimizer}
+            function(state | ({"schedule": one.schedule} if one.schedule is not None else {}), path)
+        return made
+
+
+def twice(seed: int, directory: Path, steps: int) -> dict[str, Any]:
+    """Return the cost of restores at 2/3 and 5/6 of a schedule, and what the run ends above one without."""
+    exact, run, costs = Small(seed, 1e-3, steps), Small(seed, 1e-3, steps), []
+    exact.train(0, steps)
+    for part in range(steps // 10):
+        run.train(10 * part, 10 * part + 10)
+        if 10 * part + 10 in (steps * 2 // 3, steps * 5 // 6):
+            before, run = run.loss(), run.restored(directory / str(part))
+            costs.append(run.loss() / before - 1)
+    return {"costs": costs, "ends": run.loss() / exact.loss() - 1}
+
+
+def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]:
+    """Return what eight restores, some steps apart, leave above a run without, and the error of the last layer."""
+    run = Small(seed, 1e-3)
+    run.train(0, 90)
+    exact = copy.deepcopy(run)
+    for one in (run, exact):
+        one.settings = (seed, rate, 0)
+        one.optimizer = torch.optim.AdamW(one.model.parameters(), rate)
+    for number in range(8):
+        for one in (run, exact):
+            one.train(100 + steps * number, 100 + steps * (number + 1))
+        run = run.restored(directory / str(number))
+    own, true = (one.model.get_parameter("4.weight").detach() for one in (run, exact))
+    return {"ends": run.loss() / exact.loss() - 1, "error": float((own - true).norm() / true.norm())}
+
+
+def short(seeds: int) -> list[Mapping[str, Any]]:
+    """Return a row for each experiment, seed and rule."""
+    rows: list[Mapping[str, Any]] = []
+    for name, work in _experiments().items():
+        for rule in ("now", "before"):
+            for seed in range(seeds):
+                dsq_ckpt.forget()
+                with tempfile.TemporaryDirectory() as directory, one_width() if rule == "before" else nullcontext():
+                    rows.append({"experiment": name, "rule": rule, "seed": seed, **work(seed, Path(directory))})
+            own = [row for row in rows if row["experiment"] == name and row["rule"] == rule]
+            costs = [statistics.mean(costs) for costs in zip(*(row.get("costs", []) for row in own), strict=True)]
+            print(f"{name}, {rule}: restores " + " ".join(f"{100 * cost:+.2f}" for cost in costs)
+                  + f" %, ends {100 * statistics.mean(row['ends'] for row in own):+.2f} %, "
+                  f"error {statistics.mean(row.get('error', 0.0) for row in own):.4f}", flush=True)
+    return rows
+
+
+def _experiments() -> dict[str, Callable[[int, Path], dict[str, Any]]]:
+    found: dict[str, Callable[[int, Path], dict[str, Any]]] = {}
+    for steps in (60, 120, 240):
+        found[f"two restores in a schedule of {steps} steps"] = partial(twice, steps=steps)
+    for rate in (1e-6, 1e-5, 1e-4, 1e-3):
+        found[f"eight restores, 20 steps of {rate:g} apart"] = partial(often, rate=rate, steps=20)
+    found["eight restores, no step between"] = partial(often, rate=1e-3, steps=0)
+    return found
+
+
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="+")
+    parser.add_argument("workloads", nargs="*")
+    parser.add_argument("--short", action="store_true", help="a small network, restored a few steps apart")
     parser.add_argument("--seeds", type=int, default=1, help="0, 1, ...")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(options.workloads, options.seeds)
+    rows = short(options.seeds) if options.short else measure(options.workloads, options.seeds)
     if options.json is not None:
         command = shlex.join(["python", "scripts/measure_restores.py", *sys.argv[1:]])
         json_files.write(options.json, {"measured": "restores", "command": command, "rows": rows})
