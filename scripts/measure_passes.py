@@ -51,12 +51,13 @@ PASSES: dict[str, tuple[str, ...]] = {
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
         "coding/scales.py:",
     ),
+    "values": ("coding/values.py:", "kernels/cpu_decode.py:"),
     "entropy coding": ("coding/",),
     "looks at tensors": (
         "quantization/uneven.py:", "quantization/nature.py:", "quantization/manifolds.py:", "quantization/averages.py:",
         "quantization/untrained.py:", "quantization/frozen.py:", "quantization/undefined.py:",
+        "quantization/restored.py:",
     ),
-    "values": ("kernels/cpu_decode.py:",),
     "checksums": ("~:<method 'update' of 'xxhash", "~:<method 'digest' of 'xxhash", "~:<built-in method xxhash"),
     "files": ("~:<method 'write' of '_io", "~:<method 'readinto' of '_io", "~:<built-in method posix."),
 }

@@ -1,0 +1,40 @@
+"""Passes of a save are told by the functions that do them, and add up to what a save takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import measure_passes
+import pytest
+
+from dsq_ckpt.config.schema import StorageConfig
+
+
+def test_the_functions_that_passes_are_told_by_exist() -> None:
+    named = [part for parts in measure_passes.PASSES.values() for part in parts if not part.startswith("~")]
+    assert len(named) > 20
+    for part in named:
+        file, _, function = part.partition(":")
+        path = measure_passes.PACKAGE / file
+        assert path.exists(), part
+        assert not function or f"def {function}(" in path.read_text(), part
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_passes_are_parts_of_the_whole(tmp_path: Path) -> None:
+    with patch.object(StorageConfig, "thread_count", return_value=1):
+        rows = measure_passes.measure(500_000, True, 1, tmp_path)
+    works = {row["work"] for row in rows}
+    assert works == {f"{what} of a {which}" for what in ("save", "load") for which in ("keyframe", "delta")}
+    for work, passes in (("save of a delta", {"sketches", "codes", "refinement", "entropy coding", "checksums"}),
+                         ("load of a delta", {"entropy coding", "files"})):
+        found = {row["pass"]: row["ns"] for row in rows if row["work"] == work}
+        assert passes <= {name for name, ns in found.items() if ns > 0}, work
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_pass_is_the_rest() -> None:
+    assert measure_passes.pass_of("/usr/lib/python3/json/decoder.py", "decode") == measure_passes.REST
+    assert measure_passes.pass_of("~", "<built-in method builtins.len>") == measure_passes.REST
+    assert measure_passes.pass_of("~", "<method 'write' of '_io.BufferedWriter' objects>") == "files"
