@@ -119,23 +119,31 @@ class Small:
         tokens = torch.arange(256)
         return float(nn.functional.cross_entropy(self.model(tokens), (7 * tokens + 1) % 256))
 
+    def state(self) -> dict[str, Any]:
+        """Return what is saved, and loaded into."""
+        found: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        return found if self.schedule is None else found | {"schedule": self.schedule}
+
     def restored(self, path: Path) -> Small:
-        """Save, and return what a restore makes of it."""
+        """Return what a restore makes of a checkpoint."""
         made = Small(*self.settings)
-        for one, function in ((self, dsq_ckpt.save), (made, dsq_ckpt.load)):
-            state: dict[str, Any] = {"model": one.model, "optimizer": one.optimizer}
-            function(state | ({"schedule": one.schedule} if one.schedule is not None else {}), path)
+        dsq_ckpt.load(made.state(), path)
         return made
 
 
 def twice(seed: int, directory: Path, steps: int) -> dict[str, Any]:
-    """Return the cost of restores at 2/3 and 5/6 of a schedule, and what the run ends above one without."""
+    """Return the cost of restores at 2/3 and 5/6 of a schedule, and what the run ends above one without.
+
+    It is saved every ten steps.
+    """
     exact, run, costs = Small(seed, 1e-3, steps), Small(seed, 1e-3, steps), []
     exact.train(0, steps)
     for part in range(steps // 10):
         run.train(10 * part, 10 * part + 10)
+        path = directory / f"{part:02d}"
+        dsq_ckpt.save(run.state(), path)
         if 10 * part + 10 in (steps * 2 // 3, steps * 5 // 6):
-            before, run = run.loss(), run.restored(directory / str(part))
+            before, run = run.loss(), run.restored(path)
             costs.append(run.loss() / before - 1)
     return {"costs": costs, "ends": run.loss() / exact.loss() - 1}
 
@@ -151,6 +159,7 @@ def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]
     for number in range(8):
         for one in (run, exact):
             one.train(100 + steps * number, 100 + steps * (number + 1))
+        dsq_ckpt.save(run.state(), directory / str(number))
         run = run.restored(directory / str(number))
     own, true = (one.model.get_parameter("4.weight").detach() for one in (run, exact))
     return {"ends": run.loss() / exact.loss() - 1, "error": float((own - true).norm() / true.norm())}
