@@ -48,6 +48,7 @@ lc-stages               evaluate_lc.py stages mf --every 10 --samples 4
 lc-deleted              evaluate_lc.py deleted mf
 lc-case                 evaluate_lc.py case mf --every 20 --iterations 9
 defaults-restores-gpt-seed0  measure_defaults.py restores --steps 240 --failures 2 --only 'weights 4, moments 4'
+restores-short          measure_restores.py --short --seeds 1
 bytes-llama             measure_chain.py --workload llama --saves 9
 chain                   measure_chain.py --layers 2 --saves 9
 parents-llama           measure_chain.py --workload llama --saves 5 --parents
@@ -77,6 +78,8 @@ stall                   dsq bench --stall --parameters 2e7 --repeats 3
 # beside `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; and second runs of what is here
 # (files ending in -again and -first).
 FULL = """
+restores                measure_restores.py llama vit lstm moe vgg finetune
+restores-short          measure_restores.py --short --seeds 8
 growth-gpt              measure_chain.py --workload gpt --saves 44 --every 36
 growth-llama            measure_chain.py --workload llama --saves 40 --every 36
 growth-lstm             measure_chain.py --workload lstm --saves 40 --every 36
