@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dsq_ckpt.dcp.calls import DEFAULT_PLANNERS, SaveCall
+from dsq_ckpt.dcp.small_plans import by_lowest_rank
 from dsq_ckpt.dcp.staging import Offer
 from dsq_ckpt.dcp.tied_plans import together
 from dsq_ckpt.engine.context import SaveContext
@@ -35,6 +36,7 @@ class _Known:
     Attributes:
         state: digest of this rank's plan; None: unknown, or that save did not get past planning.
         planned: on the coordinator, what DCP had cached, while a save of other ranks uses its cache.
+        dealt: on the coordinator, the last global plan of DCP, and what was made of it.
         given: on the coordinator, each rank's last full plan, with the save and the layout that it was sent with.
         states: digests that `layout` is of.
         layout: on the coordinator, the layout that the ranks agreed on.
@@ -42,6 +44,7 @@ class _Known:
 
     state: str | None = None
     planned: Sequence[Any] = ()
+    dealt: tuple[list[SavePlan] | None, list[SavePlan]] = (None, [])
     given: Sequence[_Given] = ()
     states: Sequence[str | None] = ()
     layout: Layout | None = None
@@ -168,13 +171,15 @@ class GlobalPlan(NamedTuple):
         """
         call = SaveCall.of_stack()
         messages = [] if call is None or call.gathered is None else [plan.storage_data for plan in call.gathered]
-        known = all(isinstance(offer, Offer) and offer.state is not None for offer in messages)
-        if call is None or not messages or not known or not _caches_as_usual(call.planner):
+        ours = all(isinstance(offer, Offer) and offer.state is not None for offer in messages)
+        if call is None or not messages or not ours or not _caches_as_usual(call.planner):
             offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
             if len(offers) != len(plans):
                 raise SaveFailed(PLAN_CACHING)
-            if tied and call is not None and call.gathered and type(call.planner) in DEFAULT_PLANNERS:
-                plans = together(plans, call.gathered, call.planner.state_dict)  # type: ignore[attr-defined]
+            if call is not None and call.gathered and type(call.planner) in DEFAULT_PLANNERS:
+                plans = by_lowest_rank(plans, call.gathered)
+                if tied:
+                    plans = together(plans, call.gathered, call.planner.state_dict)  # type: ignore[attr-defined]
             return cls(plans, offers, plans)
         assert isinstance(call.planner, DefaultSavePlanner)
         key, whole = call.planner._cached_plans_key, call.planner.global_plan
@@ -187,7 +192,10 @@ class GlobalPlan(NamedTuple):
             if not isinstance(planned, Offer) or planned.state != own.state:
                 raise SaveFailed(_stale(f"that of rank {rank} is of another state or writer", call.planner))
             offers.append(own._replace(content=planned.content))
-        return cls(whole, offers, plans, _known_of(key, len(plans)))
+        known = _known_of(key, len(plans))
+        if known.dealt[0] is not whole:
+            known.dealt = whole, by_lowest_rank(whole, sources)
+        return cls(known.dealt[1], offers, plans, known)
 
     def agreed(self) -> Layout | None:
         """Return the layout that the ranks agreed on for the same plans; None: they are others."""

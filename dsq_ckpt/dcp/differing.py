@@ -1,8 +1,8 @@
 """Values of one name that differ between ranks, of which one is stored.
 
-DCP takes values that several ranks have under one name for copies, and lets one of them write each, not always the
-same rank. But random states, positions in a data set and the like are each rank's own, an average may be updated on one
-rank alone, and the experts of each may have the names of others'.
+DCP takes values that several ranks have under one name for copies, and lets one of them write each: for large tensors
+not always the same rank (`small_plans.py`). But random states, positions in a data set and the like are each rank's
+own, an average may be updated on one rank alone, and the experts of each may have the names of others'.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def warn_of_differing(ranks: Iterable[Mapping[Place, int]]) -> None:
         )
     if names := [name for name in names if not is_of_group(name)]:
         warn(
-            f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save, for "
-            "each name perhaps another's: give what belongs to a rank a name of its own, such as f'rng-{rank}' (not "
-            "buffers that DDP makes equal again)"
+            f"{named(names)} is not the same on all ranks, and the value of one of them is stored: that of the lowest "
+            "rank, or of tensors over 64 KiB that of any rank, for each name perhaps another's. Give what belongs to a "
+            "rank a name of its own, such as f'rng-{rank}' (not buffers that DDP makes equal again)"
         )
 
 

@@ -16,6 +16,7 @@ from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.dcp.differing import digests, warn_of_differing
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
+from dsq_ckpt.dcp.small_plans import by_lowest_rank
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, exact_values
@@ -68,7 +69,8 @@ def stage_codes(
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
     found = comm.gather((own_plan, of_model, told))
-    plans = dedup_save_plans([plan for plan, *_ in found])  # as DCP would: each replica is coded once
+    plans = [plan for plan, *_ in found]
+    plans = by_lowest_rank(dedup_save_plans(plans), plans)  # as a save without staging: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
     mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]

@@ -39,7 +39,7 @@ RAISES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit, signal.S
 
 
 class Saves:
-    """A run of a model that every rank owns, and of a tensor of its own."""
+    """A run of a model that every rank owns, and of a tensor that each writes, too large to be rank 0's."""
 
     def __init__(self, run: Path, culprit: int) -> None:
         self.run, self.culprit, self.count = run, culprit, 0
@@ -55,7 +55,7 @@ class Saves:
         return float(self.model.weight.double().square().sum())
 
     def state(self) -> dict[str, Any]:
-        state = {f"own{rank}.weight": normal(90, 64, seed=rank) for rank in range(dist.get_world_size())}
+        state = {f"own{rank}.weight": normal(90, 256, seed=rank) for rank in range(dist.get_world_size())}
         return {**{name: state[name] + 0.001 * self.count for name in state}, "count": self.count}
 
     def save(self, how: str) -> Path:
