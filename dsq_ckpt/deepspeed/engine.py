@@ -24,7 +24,7 @@ from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, why_uncompressed
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
+from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, own_latest, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -140,6 +140,8 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             run_on_all_ranks(self._comm, lambda: _write_plain(queue))
+        if self._comm.rank == 0:
+            own_latest(info.save_dir)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:

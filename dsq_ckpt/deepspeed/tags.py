@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, LoadFailed, SaveFailed
+from dsq_ckpt.storage.atomic_io import new_file
 from dsq_ckpt.storage.manifest import is_complete
 
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -102,6 +104,19 @@ def tag_to_load(comm: Communicator, load_dir: str, latest: str, tag: str | None)
             "directory"
         )
     return seen[comm.rank][0]
+
+
+def own_latest(save_dir: str) -> None:
+    """Give `latest` a file of its own, where a copy of the run by `cp -al` has the same file, before DeepSpeed writes.
+
+    It writes into the file, so that the copy's `latest` would name a tag that the copy lacks.
+    """
+    file = Path(save_dir, "latest")
+    with contextlib.suppress(OSError):  # what is wrong there, DeepSpeed says
+        if file.stat().st_nlink > 1:
+            text = file.read_bytes()
+            with new_file(file) as stream:
+                stream.write(text)
 
 
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:

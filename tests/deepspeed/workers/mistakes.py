@@ -155,6 +155,12 @@ def full_disks(run: Path) -> None:
     error = error_of(lambda: engine.save_checkpoint(str(run), tag="odd", client_state={"bad": lambda: 1}))
     check("rank 0" in everywhere(str(error))[1] and "'bad'" in str(error), f"client_state: {error}")
     check(not (run / "odd").exists() and (run / "latest").read_text() == "broken", "and nothing of it is left")
+    copied = run / "latest of a copy by cp -al"
+    if dist.get_rank() == 0:
+        os.link(run / "latest", copied)
+    dist.barrier()
+    engine.save_checkpoint(str(run), tag="later")
+    check((run / "latest").read_text() == "later" and copied.read_text() == "broken", "a linked copy keeps its latest")
 
 
 def unreadable(run: Path) -> None:
