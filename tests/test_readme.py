@@ -62,7 +62,7 @@ def test_python_examples(training, number):
 
 def test_pages_have_examples():
     assert [name for name, _ in PYTHON] == [
-        *["README"] * 4, "cli", "configuration", "index", *["oneshot"] * 3, "report",
+        *["README"] * 4, "cli", "configuration", "dcp", "index", "loop", *["oneshot"] * 3, "report",
     ]
 
 

@@ -18,6 +18,10 @@ OTHER_SHAPE = (
     "place of its state dict, and give it that by load_state_dict"
 )
 """Advice where a tensor was saved with another shape than it has."""
+_GROWN = (
+    " (a model that has grown loads the rest by dcp.load with a DSQStorageReader and "
+    "DefaultLoadPlanner(allow_partial_load=True))"
+)
 _ANY = "*"
 _CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
 _ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it
@@ -196,6 +200,21 @@ def name_hint(name: str, names: Iterable[str]) -> str:
         return f"; did you mean {_either([repr(other) for other in close])}?"
     more = f" and {len(known) - 5} more" if len(known) > 5 else ""
     return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
+
+
+def missing_hint(missing: Sequence[str], every: bool, names: Collection[str]) -> str:
+    """Return a hint of what to do where names are missing in a checkpoint: the end of a message.
+
+    Args:
+        missing: names that it lacks.
+        every: whether these are all that were asked for.
+        names: names that it has.
+    """
+    if every:
+        return place_hint(missing, names) or name_hint(missing[0], names)
+    above = missing[0].partition(".")[0]
+    others = any(name.partition(".")[0] == above for name in names)
+    return (_GROWN if others else "") + name_hint(missing[0], names)
 
 
 _SHOWN = 3

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dsq_ckpt.core.arguments import shown
-from dsq_ckpt.core.hints import OTHER_SHAPE, name_hint, place_hint
+from dsq_ckpt.core.hints import OTHER_SHAPE, missing_hint
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, put
 from dsq_ckpt.core.notices import warn, warn_safely
@@ -177,8 +177,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 raise
             self._refuse_entries(missing, self.metadata)
             more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
-            elsewhere = place_hint(missing, known) if len(missing) == len(self.state_dict) else ""
-            ending = self._hint + (elsewhere or name_hint(missing[0], known))
+            ending = self._hint + missing_hint(missing, len(missing) == len(self.state_dict), known)
             raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
 
     def _refuse_entries(self, missing: Iterable[str], metadata: Metadata) -> None:

@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dsq_ckpt
 from tests.api.test_compressor import bits_of, same_bits
@@ -183,3 +185,31 @@ def test_moments_of_parameters_that_need_no_gradient_now_are_told_of(tmp_path):
     model[0].requires_grad_(False)
     with pytest.warns(UserWarning, match=r"'0\.bias', '0\.weight' in .*a' is not loaded, since these parameters need"):
         compressor.load(tmp_path / "a")
+
+
+def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
+    """DCP's planner then gives the old layers their weights and moments, bit for bit."""
+    def made(*names):
+        model = nn.ModuleDict({name: nn.Linear(80, 80) for name in names})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made("a", "b")
+    sum(part(torch.ones(4, 80)).square().mean() for part in model.values()).backward()
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    grown, other = made("a", "b", "c")
+    weights, moments = get_state_dict(grown, other)
+    state, new = {"model": weights, "optimizer": moments}, grown["c"].weight.detach().clone()
+    says = r"no 'model\.c\.weight' .*\(a model that has grown .*allow_partial_load=True\)\); did you mean"
+    with pytest.raises(dsq_ckpt.LoadFailed, match=says):
+        dsq_ckpt.Compressor(grown, other).load(tmp_path / "a")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=says):
+        dsq_ckpt.load(state, tmp_path / "a")
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), planner=planner)
+    set_state_dict(grown, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert grown["c"].weight.equal(new)
+    for name in ("a", "b"):
+        assert grown[name].weight.equal(model[name].weight)
+        found, saved = other.state[grown[name].weight], optimizer.state[model[name].weight]
+        assert all(found[key].equal(saved[key]) for key in saved)
