@@ -111,7 +111,9 @@ def watch(
 def report(
     run: RunPath,
     target: Annotated[
-        Path, typer.Option("--output", "-o", parser=expanded, metavar="FILE", help="The page to write.")
+        Path, typer.Option(
+            "--output", "-o", parser=expanded, metavar="FILE", help="The page to write; makes missing directories."
+        )
     ] = "report.html",  # type: ignore[assignment]
     as_json: Json = False,
 ) -> None:
@@ -121,12 +123,14 @@ def report(
 
     with output.meter("reading the run", hidden=as_json):
         history = History.read(run)
+        place = "" if target.absolute().parent.is_dir() else ", in a new directory"
         count = page.write(history, target)
     if as_json:
         output.print_json({"path": str(target), "bytes": count, "checkpoints": len(history.entries)})
         return
     output.console().print(
-        f"{target}: {len(history.entries)} checkpoint(s), {output.size(count)}; open it in a browser", soft_wrap=True
+        f"{target}: {len(history.entries)} checkpoint(s), {output.size(count)}{place}; open it in a browser",
+        soft_wrap=True,
     )
 
 

@@ -222,6 +222,13 @@ def test_a_page_of_an_object_store(tmp_path):
     assert "damaged" not in page.text
 
 
+def test_a_directory_that_it_makes_is_told(trained, tmp_path):
+    run, _ = trained
+    target = tmp_path / "new" / "page.html"
+    assert "in a new directory" in printed("report", run, "-o", target)
+    assert "directory" not in printed("report", run, "-o", target).replace(str(target), "")
+
+
 def test_what_is_there_is_not_replaced(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "page.html"
