@@ -32,15 +32,14 @@ def by_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> list[Sav
     lowest: dict[MetadataIndex, tuple[int, WriteItem]] = {}
     for rank, plan in enumerate(local):
         for item in plan.items:
-            if (item.tensor_storage_size() or 0) <= SMALL:
-                lowest.setdefault(item.index, (rank, item))
+            lowest.setdefault(item.index, (rank, item))
     kept: list[list[WriteItem]] = []
     more: dict[int, list[WriteItem]] = defaultdict(list)
     for rank, plan in enumerate(plans):
         kept.append([])
         for item in plan.items:
             first, own = lowest.get(item.index, (rank, item))
-            if first == rank or not _alike(item, own):
+            if first == rank or (item.tensor_storage_size() or 0) > SMALL or not _alike(item, own):
                 kept[rank].append(item)
             else:
                 more[first].append(own)
