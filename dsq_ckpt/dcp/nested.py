@@ -90,9 +90,10 @@ class NestedSavePlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
         warn_of_differing(part.digests for part in parts)
-        groups = united([part.groups for part in parts])
-        for plan in plans:
-            written = {item.index.fqn for item in plan.items}
+        groups, given = united([part.groups for part in parts]), set[str]()
+        for plan, part in zip(plans, parts, strict=True):  # the writer may give a list to the first rank that has it
+            written = {item.index.fqn for item in plan.items} | (part.groups.keys() - given)
+            given |= part.groups.keys()
             plan.planner_data.groups = {name: names for name, names in groups.items() if name in written}
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
 
