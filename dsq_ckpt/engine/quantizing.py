@@ -124,8 +124,7 @@ def quantize(
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with shielded():  # a search puts trial weights into the model, and takes them out again
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
-    fitted = with_parts_for([] if sketching.are_spread else sketches.chunks, plan.analysis.fitted, comm)
-    sketching.watch.spread = all(fitted[group] is one for group, one in plan.analysis.fitted.items())
+    fitted = with_parts_for(sketches.chunks, plan.analysis.fitted, sketching.watch.spread, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
     worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
     plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
@@ -160,7 +159,6 @@ class _Sketching:
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
         watch: looks at weights that no optimizer has state for.
-        are_spread: whether weights are spread over the parts of cells, as they were at the save before this delta.
     """
 
     def __init__(
@@ -175,8 +173,8 @@ class _Sketching:
         self.lost_rows: dict[str, bool] = {}
         known = None if context.previous is None else options.history.find(context.previous.save_id)
         self.watch = Watch() if known is None else known.watch
-        trained_on = context.parent is not None and known is not None and not known.loaded
-        self.are_spread = trained_on and self.watch.spread
+        if context.parent is None or known is None or known.loaded:
+            self.watch.spread.clear()
         self._asked: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
 

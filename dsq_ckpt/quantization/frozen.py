@@ -21,6 +21,7 @@ from torch import nn
 
 from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.quantization.averages import averages
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
 
 _T = TypeVar("_T")
@@ -72,11 +73,11 @@ class Watch:
     That a tensor is as it was tells nothing where training has not gone on since: a trainer may save twice at a step.
 
     Attributes:
-        spread: whether lossy weights no longer lie where a restore has put them; see `quantization/restored.py`.
+        spread: chunks of lossy weights that no longer lie where a restore has put them; see `restored.py`.
     """
 
     def __init__(self) -> None:
-        self.spread = False
+        self.spread: set[ChunkKey] = set()
         self._trained: Hashable = None
         self._seen: dict[Hashable, _Seen] = {}
 

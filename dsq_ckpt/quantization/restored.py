@@ -9,8 +9,8 @@ that are not spread have the narrowest parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,23 @@ import torch
 
 from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32, Array, Codes
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.kernels.jit import jit
-from dsq_ckpt.quantization.chunk import Chunk, scale_of
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, scale_of, settle_streams
 from dsq_ckpt.quantization.codebook.base import MOST_BITS
 from dsq_ckpt.quantization.codebook.fit import Fitted
 
-_RUNS, _LONG = 8, 8192
-"""Runs of neighbours that are looked at in each chunk, and their elements."""
+_RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
+"""Runs of neighbours in each chunk that is looked at, and elements in them, at most and where chunks are many."""
+_TOGETHER = 1 << 22
+"""Elements that are looked at in a group, about."""
 _UNEVEN = 6e-4
 """Square of the share of values in one place of each part from which on values are not spread, if that is sure."""
 _SURE = 6
 """Standard deviations of that square, in evenly spread values, that make it sure."""
-_FEWEST = 500
-"""Elements that tell."""
+_TELL = 500
+"""Elements that tell, at least."""
 _AROUND_ZERO = 2
 """Parts beside the one with zero in its middle that are left out."""
 _STEPS = 1024
@@ -41,25 +44,33 @@ _WAVES = np.stack([np.cos(2 * np.pi * _PLACES), np.sin(2 * np.pi * _PLACES) - 6 
 _WAVES /= np.sqrt(np.square(_WAVES).mean(1, keepdims=True))
 
 
-def with_parts_for(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], comm: Communicator) -> dict[str, Fitted]:
+def with_parts_for(
+    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: set[ChunkKey], comm: Communicator, workers: Workers
+) -> dict[str, Fitted]:
     """Return what is fitted, with the narrowest parts for the groups that are `not_spread`; collective."""
-    found = not_spread(chunks, fitted, comm)
+    found = not_spread(chunks, fitted, spread, comm, workers)
     return {group: one.refined(MOST_BITS) if group in found else one for group, one in fitted.items()}
 
 
-def not_spread(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], comm: Communicator) -> set[str]:
+def not_spread(
+    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: set[ChunkKey], comm: Communicator, workers: Workers
+) -> set[str]:
     """Return the groups with weights, on any rank, that lie close together within the parts of their cells; collective.
 
     Args:
-        chunks: chunks of this rank that are looked at, scaled.
+        chunks: chunks of this rank, scaled.
         fitted: codebooks by group.
+        spread: chunks that are not looked at, since they are known to be spread; those that are found to be are added.
         comm: of the ranks that save.
+        workers: threads.
     """
     asked = {group for group, one in fitted.items() if _may_be_narrower(group, one)}
     if not asked:
         return set()
-    mine = [chunk for chunk in chunks if chunk.group in asked and chunk.base_values is None]
-    return set[str]().union(*gather_from_all_ranks(comm, lambda: _uneven(mine, fitted)))
+    mine = [chunk for chunk in chunks if chunk.group in asked and chunk.base_values is None and chunk.key not in spread]
+    found = set[str]().union(*gather_from_all_ranks(comm, lambda: _uneven(mine, fitted, workers)))
+    spread.update(chunk.key for chunk in mine if chunk.group not in found)
+    return found
 
 
 def _may_be_narrower(group: str, fitted: Fitted) -> bool:
@@ -67,29 +78,35 @@ def _may_be_narrower(group: str, fitted: Fitted) -> bool:
     return group.startswith("weights/") and linear and 0 < fitted.refinement_bits < MOST_BITS
 
 
-def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted]) -> set[str]:
+def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], workers: Workers) -> set[str]:
     """Return the groups with chunks whose values lie close together within parts, or which do so as a whole."""
+    settle_streams([chunk.tensor for chunk in chunks])
+    count = Counter(chunk.group for chunk in chunks)
+
+    def work(chunk: Chunk) -> Array | None:
+        try:
+            return _look(chunk, fitted[chunk.group], max(_FEWEST, min(_MOST, _TOGETHER // count[chunk.group])))
+        except torch.OutOfMemoryError:  # of a device: no save fails for want of a look
+            return None
+
     found, sums = set[str](), dict[str, Array]()
-    for chunk in chunks:
-        if chunk.group in found:
-            continue
-        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a look
-            look = _look(chunk, fitted[chunk.group])
-            whole = sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
-            if _is_close(*look) or _is_close(*whole):
-                found.add(chunk.group)
+    for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
+        if look is not None:
+            sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
+        if look is None or _is_close(*look) or _is_close(*sums[chunk.group]):
+            found.add(chunk.group)
     return found
 
 
 def _is_close(waves: float, pairs: float, elements: float) -> bool:
     """Return whether sums by `waves_in_parts` are larger than those of evenly spread values, and surely so."""
-    return elements >= _FEWEST and waves > max(_UNEVEN * pairs, _SURE * pairs**0.5)
+    return elements >= _TELL and waves > max(_UNEVEN * pairs, _SURE * pairs**0.5)
 
 
-def _look(chunk: Chunk, fitted: Fitted) -> Array:
+def _look(chunk: Chunk, fitted: Fitted, elements: int) -> Array:
     """Return what `waves_in_parts` has for a sample of a chunk, float64[3]."""
-    values = _between(_some(chunk.tensor).cpu())
-    before = None if chunk.parent is None or not fitted.uses_parent else _some_codes(chunk.parent)
+    values = _between(_some(chunk.tensor, elements).cpu())
+    before = None if chunk.parent is None or not fitted.uses_parent else _some_codes(chunk.parent, elements)
     codes = np.empty(values.size, np.uint8)
     window, inverse, parts = fitted.window, 1.0 / scale_of(chunk.exponent), 1 << fitted.refinement_bits
     kernels.quantize(values, before, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes)
@@ -111,26 +128,26 @@ def _between(sample: torch.Tensor) -> F32:
     return moved
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def _some(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     """Return a few runs of a tensor's elements, in the order of rows, flat; all of a small one."""
-    tensor, count = tensor.detach(), tensor.numel()
-    if count <= _RUNS * _LONG:
+    tensor, count, long = tensor.detach(), tensor.numel(), elements // _RUNS
+    if count <= elements:
         return tensor.reshape(-1)
     if tensor.is_contiguous():
-        return tensor.view(-1)[: count // _RUNS * _RUNS].view(_RUNS, -1)[:, :_LONG].reshape(-1)
+        return tensor.view(-1)[: count // _RUNS * _RUNS].view(_RUNS, -1)[:, :long].reshape(-1)
     starts = torch.arange(_RUNS, device=tensor.device)[:, None] * (count // _RUNS)
-    places = (starts + torch.arange(_LONG, device=tensor.device)).view(-1)
+    places = (starts + torch.arange(long, device=tensor.device)).view(-1)
     return tensor[torch.unravel_index(places, tensor.shape)]  # a copy of these alone
 
 
-def _some_codes(codes: Codes) -> Codes:
+def _some_codes(codes: Codes, elements: int) -> Codes:
     """Return the codes of the same elements."""
-    if len(codes) <= _RUNS * _LONG:
+    if len(codes) <= elements:
         return codes
-    return codes[: len(codes) // _RUNS * _RUNS].reshape(_RUNS, -1)[:, :_LONG].reshape(-1)
+    return codes[: len(codes) // _RUNS * _RUNS].reshape(_RUNS, -1)[:, : elements // _RUNS].reshape(-1)
 
 
-@jit
+@jit(error_model="numpy")
 def waves_in_parts(values: Any, codes: Any, inverse: Any, low: Any, steps: Any, parts: int, waves: Any) -> Any:
     """Return what waves with the length of a part have, squared and in sum over parts, and over pairs of elements.
 

@@ -17,6 +17,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import group_config
+from dsq_ckpt.quantization.restored import not_spread
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16
@@ -103,6 +104,11 @@ class SaveSearch:
             group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
+
+    def lies_as_restored(self, candidate: Candidate, bits: int) -> bool:
+        """Return whether weights of the model, on any rank, are not spread over parts of so many bits; collective."""
+        fitted = self.refined(candidate, bits).fitted
+        return bool(not_spread(self.model.chunks, fitted, set(), self.comm, self.model.workers))
 
     def nearest(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sizes of nearest codes."""

@@ -31,7 +31,6 @@ from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook.base import MOST_BITS
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
-from dsq_ckpt.quantization.restored import not_spread
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
@@ -347,7 +346,7 @@ class ConfigManager:
         bits = max(self._known.refinement_bits or 0, configured)
         if self._known.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
-        if not_spread(save.model.chunks, save.refined(candidate, bits).fitted, save.comm):
+        if save.lies_as_restored(candidate, bits):
             bits = MOST_BITS
         while True:
             metric = measure(save, fold, [save.refined(candidate, bits)], bits)[0]

@@ -70,7 +70,7 @@ class TrialModel:
         comm: Communicator | None = None,
     ) -> None:
         self._model = model
-        self._workers = workers
+        self.workers = workers
         self._refresh = refresh
         self._comm = comm or SingleProcess()
         owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -221,7 +221,7 @@ class TrialModel:
 
     def recounted(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
         """Return fits by group with counts and errors of the codes that are stored."""
-        return recounted(fitted, self._chunks, self._workers)
+        return recounted(fitted, self._chunks, self.workers)
 
     def _marks(self) -> dict[str, Hashable]:
         """Return the address, the version of the gradient and a checksum of the values of each parameter, by name.
@@ -233,7 +233,7 @@ class TrialModel:
         if self._refresh is not None:
             values |= {f"master of {chunk.key}": (lambda t=target: t)
                        for chunk, target in zip(self._chunks, self._targets, strict=True)}
-        marks: dict[str, Hashable] = dict(checksums(values, self._workers))
+        marks: dict[str, Hashable] = dict(checksums(values, self.workers))
         for name, p in parameters.items():
             memory = None if _partitioned(p) else (id(p), _address(p))
             marks[name] = marks[name], memory
@@ -303,7 +303,7 @@ class TrialModel:
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _within(values, chunk.tensor.dtype)
-        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self._workers)
+        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self.workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
 
@@ -319,7 +319,7 @@ class TrialModel:
             if chunk.base_values is not None:
                 add(chunk.base_values[where], out[where], out[where])
 
-        for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
+        for _ in self.workers.map(work, self.workers.blocks(chunk.key.elements)):
             pass
         return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
 

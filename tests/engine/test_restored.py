@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import dsq_ckpt
+from dsq_ckpt.quantization import restored as restored_weights
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.helpers.states import loaded, relative_error
 
@@ -109,6 +113,28 @@ def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
         sizes.append(sum(file.stat().st_size for file in (tmp_path / str(number)).glob("*.refinement")))
         state = loaded(tmp_path / str(number), state)
     assert symbols(tmp_path / "1") == {"w": 8} and 0 < sizes[1] < 1.01 * sizes[0]
+
+
+@pytest.mark.parametrize("between", ["exact", "nan"])
+def test_a_save_that_does_not_look_tells_nothing(tmp_path, between):
+    """Between a restore and the next save: exact, or with NaN in a tensor, which is stored exactly then."""
+    dsq_ckpt.save(weights(), tmp_path / "0")
+    restored = loaded(tmp_path / "0", weights())
+    other = layouts(restored)
+    if between == "nan":
+        other["wide.weight"][3, 3] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the NaN
+        dsq_ckpt.save(other, tmp_path / "1", config="exact" if between == "exact" else None)
+    dsq_ckpt.save(restored, tmp_path / "2")
+    assert symbols(tmp_path / "2")["wide.weight"] == 8
+
+
+def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restored_weights, "_look", mock.Mock(side_effect=torch.OutOfMemoryError("of a device")))
+        dsq_ckpt.save(weights(), tmp_path / "0")
+    assert set(symbols(tmp_path / "0").values()) == {8}
 
 
 STEPS = 60

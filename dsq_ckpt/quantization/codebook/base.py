@@ -12,7 +12,7 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import KeyWindow
 
 MOST_BITS = 8
-"""Of a symbol of the refinement layer."""
+"""Of the refinement layer, per element, at most."""
 
 
 @dataclass(frozen=True)
