@@ -1,4 +1,4 @@
-"""Where the processor time of saves and loads goes, by pass over the data, in ns per element.
+"""Processor time of saves and loads by pass over the data, in ns per element.
 
     python scripts/measure_passes.py --json passes.json
 

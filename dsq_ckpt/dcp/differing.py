@@ -51,9 +51,9 @@ def digests(state: Mapping[str, Any]) -> dict[Place, int]:
     """
     found: dict[Place, int] = {}
     few: dict[Place, torch.Tensor] = {}
-    united = lists_of_names(state)
+    names_of_groups = lists_of_names(state)
     for name, value in {**state, **options_of_groups(state)}.items():
-        if name in united:
+        if name in names_of_groups:
             continue
         of_model, of_group = name.partition(".")[0].lower() in MODELS, is_of_group(name)
         for place, own in _pieces(name, value):

@@ -253,7 +253,7 @@ class Recorder(WorkerGroup):
             self._gap = True
             self._warn(
                 f"{what}, which gradients do not contain; steps from {step} on are not logged until the log goes on "
-                "with a snapshot, as soon as it can", what
+                "with a snapshot, as soon as it can, and so whenever that happens", what
             )
         elif (what := self._change_detector.changed()) is not None:
             self._gap = True

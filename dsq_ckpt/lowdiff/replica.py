@@ -223,6 +223,8 @@ class Replica(Recorder):
         if self._client is None:
             self._tell_missing("not all")
         else:
+            if self._gap:
+                self._tell_missing("not all")
             with suppress(ProcessGone):
                 self._client.send({"kind": "leave"})
             self._client.close(None)

@@ -69,15 +69,22 @@ class GradientStreamer:
             return
         if self._hook is not None:
             raise ConfigError("hook= is for models under DistributedDataParallel")
-        for parameter in self._train_state.parameters.values():
-            if parameter.requires_grad:
-                self._removable.append(parameter.register_post_accumulate_grad_hook(self._gradient))
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        for hook in self._removable:
+            hook.remove()
+        self._removable = [
+            parameter.register_post_accumulate_grad_hook(self._gradient)
+            for parameter in self._train_state.parameters.values() if parameter.requires_grad
+        ]
 
     def detach(self) -> None:
         """Remove the hooks, and stop the threads."""
         self.stop()
         for hook in self._removable:
             hook.remove()
+        self._removable = []
         if self._hook_slot is not None:
             self._hook_slot.leave()
             self._hook_slot = None
@@ -95,6 +102,9 @@ class GradientStreamer:
             buffer_bytes: bytes to reserve behind the gradients for buffers of the model.
         """
         layout = ArenaLayout()
+        if self._removable and train_state is not self._train_state:
+            self._train_state = train_state
+            self._hook_parameters()
         self._train_state = train_state
         self._places = {}
         for entry in own:

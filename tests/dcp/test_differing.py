@@ -112,9 +112,9 @@ def test_large_and_endless_values_take_no_time() -> None:
         deep = [deep]
     assert digests({"a": endless, "b": deep, "e": [endless] * 3}) == {}
     large = {"c": list(range(1 << 20)), "d": "x" * (1 << 20), "f": [b"x" * (1 << 28)] * 100}
-    began = time.perf_counter()
+    began = time.process_time()
     assert digests(large).keys() == {"c", "d", "f"}
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_parameters_of_a_group_are_not_compared() -> None:

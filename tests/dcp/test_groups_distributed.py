@@ -10,6 +10,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_ranks_with_parameters_of_their_own(tmp_path):
-    """What a save wrote without a warning was refused by a load of the same ranks."""
+    """A load of the same ranks refused checkpoints that were saved without a warning."""
     output = torchrun("groups", 2, tmp_path)
     assert sum(line.startswith("ok ") for line in output.splitlines()) == 7, output

@@ -183,7 +183,7 @@ def test_the_comparison_does_no_operation_on_tensors():
 
 @pytest.mark.parametrize("done", [True, False])
 def test_steps_that_are_missing_at_the_end_are_told(tmp_path, done):
-    """Where training failed, no snapshot of its last state follows."""
+    """No snapshot of the last state follows if training failed."""
     loop = Loop(ADAM)
     log = loop.log(tmp_path, compressor="none")
     train(log, loop, 2)
@@ -263,7 +263,7 @@ def test_steps_on_disk():
 
 
 def test_snapshots_of_different_steps_are_not_mixed():
-    """Where a rank closes its log and another goes on, nothing is saved."""
+    """Nothing is saved if a rank closes its log and another goes on."""
     class Elsewhere:
         def gather(self, step):
             return [step, step + 1]
