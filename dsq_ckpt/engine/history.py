@@ -27,6 +27,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import ParentModel
+from dsq_ckpt.quantization.restored import note_load
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import run_of
@@ -216,6 +217,7 @@ class SaveHistory:
             files: the checkpoint, if it is open.
         """
         other_jobs.note_loaded(path, save_id)
+        note_load()
         with self._lock:
             with suppress(DSQError):  # it was replaced since
                 shapes = _shapes_at(path, save_id) if files is None else shapes_of(files)
@@ -367,9 +369,8 @@ def shared(one: Shapes, other: Shapes) -> int:
 
 
 def _same(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
-    if one.shapes is None or other.shapes is None:
-        return False
-    return continues(one.shapes, other.shapes) and continues(other.shapes, one.shapes)
+    own, others = one.shapes, other.shapes
+    return own is not None and others is not None and continues(own, others) and continues(others, own)
 
 
 def shapes_of(files: CheckpointFiles) -> Shapes:

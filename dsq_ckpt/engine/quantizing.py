@@ -173,8 +173,7 @@ class _Sketching:
         self.lost_rows: dict[str, bool] = {}
         known = None if context.previous is None else options.history.find(context.previous.save_id)
         self.watch = Watch() if known is None else known.watch
-        if context.parent is None or known is None or known.loaded:
-            self.watch.spread.clear()
+        self.watch.spread.begin(known is not None and known.loaded, context.parent is None)
         self._asked: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
 

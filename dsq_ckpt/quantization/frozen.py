@@ -21,8 +21,8 @@ from torch import nn
 
 from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.quantization.averages import averages
-from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
+from dsq_ckpt.quantization.restored import Spread
 
 _T = TypeVar("_T")
 _CHANGES = 2
@@ -73,11 +73,11 @@ class Watch:
     That a tensor is as it was tells nothing where training has not gone on since: a trainer may save twice at a step.
 
     Attributes:
-        spread: chunks of lossy weights that no longer lie where a restore has put them; see `restored.py`.
+        spread: weights that no longer lie where a restore has put them.
     """
 
     def __init__(self) -> None:
-        self.spread: set[ChunkKey] = set()
+        self.spread = Spread()
         self._trained: Hashable = None
         self._seen: dict[Hashable, _Seen] = {}
 

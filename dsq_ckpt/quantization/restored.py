@@ -1,10 +1,11 @@
-"""Weights that still lie where a restore has put them.
+"""Weights and first moments that still lie where a restore has put them.
 
 A restore leaves values in the middles of the parts that the refinement layer divides cells into. While training has
 moved them by less than a part, parts as wide take that movement back at the next restore, or move all values of a part
 alike, so that each restore adds to what those before it have changed. Where values are spread over the parts, by
 training or because none was restored, as many are rounded up as down, which adds up to nothing. So groups with weights
-that are not spread have the narrowest parts.
+that are not spread have the narrowest parts. Parts of first moments and momentum are wide beside their values, whose
+places in them are never even; these are renewed in a few steps, and have the narrowest parts in the saves after a load.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
 """Runs of neighbours in each chunk that is looked at, and elements in them, at most and where chunks are many."""
 _TOGETHER = 1 << 22
 """Elements that are looked at in a group, about."""
+_SAVES = 2
+"""Saves after a load in which first moments have the narrowest parts."""
 _UNEVEN = 6e-4
 """Square of the share of values in one place of each part from which on values are not spread, if that is sure."""
 _SURE = 6
@@ -44,38 +47,87 @@ _WAVES = np.stack([np.cos(2 * np.pi * _PLACES), np.sin(2 * np.pi * _PLACES) - 6 
 _WAVES /= np.sqrt(np.square(_WAVES).mean(1, keepdims=True))
 
 
+_loads = 0
+
+
+def note_load() -> None:
+    """Note that this process loads a checkpoint, whichever; values may lie where it puts them."""
+    global _loads
+    _loads += 1
+
+
+class Spread:
+    """Knowledge from save to save of one state: chunks of weights that are spread, and saves since a load.
+
+    Attributes:
+        chunks: keys of those that were found to be spread since then.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: set[ChunkKey] = set()
+        self._loads, self._saves = _loads, _SAVES
+
+    def begin(self, loaded: bool, keyframe: bool) -> None:
+        """Begin a save.
+
+        Args:
+            loaded: whether the checkpoint that it comes after was loaded.
+            keyframe: whether it is one; then weights may have come from elsewhere.
+        """
+        self._saves = 0 if loaded else self._saves + 1
+        if loaded or keyframe or self._loads != _loads:
+            self.chunks.clear()
+        self._loads = _loads
+
+    @property
+    def restored(self) -> bool:
+        """Whether the save is one of the first after a load."""
+        return self._saves < _SAVES
+
+
 def with_parts_for(
-    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: set[ChunkKey], comm: Communicator, workers: Workers
+    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: Spread, comm: Communicator, workers: Workers
 ) -> dict[str, Fitted]:
-    """Return what is fitted, with the narrowest parts for the groups that are `not_spread`; collective."""
+    """Return what is fitted, with the narrowest parts for weights that are `not_spread`; collective.
+
+    So have first moments and momentum, where a rank has loaded a checkpoint shortly before.
+    """
     found = not_spread(chunks, fitted, spread, comm, workers)
     return {group: one.refined(MOST_BITS) if group in found else one for group, one in fitted.items()}
 
 
 def not_spread(
-    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: set[ChunkKey], comm: Communicator, workers: Workers
+    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: Spread, comm: Communicator, workers: Workers
 ) -> set[str]:
     """Return the groups with weights, on any rank, that lie close together within the parts of their cells; collective.
+
+    With those of first moments and momentum, where a rank has loaded a checkpoint shortly before.
 
     Args:
         chunks: chunks of this rank, scaled.
         fitted: codebooks by group.
-        spread: chunks that are not looked at, since they are known to be spread; those that are found to be are added.
+        spread: knowledge of this rank; chunks that it has are not looked at, and those that are found spread are added.
         comm: of the ranks that save.
         workers: threads.
     """
-    asked = {group for group, one in fitted.items() if _may_be_narrower(group, one)}
-    if not asked:
+    asked = {group for group, one in fitted.items() if _may_be_narrower(one)}
+    weights = {group for group in asked if group.startswith("weights/")}
+    moments = {group for group in asked if group.startswith(("exp_avg/", "momentum/"))}
+    if not weights | moments:
         return set()
-    mine = [chunk for chunk in chunks if chunk.group in asked and chunk.base_values is None and chunk.key not in spread]
-    found = set[str]().union(*gather_from_all_ranks(comm, lambda: _uneven(mine, fitted, workers)))
-    spread.update(chunk.key for chunk in mine if chunk.group not in found)
+    mine = [
+        chunk for chunk in chunks
+        if chunk.group in weights and chunk.base_values is None and chunk.key not in spread.chunks
+    ]
+    found = set[str]().union(*gather_from_all_ranks(
+        comm, lambda: _uneven(mine, fitted, workers) | (moments if spread.restored else set())
+    ))
+    spread.chunks.update(chunk.key for chunk in mine if chunk.group not in found)
     return found
 
 
-def _may_be_narrower(group: str, fitted: Fitted) -> bool:
-    linear = fitted.codebook.domain == "linear"
-    return group.startswith("weights/") and linear and 0 < fitted.refinement_bits < MOST_BITS
+def _may_be_narrower(fitted: Fitted) -> bool:
+    return fitted.codebook.domain == "linear" and 0 < fitted.refinement_bits < MOST_BITS
 
 
 def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], workers: Workers) -> set[str]:
@@ -117,10 +169,13 @@ def _look(chunk: Chunk, fitted: Fitted, elements: int) -> Array:
 def _between(sample: torch.Tensor) -> F32:
     """Return values as float32, those of 16 bits at random places up to half way to the next number.
 
-    What lies between two numbers is no movement that a restore could take back.
+    Their distances are no movement that a restore could take back, nor are those of float32 numbers that are all in
+    bf16, as a model is that was loaded so.
     """
     values: F32 = sample.float().numpy()
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(sample.dtype)
+    if dropped is None and not (values.view(np.uint32) & 0xFFFF).any():
+        dropped = 16
     if dropped is None:
         return values
     moves = np.random.default_rng(0).integers(-(1 << dropped - 1), 1 << dropped - 1, values.size)

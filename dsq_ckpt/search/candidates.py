@@ -17,7 +17,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import group_config
-from dsq_ckpt.quantization.restored import not_spread
+from dsq_ckpt.quantization.restored import Spread, not_spread
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16
@@ -108,7 +108,8 @@ class SaveSearch:
     def lies_as_restored(self, candidate: Candidate, bits: int) -> bool:
         """Return whether weights of the model, on any rank, are not spread over parts of so many bits; collective."""
         fitted = self.refined(candidate, bits).fitted
-        return bool(not_spread(self.model.chunks, fitted, set(), self.comm, self.model.workers))
+        found = not_spread(self.model.chunks, fitted, Spread(), self.comm, self.model.workers)
+        return any(group.startswith("weights/") for group in found)
 
     def nearest(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sizes of nearest codes."""

@@ -65,6 +65,55 @@ def test_what_was_restored_is_saved_as_it_is(tmp_path, config, dtype):
     assert not state["tall.weight"][:20].any()
 
 
+MOMENTS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer", MOMENTS)
+def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimizer):
+    """Ten times, with no step between: neither do their errors add up, nor do they grow."""
+    def made():
+        model = nn.Linear(300, 200, bias=False)
+        return model, MOMENTS[optimizer](model.parameters())
+
+    def moment(trained):
+        (own,) = trained.state.values()
+        return own["momentum_buffer" if optimizer == "sgd" else "exp_avg"]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, trained = made()
+        for _ in range(20):
+            model.weight.grad = torch.randn(200, 300) * torch.logspace(-1, 1, 300)
+            trained.step()
+    first, errors = moment(trained).clone(), []
+    for number in range(10):
+        dsq_ckpt.save({"model": model, "optimizer": trained}, tmp_path / str(number))
+        model, trained = made()
+        dsq_ckpt.load({"model": model, "optimizer": trained}, tmp_path / str(number))
+        errors.append(relative_error(moment(trained), first))
+    assert errors[-1] < 1.2 * errors[0] < 0.36, errors
+    assert 0.9 < float((moment(trained) * first).sum() / first.square().sum()) < 1.1
+
+
+def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
+    dsq_ckpt.save({name: tensor.float() for name, tensor in weights(torch.bfloat16).items()}, tmp_path / "0")
+    assert set(symbols(tmp_path / "0").values()) == {4}
+
+
+def test_a_load_by_another_history_counts(tmp_path):
+    """As any load in this process does: weights may come from another run."""
+    state = weights()
+    for number in range(2):
+        dsq_ckpt.save(state, tmp_path / "run" / str(number))
+    state = layouts(state)
+    dsq_ckpt.load(state, tmp_path / "run" / "1", history=dsq_ckpt.SaveHistory())
+    dsq_ckpt.save(state, tmp_path / "run" / "2")
+    assert set(symbols(tmp_path / "run" / "2").values()) == {8}
+
+
 def test_small_movements_after_a_restore_are_kept(tmp_path):
     """A tenth of a part, the same for all elements of a tensor or by a direction of each."""
     dsq_ckpt.save(weights(), tmp_path / "0")

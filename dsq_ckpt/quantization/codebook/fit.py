@@ -83,8 +83,10 @@ class Fitted:
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
     def refined(self, bits: int) -> Fitted:
-        """Return the same codes with another number of refinement bits; of linear cells."""
-        return replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
+        """Return the same codes with more refinement bits; of linear cells."""
+        fine = replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
+        known = self.update_error is not None and self.mean_square > 0
+        return replace(fine, update_error=math.sqrt(fine.refined_error / self.mean_square)) if known else fine
 
     def recounted(self, counts: Counts, error: float) -> Fitted:
         """Return the same codebook for codes that were chosen otherwise than by the table alone.
