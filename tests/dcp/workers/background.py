@@ -183,7 +183,6 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
         train_on(state)
         future.result(timeout=240)
         dist.barrier()
-    same(read(root / "1", size), values[1])
     state = state_at(2, size)
     future = dcp.async_save(
         state, storage_writer=DSQStorageWriter(root / "2", FINE), async_checkpointer_type=AsyncCheckpointerType.PROCESS
@@ -191,7 +190,8 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     train_on(state)
     future.result(timeout=240)
     dist.barrier()
-    same(read(root / "2", size), values[2])
+    for step in (1, 2):  # only now, since first moments are finer in the save after a load
+        same(read(root / str(step), size), values[step])
     assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]
     writer = DSQStorageWriter(root / "3", FINE, on_save=None if dist.get_rank() else print)
     fails_everywhere(
