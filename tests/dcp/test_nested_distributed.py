@@ -15,6 +15,6 @@ def test_ranks_with_different_states(tmp_path):
 
 
 def test_random_states_are_found_on_more_ranks(tmp_path):
-    """Those of each rank that there was; a placeholder of another is refused on all ranks."""
+    """A load finds the states of all ranks that there were; a placeholder of another is refused on all ranks."""
     assert "ok saved" in torchrun("random_states", 2, tmp_path)
     assert "ok loaded on more ranks" in torchrun("random_states", 3, tmp_path)
