@@ -69,6 +69,7 @@ lowdiff-failures        evaluate_lowdiff.py failures {}/lowdiff-constants.json -
 lowdiff-ranks           evaluate_lowdiff.py ranks {}/lowdiff-constants.json --count 1000
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
+passes                  measure_passes.py --parameters 2000000 --rounds 2
 bench                   dsq bench --parameters 2e7 --repeats 3
 stall                   dsq bench --stall --parameters 2e7 --repeats 3
 """
@@ -250,6 +251,7 @@ lowdiff-ranks           evaluate_lowdiff.py ranks {}/lowdiff-constants.json --co
 lowdiff-kills           ../tests/lowdiff/kills.py --trials 200
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
+passes                  measure_passes.py --parameters 20000000
 bench                   dsq bench
 stall                   dsq bench --stall --repeats 7
 """ + "".join(

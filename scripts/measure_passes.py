@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Before numbers are taken, for a load has a pool of its own: of one thread, its work is in this one.
+    # The profiler sees this thread alone, and one thread of a save or a load is the thread that calls.
     with tempfile.TemporaryDirectory() as directory, patch.object(StorageConfig, "thread_count", return_value=1):
         rows = [row for moments in (False, True)
                 for row in measure(options.parameters, moments, options.rounds, Path(directory))]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.quantization.groups import unwrapped
@@ -291,8 +292,7 @@ class TrainState:
 def which_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the names that do not have the same value before and now, in brackets, for people."""
     names = [unwrapped(name) for name in {**before, **now} if before.get(name) != now.get(name)]
-    shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f" ({shown})" if shown else ""
+    return f" ({named(names)})" if names else ""
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

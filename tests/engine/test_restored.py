@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from unittest import mock
 
+import measure_restores
 import pytest
 import torch
 from torch import nn
@@ -186,48 +187,9 @@ def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
     assert set(symbols(tmp_path / "0").values()) == {8}
 
 
-STEPS = 60
-
-
-def made(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-
-
-def trained(run, first, last, seed):
-    model, optimizer, schedule = run
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(10_000 * seed + step)
-        tokens = torch.randint(0, 256, (32,), generator=generator)
-        nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 256).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-
-@torch.no_grad()
-def loss(model):
-    tokens = torch.arange(256)
-    return float(nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 256))
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("one_thread")
 def test_a_second_restore_costs_no_more_than_the_first(tmp_path, seed):
     """Late in a schedule, ten steps after the first: it cost 2.5 to 4.3 % of the loss once."""
-    run = made(seed)
-    trained(run, 0, 40, seed)
-    costs = []
-    for step in (40, 50):
-        model, optimizer, schedule = run
-        dsq_ckpt.save({"model": model, "optimizer": optimizer, "schedule": schedule}, tmp_path / str(step))
-        before, run = loss(model), made(seed)
-        state = dict(zip(("model", "optimizer", "schedule"), run, strict=True))
-        dsq_ckpt.load(state, tmp_path / str(step))
-        costs.append(loss(run[0]) / before - 1)
-        trained(run, step, step + 10, seed)
-    assert all(abs(cost) < 0.005 for cost in costs), costs
+    costs = measure_restores.twice(seed, tmp_path, steps=60)["costs"]
+    assert len(costs) == 2 and all(abs(cost) < 0.005 for cost in costs), costs
