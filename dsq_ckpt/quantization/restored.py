@@ -5,7 +5,8 @@ moved them by less than a part, parts as wide take that movement back at the nex
 alike, so that each restore adds to what those before it have changed. Where values are spread over the parts, by
 training or because none was restored, as many are rounded up as down, which adds up to nothing. So groups with weights
 that are not spread have the narrowest parts. Parts of first moments and momentum are wide beside their values, whose
-places in them are never even; these are renewed in a few steps, and have the narrowest parts in the saves after a load.
+places in them are never even: restores lengthen them, and the longer ones have wider parts. So they have the narrowest
+parts from a load on until gradients have renewed them, which those of layers that rest never do.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ _RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
 """Runs of neighbours in each chunk that is looked at, and elements in them, at most and where chunks are many."""
 _TOGETHER = 1 << 22
 """Elements that are looked at in a group, about."""
-_SAVES = 2
-"""Saves after a load in which first moments have the narrowest parts."""
+_LEFT = 0.5
+"""Share of moments that is left from one save to the next, from which on they are not renewed.
+
+Errors of restores at both then are together no more than twice one of them.
+"""
+_RESTING = 0.05
+"""Share of elements other than zero that have not changed at all, from which on they are not renewed either."""
 _UNEVEN = 6e-4
 """Square of the share of values in one place of each part from which on values are not spread, if that is sure."""
 _SURE = 6
 """Standard deviations of that square, in evenly spread values, that make it sure."""
 _TELL = 500
 """Elements that tell, at least."""
+_UNKNOWN = np.empty(0, np.float32)
 _AROUND_ZERO = 2
 """Parts beside the one with zero in its middle that are left out."""
 _STEPS = 1024
@@ -57,15 +64,17 @@ def note_load() -> None:
 
 
 class Spread:
-    """Knowledge from save to save of one state: chunks of weights that are spread, and saves since a load.
+    """Knowledge from save to save of one state: weights that are spread, and moments that are renewed.
 
     Attributes:
-        chunks: keys of those that were found to be spread since then.
+        chunks: keys of chunks of weights that were found to be spread since a load or keyframe.
+        samples: moments at the last save, by chunk, None for those that were renewed; None where nothing was loaded.
     """
 
     def __init__(self) -> None:
         self.chunks: set[ChunkKey] = set()
-        self._loads, self._saves = _loads, _SAVES
+        self.samples: dict[ChunkKey, F32 | None] | None = None
+        self._loads = 0
 
     def begin(self, loaded: bool, keyframe: bool) -> None:
         """Begin a save.
@@ -74,15 +83,12 @@ class Spread:
             loaded: whether the checkpoint that it comes after was loaded.
             keyframe: whether it is one; then weights may have come from elsewhere.
         """
-        self._saves = 0 if loaded else self._saves + 1
-        if loaded or keyframe or self._loads != _loads:
+        came = loaded or self._loads != _loads
+        if came:
+            self.samples = {}
+        if came or keyframe:
             self.chunks.clear()
         self._loads = _loads
-
-    @property
-    def restored(self) -> bool:
-        """Whether the save is one of the first after a load."""
-        return self._saves < _SAVES
 
 
 def with_parts_for(
@@ -90,7 +96,7 @@ def with_parts_for(
 ) -> dict[str, Fitted]:
     """Return what is fitted, with the narrowest parts for weights that are `not_spread`; collective.
 
-    So have first moments and momentum, where a rank has loaded a checkpoint shortly before.
+    So have first moments and momentum that were not renewed since a rank has loaded a checkpoint.
     """
     found = not_spread(chunks, fitted, spread, comm, workers)
     return {group: one.refined(MOST_BITS) if group in found else one for group, one in fitted.items()}
@@ -101,12 +107,12 @@ def not_spread(
 ) -> set[str]:
     """Return the groups with weights, on any rank, that lie close together within the parts of their cells; collective.
 
-    With those of first moments and momentum, where a rank has loaded a checkpoint shortly before.
+    With those of first moments and momentum that were not renewed since a rank has loaded a checkpoint.
 
     Args:
         chunks: chunks of this rank, scaled.
         fitted: codebooks by group.
-        spread: knowledge of this rank; chunks that it has are not looked at, and those that are found spread are added.
+        spread: knowledge of this rank; chunks that it has are not looked at, and those that are found are added.
         comm: of the ranks that save.
         workers: threads.
     """
@@ -119,11 +125,46 @@ def not_spread(
         chunk for chunk in chunks
         if chunk.group in weights and chunk.base_values is None and chunk.key not in spread.chunks
     ]
+    old = [chunk for chunk in chunks if chunk.group in moments and chunk.base_values is None]
     found = set[str]().union(*gather_from_all_ranks(
-        comm, lambda: _uneven(mine, fitted, workers) | (moments if spread.restored else set())
+        comm, lambda: _uneven(mine, fitted, workers) | _untold(mine, fitted, spread) | _not_renewed(old, spread)
     ))
     spread.chunks.update(chunk.key for chunk in mine if chunk.group not in found)
     return found
+
+
+def _untold(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: Spread) -> set[str]:
+    """Return the groups of cells in two parts, between which no other lies, where a checkpoint was loaded."""
+    return set() if spread.samples is None else {one.group for one in chunks if fitted[one.group].refinement_bits == 1}
+
+
+def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
+    """Return the groups with moments that are, in part, those of the last save; of all at the first after a load."""
+    known, found = spread.samples, set[str]()
+    if known is None:
+        return found
+    settle_streams([chunk.tensor for chunk in chunks])
+    count = Counter(chunk.group for chunk in chunks)
+    for chunk in chunks:
+        before = known.get(chunk.key, _UNKNOWN)
+        if before is not None:
+            now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
+            known[chunk.key] = None if len(before) == len(now) and _is_renewed(now, before) else now
+        if known[chunk.key] is not None:
+            found.add(chunk.group)
+    return found
+
+
+def _is_renewed(now: F32, before: F32) -> bool:
+    """Return whether little is left of what moments were; nothing is of zeros."""
+    squares = np.vdot(before, before)
+    left, resting = np.vdot(now, before), np.count_nonzero((now == before) & (before != 0))
+    return bool(left < _LEFT * squares and resting < _RESTING * np.count_nonzero(before)) or not squares
+
+
+def _elements(chunks: int) -> int:
+    """Return how many elements of a chunk are looked at, in a group of so many."""
+    return max(_FEWEST, min(_MOST, _TOGETHER // chunks))
 
 
 def _may_be_narrower(fitted: Fitted) -> bool:
@@ -137,7 +178,7 @@ def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], workers: Work
 
     def work(chunk: Chunk) -> Array | None:
         try:
-            return _look(chunk, fitted[chunk.group], max(_FEWEST, min(_MOST, _TOGETHER // count[chunk.group])))
+            return _look(chunk, fitted[chunk.group], _elements(count[chunk.group]))
         except torch.OutOfMemoryError:  # of a device: no save fails for want of a look
             return None
 

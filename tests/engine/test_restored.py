@@ -44,6 +44,12 @@ def symbols(path):
     return found
 
 
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch):
+    """Be as a process that has loaded no checkpoint."""
+    monkeypatch.setattr(restored_weights, "_loads", 0)
+
+
 def layouts(state):
     return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in state.items()}
 
@@ -72,31 +78,90 @@ MOMENTS = {
 }
 
 
+WAYS = {
+    "each save": (1, False, False), "each third save": (3, False, False), "going on in another directory": (1, True, False),
+    "by another history": (1, False, True),
+}
+"""Saves before each restore, whether each restore goes on in a directory of its own, and by a history of its own."""
+
+
+def momentum(trained):
+    """The first moments or momentum of an optimizer of one tensor."""
+    (own,) = trained.state.values()
+    return own["momentum_buffer" if "momentum_buffer" in own else "exp_avg"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", MOMENTS)
-def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimizer):
+def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimizer, way):
     """Ten times, with no step between: neither do their errors add up, nor do they grow."""
     def made():
         model = nn.Linear(300, 200, bias=False)
         return model, MOMENTS[optimizer](model.parameters())
 
-    def moment(trained):
-        (own,) = trained.state.values()
-        return own["momentum_buffer" if optimizer == "sgd" else "exp_avg"]
-
+    saves, elsewhere, other = WAYS[way]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, trained = made()
         for _ in range(20):
             model.weight.grad = torch.randn(200, 300) * torch.logspace(-1, 1, 300)
             trained.step()
-    first, errors = moment(trained).clone(), []
+    first, errors = momentum(trained).clone(), []
     for number in range(10):
-        dsq_ckpt.save({"model": model, "optimizer": trained}, tmp_path / str(number))
+        run = tmp_path / (f"run-{number}" if elsewhere else "run")
+        for save in range(saves):
+            dsq_ckpt.save({"model": model, "optimizer": trained}, run / f"{number}-{save}")
         model, trained = made()
-        dsq_ckpt.load({"model": model, "optimizer": trained}, tmp_path / str(number))
-        errors.append(relative_error(moment(trained), first))
+        dsq_ckpt.load({"model": model, "optimizer": trained}, run / f"{number}-{saves - 1}",
+                      history=dsq_ckpt.SaveHistory() if other else None)
+        errors.append(relative_error(momentum(trained), first))
     assert errors[-1] < 1.2 * errors[0] < 0.36, errors
-    assert 0.9 < float((moment(trained) * first).sum() / first.square().sum()) < 1.1
+    assert 0.9 < float((momentum(trained) * first).sum() / first.square().sum()) < 1.1
+
+
+def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
+    """After a load: while a layer rests, or rows of it; and no longer than that."""
+    def made():
+        model = nn.ModuleDict({name: nn.Linear(128, 96, bias=False) for name in ("rests", "trains", "rare")})
+        return model, torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+
+    def train(steps):
+        for _ in range(steps):
+            for name, layer in model.items():
+                if name != "rests" or restless:
+                    layer.weight.grad = torch.randn(96, 128, generator=generator)
+            trained.step()
+            trained.zero_grad()
+
+    def bits(name):
+        dsq_ckpt.save({"model": model, "optimizer": trained}, tmp_path / name)
+        return {count for fqn, count in symbols(tmp_path / name).items() if "momentum_buffer" in fqn}
+
+    generator, restless = torch.Generator().manual_seed(0), True
+    model, trained = made()
+    train(10)
+    assert bits("0") == bits("1") == {4}
+    model, trained = made()
+    dsq_ckpt.load({"model": model, "optimizer": trained}, tmp_path / "1")
+    restless = False
+    train(20)
+    assert bits("2") == {8}
+    for name in ("3a", "3b", "3c"):
+        train(20)
+        assert bits(name) == {8}  # of all in the group
+    restless = True
+    train(20)
+    rows = trained.state[model["rare"].weight]["momentum_buffer"][:9].clone()
+    assert bits("4") == {4}
+    train(20)
+    assert bits("5") == {4}
+    dsq_ckpt.load({"model": model, "optimizer": trained}, tmp_path / "5")
+    for name in ("6", "7"):
+        train(20)
+        trained.state[model["rare"].weight]["momentum_buffer"][:9] = rows
+        assert bits(name) == {8}
+    train(20)
+    assert bits("8") == {4}
 
 
 def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
@@ -163,6 +228,20 @@ def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
         sizes.append(sum(file.stat().st_size for file in (tmp_path / str(number)).glob("*.refinement")))
         state = loaded(tmp_path / str(number), state)
     assert symbols(tmp_path / "1") == {"w": 8} and 0 < sizes[1] < 1.01 * sizes[0]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 5])
+def test_what_was_restored_takes_more_bits_whatever_it_has(tmp_path, bits):
+    """And fresh weights as many as are asked for."""
+    config = {"quantize": {"weights": {"refinement_bits": bits}}}
+    dsq_ckpt.save(weights(), tmp_path / "0", config=config)
+    assert set(symbols(tmp_path / "0").values()) == {bits}
+    restored = loaded(tmp_path / "0", weights())
+    dsq_ckpt.save(restored, tmp_path / "1", config=config)
+    again, found = loaded(tmp_path / "1", restored), symbols(tmp_path / "1")
+    assert set(found.values()) in ({8}, {0, 8})
+    assert all(relative_error(again[name], tensor) < (0.005 if found[name] else 1e-9)  # without: as it is
+               for name, tensor in restored.items())
 
 
 @pytest.mark.parametrize("between", ["exact", "nan"])
