@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -145,8 +146,12 @@ class SaveSearch:
     @property
     def most_conservative(self) -> Point:
         """The point that is furthest from the most aggressive, and the largest of those."""
-        possible = [point for point in self.space.points() if math.isfinite(self.size(point, 0))]
-        return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
+        sizes: dict[Point, float] = {}
+        for _, points in itertools.groupby(sorted(self.space.points(), key=sum, reverse=True), key=sum):
+            sizes = {point: size for point in points if math.isfinite(size := self.size(point, 0))}
+            if sizes:  # no other has to be fitted
+                break
+        return max(sizes, key=sizes.__getitem__)
 
     def always_nearest(self, point: Point) -> bool:
         """Refit a point without rate-distortion choice, by which deltas keep old codes; False if it has none."""
