@@ -17,6 +17,7 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
 
     Raises:
         DSQError: one of them cannot be removed, or is named twice; then none is.
+        typer.Exit: the directory of one stays, with files of others.
     """
     with output.meter("removing", hidden=as_json):
         _refuse_twice(checkpoints)
@@ -30,8 +31,19 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
         output.print_json([{
             "path": str(one.path), "dry_run": dry_run, "bytes": one.bytes, "files": [str(file) for file in one.files],
             "kept": [str(file) for file in one.kept], "linked": [str(file) for file in one.linked],
+            "others": [str(file) for file in one.others],
         } for one in done])
-        return
+    else:
+        _print(done, runs, dry_run)
+    if stay := [one for one in done if one.others]:
+        raise output.fail("; ".join(
+            f"{len(one.others)} other file(s) {'would stay' if dry_run else 'stay'} in '{one.path}', such as "
+            f"'{one.others[0].relative_to(one.path)}': delete them by hand if they are not needed" for one in stay
+        ))
+
+
+def _print(done: Sequence[removal.Removed], runs: Sequence[Path], dry_run: bool) -> None:
+    """Print a line for each checkpoint, and one for each run that has base layers alone then."""
     verb = "would remove" if dry_run else "removed"
     for one in done:
         kept = f"; {len(one.kept)} file(s) stay, which others need" if one.kept else ""

@@ -16,10 +16,12 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import check
 from dsq_ckpt.report.history import Leftovers, leftovers
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.beside import lost_its_manifest, missing
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_complete
-from dsq_ckpt.storage.meanwhile import PATIENCE, Fate, fate, lost_files
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
+from dsq_ckpt.storage.meanwhile import PATIENCE, PAUSE, Fate, fate, lost_files
 
 
 @dataclass
@@ -154,7 +156,7 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
         if is_remote(path) or path.is_dir():
             left = leftovers(path, complete)
             segments = [] if is_remote(path) else check(path, deep)
-            reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in left.damaged]
+            reports += [Report(entry, problems=[Problem(MANIFEST, text)]) for entry, text in left.damaged]
         if not reports:
             Manifest.read(path)  # raises, and says what is there instead
             raise CheckpointNotFound(f"'{path}' changed while it was being read; verify again")
@@ -183,7 +185,7 @@ def _read_manifest(report: Report) -> None:
         report.manifest = Manifest.read(report.path)
         report.save_id = report.manifest.save_id
     except DSQError as error:
-        report.problems.append(Problem("manifest.json", str(error)))
+        report.problems.append(Problem(MANIFEST, str(error)))
 
 
 def _check_files(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
@@ -195,6 +197,11 @@ def _check_files(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
                 problem = _check_file(file.path_in(report.path), file, known, meter)
                 if problem is not None and not _dropped_meanwhile(report.path, file):
                     report.problems.append(Problem(file.name, problem))
+            there = {entry.name for entry in storage_of(report.path).entries(report.path)} if manifest.beside else ()
+            report.problems += [
+                Problem(name, "is missing: it was saved with the checkpoint, which may not be resumed from without it")
+                for name in missing(report.path, manifest, there)
+            ]
 
 
 def _check_file(
@@ -232,6 +239,8 @@ def _compare_with_present(reports: list[Report]) -> None:
     deadline = time.monotonic() + PATIENCE
     for report in reports:
         if report.problems and report.meanwhile is None:
+            if report.save_id is None and _without_manifest(report.path, deadline):
+                continue
             found = fate(report.path, report.save_id, report.manifest, deadline)
             if found is not None:
                 report.gone(found)
@@ -240,6 +249,13 @@ def _compare_with_present(reports: list[Report]) -> None:
             lost = lost_files(report.path, report.manifest, of_others=True)
             if lost and fate(report.path, report.save_id) is None:
                 report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in lost]
+
+
+def _without_manifest(path: Path, deadline: float) -> bool:
+    """Return whether a checkpoint has lost its manifest alone; one that is being removed is given time to go."""
+    while (lost := path.is_dir() and lost_its_manifest(path)) and time.monotonic() < deadline:
+        time.sleep(PAUSE)
+    return lost
 
 
 def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:

@@ -34,7 +34,8 @@ from dsq_ckpt.storage.backend import sizes
 from dsq_ckpt.storage.container import FileInfo, write_index
 from dsq_ckpt.storage.index import uncovered
 from dsq_ckpt.storage.links import holder_of, manifest_of_parent
-from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
+from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed
+from dsq_ckpt.storage.names import is_plain
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.predecessors import replaced_at
 from dsq_ckpt.storage.references import completed_meanwhile

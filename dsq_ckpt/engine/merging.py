@@ -10,9 +10,11 @@ combinations). The source is not touched.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from dsq_ckpt.core.interrupts import heard_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
-from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
+from dsq_ckpt.storage.atomic_io import make_directory
 from dsq_ckpt.storage.attachments import attachments
+from dsq_ckpt.storage.beside import copy_others, flush_others, remove_trees
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, write_index
 from dsq_ckpt.storage.links import link_files, reading_parent
@@ -55,7 +58,8 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
     """Write a copy of a checkpoint in which chains are merged.
 
     Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
-    longer, and may be the parent of further saves. In a run it is as old as `source`.
+    longer, and may be the parent of further saves. In a run it is as old as `source`. Files of others in the
+    directory of `source`, such as Trainer's, are copied.
 
     Args:
         source: a checkpoint with a chain.
@@ -105,12 +109,15 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
             )
         save_id, directory = uuid.uuid4().hex[:16], TargetDirectory(goal)
         directory.claim(save_id, checkpoint.manifest)
+        others: list[Path] = []
         try:
             make_directory(goal, fsync=True)
             ranks = [MergedRank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
             files = [file for rank in ranks for file in rank.write(save_id)]
+            others.extend(copy_others(checkpoint.directory, goal, {file.name for file in checkpoint.manifest.files}))
             manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
         except BaseException:
+            remove_trees(others)
             directory.discard()
             raise
     written = manifest.bytes_in("own", "index", "refinement")
@@ -151,8 +158,10 @@ def _commit(
         "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
         "depth": max(rank.depth for rank in ranks), "siblings": 0, "seconds": time.time() - started,
     })
-    sync_directory(goal)
+    flush_others(goal, {file.name for file in files})
     manifest.write(goal, exclusive=True, fsync=True)
+    with suppress(OSError):  # libraries that remove old checkpoints go by this time
+        shutil.copystat(checkpoint.directory, goal)
     return manifest
 
 

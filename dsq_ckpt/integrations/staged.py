@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -28,18 +27,11 @@ from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
 from dsq_ckpt.engine.retention import retire
-from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
-from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory, within_hidden
-from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
+from dsq_ckpt.storage.atomic_io import hidden_name, replace_directory, within_hidden
+from dsq_ckpt.storage.beside import LIBRARY, copy_others, files_below, flush_others
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.paths import local_path
-
-_REPLACED = re.compile(
-    r"(?:pytorch_model|model|adapter_model|adapter_config|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|"
-    r"random_states|custom_checkpoint|trainer_state|training_args)"
-    r"(?:[_-](?:fsdp|of|(?:rank)?\d+))*(?:\.(?:bin|pt|pth|pkl|safetensors|index|json))*"
-)
-"""Names of state that a library would load; from an earlier checkpoint it must not stay."""
 
 
 class StagedCheckpoint:
@@ -184,23 +176,24 @@ class StagedCheckpoint:
             for written in self.files.iterdir():
                 written.rename(self._path / written.name)
             shutil.rmtree(self._apart)
-        for entry in self.goal.iterdir() if self.goal.is_dir() else ():
-            kept = self._path / entry.name
-            if entry.name == MANIFEST or is_ours(entry.name) or _REPLACED.fullmatch(entry.name) or kept.exists():
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, kept, symlinks=True)
-            else:
-                shutil.copy2(entry, kept, follow_symlinks=False)
+        manifest = Manifest.read(self._path)
+        ours = {MANIFEST, *(file.name for file in manifest.files)}
+        there = (file.relative_to(self._path).as_posix() for file in files_below(self._path) if file.is_file())
+        manifest = manifest.model_copy(update={"beside": [name for name in there if name not in ours]})
+        manifest.write(self._path, exclusive=False, fsync=False)
+        if self.goal.is_dir():
+            for _ in copy_others(self.goal, self._path, self._replaced() | set(os.listdir(self._path))):
+                pass
         if self._config.storage.fsync:
-            ours = {file.name for file in Manifest.read(self._path).files}
-            for place, _, names in os.walk(self._path):
-                for name in names:
-                    if name not in ours and not os.path.islink(file := os.path.join(place, name)):
-                        with open(file, "rb") as stream:
-                            flush(stream, True)
-                sync_directory(Path(place))
+            flush_others(self._path, ours - {MANIFEST})
         replace_directory(self._path, self.goal)
+
+    def _replaced(self) -> set[str]:
+        """Return the names of what is part of an earlier checkpoint, of ours or of the library, and must not stay."""
+        earlier = set[str]()
+        with suppress(DSQError):  # a plain checkpoint, or one that cannot be read
+            earlier = {name.partition("/")[0] for name in Manifest.read(self.goal).beside}
+        return earlier | set(filter(LIBRARY.fullmatch, os.listdir(self.goal)))
 
 
 def settle(

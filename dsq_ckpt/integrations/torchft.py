@@ -39,7 +39,8 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed, described
-from dsq_ckpt.storage.manifest import MANIFEST, is_plain
+from dsq_ckpt.storage.manifest import MANIFEST
+from dsq_ckpt.storage.names import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import LogSession, sessions
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.beside import lost_its_manifest, missing
 from dsq_ckpt.storage.description import sizes_of
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
@@ -23,6 +24,10 @@ from dsq_ckpt.storage.runs import run_below
 
 CLASSES = ("weights", "moments", "everything")
 _AT_ONCE = 16  # requests to an object store
+WITHOUT_MANIFEST = (
+    f"there is no {MANIFEST}, beside files of Trainer or Accelerate: it was deleted, or not copied, and nothing can be "
+    "resumed from here; bring it back from a copy, or delete the directory"
+)
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Leftovers(NamedTuple):
     """Directories of a run that hold files of ours and cannot be read as checkpoints.
 
     Attributes:
-        damaged: with a manifest that cannot be read, and why.
+        damaged: with a manifest that cannot be read, or without the one that it had, and why.
         incomplete: without a manifest, with files that no checkpoint needs: a save is under way, or failed.
         removed: of a checkpoint that was removed, and the number of files that stay since other checkpoints need them.
     """
@@ -193,6 +198,8 @@ def leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
         if MANIFEST not in names or is_hidden(entry.name):
             if all(entry / name in needed for name in ours):
                 found.removed.append((entry, len(ours)))
+            elif lost_its_manifest(entry):
+                found.damaged.append((entry, WITHOUT_MANIFEST))
             else:
                 found.incomplete.append(entry)
             continue
@@ -266,4 +273,4 @@ def _lacking(path: Path, manifest: Manifest, listings: dict[Path, Listing]) -> l
             problems.append(f"lacks {file.name}")
         elif known[1] != file.size:
             problems.append(f"{file.name} has {known[1]} bytes, expected {file.size}")
-    return problems
+    return problems + [f"lacks {name}" for name in missing(path, manifest, listings[path])]

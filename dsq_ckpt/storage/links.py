@@ -18,8 +18,9 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, Loa
 from dsq_ckpt.storage.atomic_io import AtomicFile, relink
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import file_checksum, pieces
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile, is_plain
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 from dsq_ckpt.storage.meanwhile import PATIENCE, Fate, fate
+from dsq_ckpt.storage.names import is_plain
 from dsq_ckpt.storage.runs import run_of
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)

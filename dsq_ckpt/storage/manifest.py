@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -28,6 +27,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, Loa
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
+from dsq_ckpt.storage.names import Below, Sibling, is_plain
 from dsq_ckpt.storage.order import in_order
 from dsq_ckpt.storage.other_formats import other_format
 from dsq_ckpt.storage.paths import absent
@@ -42,21 +42,6 @@ _KEPT, _MOST_KEPT = 16, 1 << 18
 """Manifests that are kept parsed, and the bytes of the largest of these."""
 _AT_ONCE = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
-
-
-def is_plain(name: str) -> bool:
-    """Return whether a name stays in the directory that it is looked up in."""
-    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
-
-
-def _beside(name: str) -> str:
-    if not is_plain(name):
-        raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
-    return name
-
-
-Sibling = Annotated[str, AfterValidator(_beside)]
-"""Name of a directory beside that of the manifest."""
 
 
 class Unflushed(OSError):
@@ -183,6 +168,8 @@ class Manifest(BaseModel):
     refinement: Literal["kept", "dropped", "none"]
     pinned: bool = False
     files: list[ManifestFile]
+    beside: list[Below] = []
+    """Files of a library, such as Trainer's, that belong to the checkpoint and are not read here."""
     kinds: dict[str, Sizes]
     groups: dict[str, GroupReport]
     nonfinite: list[str] = []

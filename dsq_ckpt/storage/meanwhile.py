@@ -16,7 +16,8 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 Fate = Literal["removed", "replaced"]
 PATIENCE = 1.0
 """Seconds in which a removal that was seen half done is expected to come to the manifest."""
-_PAUSE = 0.05
+PAUSE = 0.05
+"""Seconds between two looks at it."""
 
 
 def fate(
@@ -39,7 +40,7 @@ def fate(
             return found
         if not lost_files(directory, manifest):
             return _fate(directory, save_id)
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
 
 
 def _fate(directory: Path, save_id: str | None) -> Fate | None:

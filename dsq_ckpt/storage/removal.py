@@ -2,12 +2,12 @@
 
 Locally every checkpoint has links of its own to the files that it needs, so all files of the removed one go; the space
 of one is free when its last link goes. On an object store others may refer to them (`references`); then they stay,
-until the last of these is removed.
+until the last of these is removed. Files of a library that belong to the checkpoint go too; those of others stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from typing import NamedTuple
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage import references
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import sizes, storage_of
+from dsq_ckpt.storage.beside import of_others
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.links import left_by_removal
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
@@ -28,10 +29,11 @@ class Removed(NamedTuple):
 
     Attributes:
         path: the checkpoint.
-        files: its files that were deleted, but for the manifest, or would be.
+        files: its files that were deleted, but for the manifest, or would be; those of a library that belong to it too.
         bytes: bytes that are free then: of these files but those in `linked`.
         kept: its files that other checkpoints of the run need.
         linked: local ones of `files` whose bytes stay, by links elsewhere, such as those of other checkpoints.
+        others: files of others in its directory, which stay.
         save_id: its save id.
     """
 
@@ -40,11 +42,15 @@ class Removed(NamedTuple):
     bytes: int
     kept: list[Path]
     linked: list[Path]
+    others: list[Path]
     save_id: str
 
 
 def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) -> Removed:
     """Remove a checkpoint; every other one stays complete.
+
+    Its directory goes too, unless files of others are in it. The manifest goes first, so that nothing loads what is
+    left when this fails; files of a library come next, since `dsq gc` removes what is left then.
 
     Args:
         path: a complete checkpoint.
@@ -64,6 +70,9 @@ def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) 
     _refuse_latest(path)
     if is_remote(path):
         references.needed(path.parent)  # before anything is removed: all manifests can be read
+    others = of_others(path, manifest)
+    named_beside = {path / name for name in manifest.beside} & set(others)  # none by a link to a directory elsewhere
+    library = {file: size for file, size in sizes(sorted(named_beside)).items() if isinstance(size, int)}
     if not dry_run:
         storage.remove(path / MANIFEST)
         storage.flush(path)
@@ -74,16 +83,25 @@ def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) 
     else:
         kept = {file for file in named if file.parent != path}
         kept |= {path / name for name in references.held_for_others(path, {one.path for one in after})} & set(named)
-    gone = {file: size for file, size in named.items() if file not in kept}
+    gone = library | {file: size for file, size in named.items() if file not in kept}
     linked, freed = set[Path](), sum(gone.values())
     if not is_remote(path):
         linked, freed = left_by_removal(gone, (file for one in after for file in one.files))
     if not dry_run:
-        references.remove_all(gone)
-        if not is_remote(path):
+        references.remove_all(library)
+        _remove_empty(directory for file in library for directory in file.parents if path in directory.parents)
+        references.remove_all(gone.keys() - library.keys())
+        _remove_empty([path])
+    stay = [file for file in others if file not in library]
+    return Removed(path, sorted(gone), freed, sorted(kept), sorted(linked), stay, manifest.save_id)
+
+
+def _remove_empty(directories: Iterable[Path]) -> None:
+    """Remove directories in which nothing is; on an object store there are none."""
+    for directory in sorted(set(directories), reverse=True):
+        if not is_remote(directory):
             with suppress(OSError):  # not empty: something else lives there
-                path.rmdir()
-    return Removed(path, sorted(gone), freed, sorted(kept), sorted(linked), manifest.save_id)
+                directory.rmdir()
 
 
 def _manifest(path: Path) -> Manifest:

@@ -1,0 +1,187 @@
+"""Files that Trainer and Accelerate write beside a checkpoint: removed, copied, merged and verified with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.cli import verification
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.engine import merging
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
+from dsq_ckpt.integrations.staged import StagedCheckpoint
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.sealed import sealed
+from tests.helpers.commands import document, dsq, error, printed
+
+LIBRARY = ["chat/long.jinja", "config.json", "scheduler.pt", "tokenizer.json", "trainer_state.json"]
+CONFIG = DSQConfig.model_validate({"storage": {"fsync": False}})
+
+
+def save(goal: Path, step: int = 0, files: list[str] = LIBRARY, asynchronous: bool = False) -> Path:
+    """Save as the integrations do."""
+    values = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) + 0.01 * step
+
+    def write(directory: Path) -> None:
+        for name in files:
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(f"{name} of {step}")
+
+    with StagedCheckpoint(goal, CONFIG, asynchronous=asynchronous) as staged:
+        staged.save(lambda: {"w": values, "step": step})
+        staged.write(write)
+        if asynchronous:
+            staged.publish_later(lambda: None).result()
+        else:
+            staged.publish()
+    return goal
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints, the last two deltas."""
+    dsq_ckpt.forget()
+    for step in range(3):
+        save(tmp_path / "run" / f"checkpoint-{step}", step)
+    return tmp_path / "run"
+
+
+def below(directory: Path) -> list[str]:
+    return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manifest_names_the_files_of_the_library(tmp_path, asynchronous):
+    assert Manifest.read(save(tmp_path / "a", asynchronous=asynchronous)).beside == LIBRARY
+    assert document("verify", tmp_path / "a")["ok"]
+
+
+def test_rm_leaves_no_directory(run):
+    """Trainer resumed from what was left of a removed checkpoint, and counted it among those that it keeps."""
+    tried = document("rm", "--dry-run", run / "checkpoint-1", run / "checkpoint-2")
+    done = document("rm", run / "checkpoint-1", run / "checkpoint-2")
+    assert [{**one, "dry_run": False} for one in tried] == done
+    assert {str(run / "checkpoint-1" / name) for name in LIBRARY} <= set(done[0]["files"])
+    assert os.listdir(run) == ["checkpoint-0"]
+    printed("verify", run)
+
+
+def test_rm_leaves_files_of_others_and_says_so(run):
+    """Also a file that a link to a directory gives a name of the library; the status tells scripts, which go on."""
+    directory, elsewhere = run / "checkpoint-1", run.parent / "elsewhere"
+    (directory / "mine").mkdir()
+    (directory / "mine" / "notes.txt").write_text("of the user")
+    shutil.move(directory / "chat", elsewhere)
+    (directory / "chat").symlink_to(elsewhere)
+    for dry, word in (("--dry-run",), "would stay"), ((), "stay"):
+        said = error("rm", *dry, directory)
+        assert f"2 other file(s) {word} in '{directory}', such as 'chat': delete them by hand" in said
+    assert below(directory) == ["mine/notes.txt"] and (elsewhere / "long.jinja").exists()
+
+
+def test_a_removal_that_is_cut_short_leaves_what_gc_removes(run, monkeypatch):
+    """All but our own files are gone when the first of these goes."""
+    removed = []
+
+    def remove(self, file):
+        if file.suffix == ".dsq":
+            raise OSError(5, "cut short")
+        removed.append(file.name)
+        file.unlink(missing_ok=True)
+
+    monkeypatch.setattr(type(storage_of(run)), "remove", remove)
+    assert dsq("rm", run / "checkpoint-1").exit_code == 1
+    monkeypatch.undo()
+    assert removed[0] == "manifest.json"
+    printed("gc", run, "--older-than", "0s")
+    assert not (run / "checkpoint-1").exists()
+
+
+def test_rm_on_an_object_store(run, tmp_path):
+    """Files of the library go along with a copy, but for those in directories, and go with it."""
+    url = f"memory://{tmp_path.name}/run"
+    printed("cp", run, url)
+    assert document("verify", url)["ok"]
+    path = checkpoint_path(f"{url}/checkpoint-2")
+    assert {"config.json", "scheduler.pt"} <= {entry.name for entry in storage_of(path).entries(path)}
+    printed("rm", path)
+    assert not storage_of(path).entries(path)
+
+
+@pytest.mark.parametrize("changed", [{"beside": ["../x"]}, {"beside": ["/etc/passwd"]}, {"beside": ["a//b"]}])
+def test_a_manifest_that_names_files_elsewhere_is_refused(run, changed):
+    file = run / "checkpoint-0" / "manifest.json"
+    tree = json.loads(file.read_text()) | changed | {"checksum": "0" * 16}
+    file.write_bytes(sealed(json.dumps(tree).encode()))
+    with pytest.raises(CorruptCheckpoint, match="may not point there"):
+        Manifest.read(run / "checkpoint-0")
+
+
+def test_a_checkpoint_that_is_replaced_leaves_none_of_its_files(run):
+    """Those of the library go though it writes them no more; those of others stay."""
+    (run / "checkpoint-0" / "notes.txt").write_text("of the user")
+    save(run / "checkpoint-0", 3, ["config.json"])
+    left = [name for name in os.listdir(run / "checkpoint-0") if not name[:16].isalnum() or len(name) < 16]
+    assert sorted(left) == ["config.json", "manifest.json", "notes.txt"]
+    assert Manifest.read(run / "checkpoint-0").beside == ["config.json"]
+
+
+@pytest.mark.parametrize("options", [(), ("--keyframe",)])
+def test_merge_keeps_all_files(run, options):
+    """As `dsq cp` does; Trainer could not resume from a merged checkpoint. It removes the oldest by their times."""
+    source = run / "checkpoint-2"
+    (source / "notes.txt").write_text("of the user")
+    os.utime(source, (1e9, 1e9))
+    printed("merge", source, run / "merged", *options)
+    assert [name for name in below(run / "merged") if name in LIBRARY] == LIBRARY
+    assert (run / "merged" / "notes.txt").exists() and (run / "merged").stat().st_mtime == 1e9
+    assert Manifest.read(run / "merged").beside == LIBRARY
+    assert document("verify", run)["ok"]
+    printed("verify", run / "merged")
+
+
+def test_a_merge_that_fails_leaves_no_files(run, monkeypatch):
+    def fail(*_):
+        raise SaveFailed("full")
+
+    monkeypatch.setattr(merging, "_commit", fail)
+    assert "full" in error("merge", run / "checkpoint-2", run / "merged")
+    assert not (run / "merged").exists()
+
+
+def test_verify_and_log_name_a_file_that_is_missing(run):
+    for number, name in enumerate(("scheduler.pt", "chat/long.jinja")):
+        (run / f"checkpoint-{number}" / name).unlink()
+        assert f"checkpoint-{number}: lacks {name}" in printed("log", run)
+        (problem,) = document("verify", run / f"checkpoint-{number}", code=1)["checkpoints"][0]["problems"]
+        assert problem["where"] == name and "is missing" in problem["problem"]
+    assert "2 of 3 checkpoint(s) damaged" in error("verify", run)
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
+    """It got its name when it was complete: no save is under way there, and `dsq gc` leaves it alone."""
+    monkeypatch.setattr(verification, "PATIENCE", 0.0)
+    (run / "checkpoint-2" / "manifest.json").unlink()
+    found = document("verify", run, code=1)
+    assert [entry["ok"] for entry in found["checkpoints"]] == [True, True, False] and not found["incomplete"]
+    assert "there is no manifest.json, beside files of Trainer or Accelerate" in printed("log", run)
+    assert "gc" not in printed("log", run)
+    assert (run / "checkpoint-2" / "config.json").exists()
+
+
+def test_a_save_under_way_is_none_that_lost_its_manifest(run):
+    """Neither one of ours alone, nor a hidden one with files of the library."""
+    (run / "checkpoint-2" / "manifest.json").unlink()
+    (run / "checkpoint-2").rename(run / ".checkpoint-2.dsq-01234567.tmp")
+    (run / "other").mkdir()
+    (run / "other" / "0123456789abcdef-00000.dsq").write_bytes(b"x")
+    found = document("verify", run)
+    assert found["ok"] and found["incomplete"] == [".checkpoint-2.dsq-01234567.tmp", "other"]
