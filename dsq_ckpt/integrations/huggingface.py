@@ -209,7 +209,7 @@ class DSQTrainer(Trainer):
         if checkpoint is None or not holds_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        TrainingState([self.model], [self._plain_optimizer()]).restore(checkpoint)
+        TrainingState([self.model], [self._plain_optimizer()]).restore(checkpoint, told=True)
         scheduler = Path(checkpoint, SCHEDULER_NAME)
 
         def load_scheduler() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,10 +25,25 @@ from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, Step, put
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import is_part
+from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
+from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import names_of
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Options of parameter groups that schedules keep too, in the order of the groups."""
+
+
+class _Placeholders(NamedTuple):
+    """The state dict to be filled with tensors, one with the same tensors and all other values, and how to load."""
+
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+    warnings: list[str]
+    refinement: Refinement
 
 
 class TrainingState:
@@ -55,8 +70,14 @@ class TrainingState:
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
         return state | {key: _by_name(one, _names(one, parameters)) for key, one in self._optimizers.items()}
 
-    def restore(self, directory: str | os.PathLike[str]) -> None:
+    def restore(self, directory: str | os.PathLike[str], *, told: bool = False) -> None:
         """Load the models and optimizers from a checkpoint, in place; collective.
+
+        Tensors of models take the dtypes that the models have now, with a warning, as when a plain state is loaded.
+
+        Args:
+            directory: the checkpoint.
+            told: its models were restored before, with all warnings.
 
         Raises:
             LoadFailed: the checkpoint has other tensors or parameters, or no optimizer.
@@ -69,12 +90,13 @@ class TrainingState:
             for optimizer in self._optimizers.values():
                 if not optimizer.state:
                     stack.enter_context(as_before(optimizer))
-            tensors, state = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
-            load(tensors, directory)
-            run_on_all_ranks(comm, lambda: self._fill(directory, state), LoadFailed)
+            found = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
+            for text in () if told else found.warnings:
+                warn(text, rank=comm.rank)
+            load(found.tensors, directory, refinement=found.refinement, allow_cast=True)
+            run_on_all_ranks(comm, lambda: self._fill(directory, found.state), LoadFailed)
 
-    def _placeholders(self, directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state dict to be filled with tensors, and one with the same tensors and all other values."""
+    def _placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
         parameters = self._parameters()
         flat: dict[str, Any] = {}
         for key, model in self._models.items():
@@ -86,7 +108,10 @@ class TrainingState:
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
             stored = {name: path for name, path in nesting.items() if path[0] in self._models}
-            _same_tensors(directory, flat, stored, opened)
+            warnings = _same_tensors(directory, flat, stored, opened)
+            manifest = opened.checkpoint.manifest
+            if dropped := manifest.refinement == "dropped":
+                warnings.append(what_the_base_costs(opened.checkpoint.directory, manifest))
             for key in self._optimizers:
                 if nesting.below((key,)) is None:
                     raise LoadFailed(
@@ -110,7 +135,7 @@ class TrainingState:
             for steps, tensor in whole:
                 put(filled, steps, tensor)
                 put(everything, steps, tensor)
-            return filled, everything
+            return _Placeholders(filled, everything, warnings, False if dropped else "auto")
 
     def _of_classes(
         self, stored: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
@@ -201,22 +226,32 @@ def _by_number(
     Raises:
         LoadFailed: they do not.
     """
-    saved = [group["params"] for group in stored["param_groups"]]
-    for number in range(max(len(saved), len(names))):
-        before = set(saved[number]) if number < len(saved) else set()
-        now = set(names[number]) if number < len(names) else set()
-        if before != now:
-            name = min(before ^ now)
+    saved = stored["param_groups"]
+    unused = list(range(len(saved)))
+    order: list[int | None] = []
+    for own in names:
+        order.append(next((number for number in unused if set(saved[number]["params"]) == set(own)), None))
+        unused = [number for number in unused if number != order[-1]]
+    if lacking := sorted({*unused, *(number for number, found in enumerate(order) if found is None)}):
+        number = lacking[0]
+        before = set(saved[number]["params"]) if number in unused else set()
+        now = set(names[number]) if number < len(names) and order[number] is None else set()
+        name = min(before ^ now, default="no parameter at all")
+        raise _changed(
+            directory, f"'{directory}': '{name}' {'was' if name in before else 'was not'} in parameter group {number} "
+            f"of the optimizer when this was saved, and {'is' if name in now else 'is not'} now; make the optimizer "
+            "with the groups that it had"
+        )
+    found = [saved[number] for number in order if number is not None]
+    for option in _RATES:
+        if (rates := [group.get(option) for group in found]) != [group.get(option) for group in saved]:
             raise LoadFailed(
-                f"'{directory}': '{name}' {'was' if name in before else 'was not'} in parameter group {number} of the "
-                f"optimizer when this was saved, and {'is' if name in now else 'is not'} now; make the optimizer with "
-                "the groups that it had"
+                f"'{directory}': parameter groups were saved in another order, and have different values of "
+                f"'{option}' ({rates}), which schedules keep by the order of groups; make the optimizer with the order "
+                "that it had"
             )
     place = {name: number for number, name in enumerate(name for group in names for name in group)}
-    groups = [
-        {**group, "params": [place[name] for name in own]}
-        for group, own in zip(stored["param_groups"], names, strict=True)
-    ]
+    groups = [{**group, "params": [place[name] for name in own]} for group, own in zip(found, names, strict=True)]
     return {
         **stored, "state": {place[name]: entry for name, entry in stored["state"].items()}, "param_groups": groups,
     }
@@ -231,18 +266,35 @@ def _empty(parameter: nn.Parameter | None, shape: torch.Size, dtype: torch.dtype
 
 def _same_tensors(
     directory: object, own: Mapping[str, Any], stored: Mapping[str, Any], opened: Opened
-) -> None:
-    """Compare names and shapes of the models' tensors with those that are stored.
+) -> list[str]:
+    """Compare names, shapes and dtypes of the models' tensors with those that are stored; return what to warn of.
 
     Raises:
-        LoadFailed: they differ.
+        LoadFailed: names or shapes differ.
     """
     if missing := sorted(own.keys() - stored.keys()):
-        raise LoadFailed(f"'{directory}' has no '{missing[0]}', which the model has{name_hint(missing[0], stored)}")
+        hint = name_hint(missing[0], stored)
+        raise _changed(directory, f"'{directory}' has no '{missing[0]}', which the model has{hint}")
     if unknown := sorted(stored.keys() - own.keys()):
-        raise LoadFailed(f"'{directory}' has '{unknown[0]}', which the model does not have; load into the same model")
+        raise _changed(directory, f"'{directory}' has '{unknown[0]}', which the model does not have")
+    cast = []
     for name, value in own.items():
         if name in opened.tensors and isinstance(value, torch.Tensor):
-            shape = tuple(opened.tensors[name]["shape"])
+            shape, dtype = tuple(opened.tensors[name]["shape"]), opened.dtype(name)
             if shape != tuple(value.shape):
-                raise LoadFailed(f"'{directory}': '{name}' is of shape {shape}, the model's of {tuple(value.shape)}")
+                text = f"'{directory}': '{name}' is of shape {shape}, the model's of {tuple(value.shape)}"
+                raise _changed(directory, text)
+            if dtype != value.dtype:
+                cast.append(f"'{name}' as {dtype}, which is {value.dtype} now")
+    if not cast:
+        return []
+    return [f"'{directory}' has {len(cast)} tensor(s) of another dtype than the model, which are cast: {cast[0]}"]
+
+
+def _changed(directory: object, text: str) -> LoadFailed:
+    """Return the error about a model or an optimizer that is not the one that was saved, with the way to go on."""
+    return LoadFailed(
+        f"{text}{'' if text.endswith('?') else '.'} A changed model goes on from the weights, with a fresh optimizer: "
+        f"export them (`dsq export {directory} plain/model.safetensors --part model`), load them into the model (as by "
+        "from_pretrained), and train it into another directory"
+    )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
+from torch import nn
 
 import dsq_ckpt
+from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
 from tests.api.test_whole import made
 from tests.core.test_subclasses import EightBits, equal
@@ -21,3 +26,101 @@ def test_moments_of_a_class_of_their_own(tmp_path, steps):
     TrainingState([other], [target]).restore(tmp_path / "a")
     assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     target.step()
+
+
+def divided(order=(0, 1), rates=(1e-3, 1e-3), **changed):
+    """A model whose optimizer has a group of matrices and one of vectors, after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, changed.get("out", 64)), *changed.get("more", ()))
+    groups = [
+        {"params": [one for one in model.parameters() if one.dim() > 1], "weight_decay": 0.1, "lr": rates[0]},
+        {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0, "lr": rates[1]},
+    ]
+    optimizer = torch.optim.AdamW([groups[number] for number in order])
+    model[1](model[0](torch.randn(4, 64))).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(directory, model, optimizer, **named):
+    dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), directory, **named)
+
+
+def test_groups_are_found_by_the_names_of_their_parameters(tmp_path):
+    """As by `dsq_ckpt.load`: their order may be another."""
+    model, optimizer = divided()
+    saved(tmp_path / "a", model, optimizer, config="exact")
+    other, target = divided((1, 0))
+    for group in target.param_groups:
+        group["weight_decay"] = 0.5
+    TrainingState([other], [target]).restore(tmp_path / "a")
+    assert [group["weight_decay"] for group in target.param_groups] == [0.0, 0.1]
+    for own, was in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, was)
+        assert torch.equal(target.state[own]["exp_avg"], optimizer.state[was]["exp_avg"])
+
+
+def test_groups_in_another_order_whose_rates_differ_are_refused(tmp_path):
+    """A schedule, which is stored apart, would give each the rate of another."""
+    saved(tmp_path / "a", *divided(rates=(1e-3, 1e-4)))
+    other, target = divided((1, 0), (1e-3, 1e-4))
+    with pytest.raises(LoadFailed, match="another order, and have different values of 'lr'"):
+        TrainingState([other], [target]).restore(tmp_path / "a")
+    other, target = divided(rates=(5e-3, 5e-3))
+    TrainingState([other], [target]).restore(tmp_path / "a")
+    assert [group["lr"] for group in target.param_groups] == [1e-3, 1e-4]
+
+
+@pytest.mark.parametrize("changed", [{"out": 65}, {"more": [nn.Linear(64, 64)]}], ids=str)
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_a_changed_model_is_told_the_way_to_go_on(tmp_path, changed, reversed_):
+    models = [divided(), divided(**changed)]
+    before, now = models[::-1] if reversed_ else models
+    saved(tmp_path / "a", *before)
+    with pytest.raises(LoadFailed, match=rf"A changed model .*`dsq export {tmp_path}/a .* --part model`"):
+        TrainingState([now[0]], [now[1]]).restore(tmp_path / "a")
+
+
+@pytest.mark.parametrize("leave_out, said", [(0, "was in parameter group 0"), (1, "was in parameter group 1")])
+def test_a_group_that_is_missing_is_named(tmp_path, leave_out, said):
+    saved(tmp_path / "a", *divided())
+    other, target = divided()
+    del target.param_groups[leave_out]
+    with pytest.raises(LoadFailed, match=said):
+        TrainingState([other], [target]).restore(tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_model_of_another_dtype_is_cast_with_one_warning(tmp_path, dtypes):
+    """As a Trainer without `attach` does; `allow_cast`, which the error named, could not be passed."""
+    model, optimizer = made_as(dtypes[0])
+    saved(tmp_path / "a", model, optimizer, config="exact")
+    other, target = made_as(dtypes[1])
+    with pytest.warns(UserWarning, match=r"has 2 tensor\(s\) of another dtype than the model") as caught:
+        TrainingState([other], [target]).restore(tmp_path / "a")
+    assert len([one for one in caught if issubclass(one.category, UserWarning)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrainingState([other], [target]).restore(tmp_path / "a", told=True)
+    for own, was in zip(other.parameters(), model.parameters(), strict=True):
+        assert own.dtype == dtypes[1] and torch.equal(own, was.to(own.dtype))
+        assert torch.equal(target.state[own]["exp_avg"], optimizer.state[was]["exp_avg"].to(own.dtype))
+
+
+def made_as(dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path):
+    model, optimizer = divided()
+    for number in range(2):
+        saved(tmp_path / str(number), model, optimizer, config={"refinement": {"keep_last": 1}})
+    with pytest.warns(UserWarning, match="base layer alone") as caught:
+        TrainingState([model], [optimizer]).restore(tmp_path / "0")
+    told = [str(one.message) for one in caught if "base layer" in str(one.message)]
+    assert len(told) == 1 and "refinement=False" not in told[0]

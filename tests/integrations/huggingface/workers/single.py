@@ -207,7 +207,7 @@ def damaged(output: Path) -> None:
 
     shutil.copytree(output, output.with_name("whole"))
     directory = output / "checkpoint-2"
-    resumed(LoadFailed, r"'transformer\.wte\.weight'|of shape", model=gpt2(vocab_size=101))
+    resumed(LoadFailed, r"of shape .*`dsq export .* --part model`", model=gpt2(vocab_size=101))
     resumed(LoadFailed, r"has no 'model\.transformer\.h\.1", model=gpt2(n_layer=2))
     resumed(LoadFailed, "in parameter group 0 of the optimizer when this was saved", weight_decay=0.1,
             model=frozen(gpt2()))
@@ -229,6 +229,18 @@ def frozen(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("wte" not in name and "wpe" not in name)
     return model
+
+
+def other_dtype(output: Path) -> None:
+    """A run goes on in another dtype, as without `attach`, with one warning."""
+    trainer(output, 2).train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = trainer(output, 4, model=gpt2().bfloat16())
+        again.train(resume_from_checkpoint=True)
+    assert len([one for one in caught if "of another dtype" in str(one.message)]) == 1
+    assert {value.dtype for value in again.model.parameters()} == {torch.bfloat16}
+    assert sound(output / "checkpoint-4").save_id != sound(output / "checkpoint-2").save_id
 
 
 class Plain(nn.Module):
@@ -299,8 +311,8 @@ if __name__ == "__main__":
         run(
             [
                 exact_resume, deltas, rotation, best_model, best_strategy, only_model, switched, killed, failed,
-                damaged, models, exported, refused, in_background, deltas_in_background, best_in_background,
-                only_model_in_background, failed_in_background, killed_in_background, refused_in_background,
-                moved_in_background, stopped_in_background,
+                damaged, other_dtype, models, exported, refused, in_background, deltas_in_background,
+                best_in_background, only_model_in_background, failed_in_background, killed_in_background,
+                refused_in_background, moved_in_background, stopped_in_background,
             ], root,
         )
