@@ -32,6 +32,7 @@ from dsq_ckpt.storage.atomic_io import hidden_name, replace_directory, within_hi
 from dsq_ckpt.storage.beside import LIBRARY, copy_others, files_below, flush_others
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.target_directory import refuse_within_checkpoint
 
 
 class StagedCheckpoint:
@@ -156,9 +157,10 @@ class StagedCheckpoint:
         """Remove what killed saves of the same checkpoint left.
 
         Raises:
-            SaveFailed: what has the name is no directory, or a run directory with checkpoints.
+            SaveFailed: what has the name is no directory, or a run directory with checkpoints, or lies in a checkpoint.
         """
         if self._comm.rank == 0:
+            refuse_within_checkpoint(self.goal)  # by its name, and not by that of the hidden one
             if self.goal.exists() and not self.goal.is_dir():
                 raise SaveFailed(f"'{self.goal}' exists and is not a directory; choose another path for the checkpoint")
             if any(is_complete(one.parent) for one in self.goal.glob(f"*/{MANIFEST}")):

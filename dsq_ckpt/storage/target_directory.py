@@ -60,12 +60,7 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
         raise SaveFailed(f"'{path}' is a whole bucket; save to a key in it, to '{example}' for example")
     if not is_remote(path) and (file := file_above(path)):
         raise SaveFailed(f"'{path}' leads through '{file}', which is no directory; choose another path")
-    for above in canonical(path).parents:
-        if _is_checkpoint(above):
-            raise SaveFailed(
-                f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
-                f"'{above.with_name(path.name)}' for example"
-            )
+    refuse_within_checkpoint(path)
     if is_remote(path):
         if attached:
             raise SaveFailed(f"'{path}': files of DeepSpeed lie beside a checkpoint only in a local directory")
@@ -81,6 +76,20 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
         raise CheckpointExists(
             f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True)"
         )
+
+
+def refuse_within_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that would lie in another one.
+
+    Raises:
+        SaveFailed: it would.
+    """
+    for above in canonical(path).parents:
+        if _is_checkpoint(above):
+            raise SaveFailed(
+                f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
+                f"'{above.with_name(path.name)}' for example"
+            )
 
 
 def _foreign(path: Path, attached: bool) -> list[str]:

@@ -185,3 +185,12 @@ def test_a_save_under_way_is_none_that_lost_its_manifest(run):
     (run / "other" / "0123456789abcdef-00000.dsq").write_bytes(b"x")
     found = document("verify", run)
     assert found["ok"] and found["incomplete"] == [".checkpoint-2.dsq-01234567.tmp", "other"]
+
+
+def test_a_checkpoint_within_another_is_refused_by_its_own_name(run):
+    """As where Trainer's output_dir is a checkpoint; the error recommended a hidden name."""
+    goal = run / "checkpoint-0" / "checkpoint-3"
+    with pytest.raises(SaveFailed) as caught:
+        save(goal, 3)
+    assert f"'{goal}' lies in" in str(caught.value) and f"to '{run / 'checkpoint-3'}' for example" in str(caught.value)
+    assert ".tmp" not in str(caught.value) and not goal.exists()
