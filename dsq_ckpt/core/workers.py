@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from dsq_ckpt.core.arrays import Array
 
+_FEW = 1 << 18
+"""Elements that one thread is done with before another has begun, about."""
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -52,6 +54,10 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def for_elements(self, elements: int) -> Workers:
+        """Return these, or the thread that asks alone where elements are too few for others to pay."""
+        return self if elements > _FEW else Workers(1, self.block_elements)
 
     def blocks(self, elements: int) -> Iterator[slice]:
         """Yield the blocks of a flat array."""

@@ -170,9 +170,9 @@ class DSQStorageReader(Located, StorageReader):
         began = time.monotonic()
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         cache = ChunkCache()
-        with self._open() as checkpoint, Workers(
-            self._storage.thread_count(), self._storage.block_elements
-        ) as workers:
+        elements = sum(math.prod(item.lengths) for item in plan.items)
+        every = Workers(self._storage.thread_count(), self._storage.block_elements)
+        with self._open() as checkpoint, every.for_elements(elements) as workers:
             if checkpoint.manifest.lossy:
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner) and not isinstance(planner, NestedLoadPlanner):

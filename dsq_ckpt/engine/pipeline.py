@@ -14,6 +14,7 @@ Who drives the steps decides how ranks talk in between: DCP's plans (`dsq_ckpt.d
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.errors import DSQError
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
@@ -123,6 +125,7 @@ class SavePipeline:
         self, context: SaveContext, local: LocalItems, comm: Communicator, workers: Workers
     ) -> QuantizedState:
         """Sketch, sum over ranks, choose the configuration, quantize lazily; collective over `comm`."""
+        workers = workers.for_elements(_elements(item.key for item in (*local.items, *local.replicas)))
         state = quantize(self.options, context, local, comm, workers)
         self.plan, self._watch = state.plan, state.watch
         self._exact = {item.key.fqn for item in state.unquantized}
@@ -132,6 +135,7 @@ class SavePipeline:
     def write(self, context: SaveContext, rank: int, state: QuantizedState, workers: Workers) -> RankResult:
         """Write the files of this rank; see `write_rank`."""
         self.plan = state.plan
+        workers = workers.for_elements(_elements(state.items))
         result, cache = write_rank(self.path, context, rank, state, workers, self.options.history)
         if not state.staged:
             self.remember(context, cache)
@@ -192,3 +196,7 @@ class SavePipeline:
         self._target.claim(context.save_id, self._parent)
         self.context = context
         return context
+
+
+def _elements(keys: Iterable[ChunkKey]) -> int:
+    return sum(math.prod(key.shape) for key in keys)

@@ -79,8 +79,8 @@ MOMENTS = {
 
 
 WAYS = {
-    "each save": (1, False, False), "each third save": (3, False, False), "going on in another directory": (1, True, False),
-    "by another history": (1, False, True),
+    "each save": (1, False, False), "each third save": (3, False, False),
+    "going on in another directory": (1, True, False), "by another history": (1, False, True),
 }
 """Saves before each restore, whether each restore goes on in a directory of its own, and by a history of its own."""
 
