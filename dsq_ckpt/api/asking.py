@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.checks import as_before
+from dsq_ckpt.api.checks import as_before, has_state
+from dsq_ckpt.api.fitting import Fitted, fitted
+from dsq_ckpt.api.optimizer_state import OF_NO_PARAMETER, beside
 from dsq_ckpt.api.parameter_groups import GroupsByName, saved_groups, saved_options
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Path as Keys
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
@@ -42,11 +44,11 @@ def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
     It would do that by a step without gradients, which counts: Adam's next one were its second, of another length. It
     makes none where there is a gradient. One thread at a time does so: torch's gradients are no place for two.
     """
-    if optimizer is None or optimizer.state:  # no lock: a state dict may wait for other ranks
+    if optimizer is None or has_state(optimizer):  # no lock: a state dict may wait for other ranks
         yield
         return
     with _ONE_AT_A_TIME:
-        parameter = None if optimizer.state else _without_gradient(optimizer)
+        parameter = None if has_state(optimizer) else _without_gradient(optimizer)
         if parameter is not None:
             parameter.grad = torch.zeros_like(parameter)
         try:
@@ -59,7 +61,7 @@ def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
 @contextmanager
 def given_back(optimizer: Optimizer | None) -> Iterator[None]:
     """Take back what torch initializes in an optimizer that has no state yet, if a load fails."""
-    parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
+    parameter = None if optimizer is None or has_state(optimizer) else _without_gradient(optimizer)
     if optimizer is None or parameter is None:
         yield
         return
@@ -128,16 +130,18 @@ def ask_for_saved(
             frozen = {name for name in groups.own & with_state if name in own and not own[name].requires_grad}
             if with_state:
                 new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
+        unsaved = set[str]()
         if "optimizer" in state:
-            _ask(state["optimizer"]["state"], own, directory, nesting)
+            lacking, unsaved = _ask(state["optimizer"], own, directory, nesting, tensors)
+            found = found._replace(plain=[*found.plain, *lacking])
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         placed = () if found.groups is None else found.groups.placed
-        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), frozen, placed)
+        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), unsaved, frozen, placed)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
-    unknown, left, new, beside = (_on_all(sets) for sets in zip(*(own[:4] for own in asked), strict=True))
-    frozen, placed = (sorted(set().union(*sets)) for sets in zip(*(own[4:] for own in asked), strict=True))
+    unknown, left, new, more, unsaved = (_on_all(sets) for sets in zip(*(own[:5] for own in asked), strict=True))
+    frozen, placed = (sorted(set().union(*sets)) for sets in zip(*(own[5:] for own in asked), strict=True))
     directory = found.directory
     if whole and unknown:
         raise LoadFailed(
@@ -166,10 +170,15 @@ def ask_for_saved(
             "was written by ranks with other parameters each, and by dcp.save or an earlier version: their groups are "
             "given the options of the saved ones at the same places", rank=comm.rank,
         )
-    if beside:
-        placeholders = ", ".join(f"'{name}': ..." for name in beside[:3])
+    if unsaved:
         warn(
-            f"{named(beside)} of '{directory}' is not loaded, since extra does not name it: pass placeholders of what "
+            f"'{directory}' has no {named(unsaved)} of the optimizer, whose state_dict() has it, as it was saved by "
+            "an earlier version, or before there was any: it stays as it is", rank=comm.rank,
+        )
+    if more:
+        placeholders = ", ".join(f"'{name}': ..." for name in more[:3])
+        warn(
+            f"{named(more)} of '{directory}' is not loaded, since extra does not name it: pass placeholders of what "
             f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content",
             rank=comm.rank,
         )
@@ -182,12 +191,12 @@ class Found(NamedTuple):
     Attributes:
         directory: the checkpoint.
         groups: parameter groups, if it has some by name.
-        plain: paths of the options that the optimizer lacks.
+        plain: paths of the options and of other objects that the optimizer lacks.
     """
 
     directory: Path
     groups: GroupsByName | None = None
-    plain: Sequence[tuple[str | int, ...]] = ()
+    plain: Sequence[Keys] = ()
 
 
 class _Asked(NamedTuple):
@@ -197,7 +206,8 @@ class _Asked(NamedTuple):
         unknown: names that were saved of the model, and that it lacks.
         left: parameters whose state was saved, and that this optimizer lacks.
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
-        beside: names at the top level of what was saved that the state dict lacks.
+        more: names at the top level of what was saved that the state dict lacks.
+        unsaved: what the optimizer tells beside its state and its groups, and was not saved.
         frozen: parameters whose state was saved, and that need no gradient now.
         placed: parameters whose state was saved, and that are in no saved group.
     """
@@ -205,7 +215,8 @@ class _Asked(NamedTuple):
     unknown: Collection[str] = frozenset()
     left: Collection[str] = frozenset()
     new: Collection[str] = frozenset()
-    beside: Collection[str] = frozenset()
+    more: Collection[str] = frozenset()
+    unsaved: Collection[str] = frozenset()
     frozen: Collection[str] = frozenset()
     placed: Collection[str] = ()
 
@@ -240,12 +251,25 @@ def _on_all(sets: Iterable[Collection[str]]) -> list[str]:
 
 
 def _ask(
-    state: dict[str, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting
-) -> None:
-    saved = [path for path in (*nesting.values(), *(nesting.empty or ())) if path[0] == "optimizer"]
-    if not saved:  # as of a model alone, which the load tells
-        return
-    everything = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}
+    optimizer: dict[Any, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting,
+    tensors: Mapping[str, Any],
+) -> tuple[list[Keys], set[str]]:
+    """Let the state dict of an optimizer ask for all that was saved, apart from groups.
+
+    Returns:
+        Paths of objects that the optimizer lacks, and keys beside its state and its groups that were not saved.
+    """
+    state, saved, empty = optimizer["state"], dict[Keys, dict[str, Keys]](), dict[Keys, list[Keys]]()
+    for name, path in nesting.items():
+        if path[0] == "optimizer" and path[1:2] != ("param_groups",):
+            saved.setdefault(_entry(path), {})[name] = path
+    for path in nesting.empty or ():
+        if path[0] == "optimizer" and path[1:2] != ("param_groups",):
+            empty.setdefault(_entry(path), []).append(path)
+    entries = saved.keys() | empty.keys()
+    if not any(path[0] == "optimizer" for path in (*nesting.values(), *(nesting.empty or ()))):
+        return [], set()  # as of a model alone, which the load tells
+    everything = {str(path[2]) for path in entries if len(path) > 2}
     names = everything & (state.keys() | parameters.keys())  # of a pipeline other ranks have others
     if everything and not names:  # those of another model, which the load tells
         if all(name.isdecimal() for name in everything):
@@ -253,20 +277,44 @@ def _ask(
                 f"'{directory}' has the optimizer's state by the numbers of parameters, as an optimizer itself tells "
                 "it, and not by their names: load {'model': model, 'optimizer': optimizer} by dsq_ckpt.load"
             )
-        return
+        return [], set()
+
+    def fit(own: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> Fitted:
+        below = None if nesting.empty is None else empty.get(entry, [])
+        return fitted({"optimizer": own}, saved.get(entry, {}), below, nesting, tensors, parameter)
+
+    new = list[Keys]()
     for name in state.keys() - names:
         del state[name]
     for name in sorted(names):
-        parameter = parameters.get(name)
+        parameter, entry = parameters.get(name), _entry(("optimizer", "state", name))
         if parameter is None or not parameter.requires_grad:  # whose state torch leaves out
             continue
-        keys = {str(path[3]) for path in saved if path[1:3] == ("state", name) and len(path) > 3}
-        own = state.get(name, {}).keys()
-        if name in state and not own < keys:  # the load names keys that were not saved
+        keys = {str(path[3]) for path in (*saved.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
+        if name in state and not {str(key) for key in state[name]} <= keys:  # the load names those that were not saved
             continue
-        if isinstance(parameter, DTensor):
+        found = fit({"state": {name: state.get(name, {})}}, entry, parameter)
+        if found.unshared:
             raise LoadFailed(
-                f"'{directory}' has {named(sorted(keys - own))} in the optimizer's state of '{name}', which this "
-                "optimizer does not have: load into one with the same options that was not used yet"
+                f"'{directory}' has {named(sorted(set(found.unshared)))} in the optimizer's state of '{name}', which "
+                "this optimizer does not have, so that nothing tells how it is sharded: load into one with the same "
+                "options that was not used yet, or that has it"
             )
-        state[name] = {}
+        state[name] = found.state["optimizer"]["state"][name]
+        new += found.new
+    own, unsaved = beside(optimizer), set[str]()
+    for key in own:
+        del optimizer[key]
+        if ("optimizer", str(key)) not in entries and key != OF_NO_PARAMETER:
+            unsaved.add(str(key))
+    for entry in entries:
+        if len(entry) == 2:
+            found = fit({key: value for key, value in own.items() if str(key) == entry[1]}, entry)
+            optimizer.update(found.state["optimizer"])
+            new += found.new
+    return new, unsaved
+
+
+def _entry(path: Keys) -> Keys:
+    """Return the beginning of a path below an optimizer: the state of a parameter, or a key beside all state."""
+    return path[:3] if path[1:2] == ("state",) else path[:2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
@@ -49,10 +51,14 @@ def check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> No
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in Accelerate's or Lightning's, which has the hooks and the `step` that count.
 
-    These have its state; an optimizer with a state of its own, such as Lookahead, is not only a wrapper.
+    These have its state, and tell no other; an optimizer with a state of its own, such as Lookahead, is not only a
+    wrapper.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         if getattr(optimizer, "state", None) is not inner.state:
+            break
+        tells = type(optimizer).state_dict is not Optimizer.state_dict
+        if tells and optimizer.state_dict().keys() != inner.state_dict().keys():
             break
         optimizer = inner
     return optimizer
@@ -73,6 +79,11 @@ def check_step(optimizer: Optimizer) -> None:
         raise ConfigError(_without_state(optimizer))
 
 
+def has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state of a parameter; entries of none may be there before the first step."""
+    return any(isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
 @contextmanager
 def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
     """Say what failed where torch makes the state of an optimizer that has none yet, by `step(closure=None)`.
@@ -80,7 +91,7 @@ def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
     Raises:
         LoadFailed: it failed.
     """
-    stepped = optimizer is None or bool(optimizer.state)
+    stepped = optimizer is None or has_state(optimizer)
     try:
         yield
     except Exception as error:
@@ -93,10 +104,12 @@ def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
 def as_before(optimizer: Optimizer) -> Iterator[None]:
     """Take back the state of an optimizer that has none yet, and what a step changes in its groups, if a load fails."""
     groups = [dict(group) for group in optimizer.param_groups]
+    of_none = {key: copy.deepcopy(value) for key, value in optimizer.state.items() if not torch.is_tensor(key)}
     try:
         yield
     except BaseException:
         optimizer.state.clear()
+        optimizer.state.update(of_none)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)

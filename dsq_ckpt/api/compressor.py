@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -25,6 +23,7 @@ from dsq_ckpt.api.asking import Found, as_it_is, ask_for_saved, given_back
 from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.loading import load_with
+from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
 from dsq_ckpt.api.parameter_groups import filled_groups
 from dsq_ckpt.api.saving import ConfigLike, as_config, save_async_with, save_with
 from dsq_ckpt.api.stateful import refuse_uninitialized
@@ -180,13 +179,11 @@ class Compressor:
         taken = sorted({"model", "optimizer"} & set(extra))
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
-        if self.optimizer is None:
-            with in_users_function():  # hooks of modules
-                model = get_model_state_dict(self.model)
-            return {"model": self._chosen(model), **extra}
-        with in_users_function():
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": self._chosen(model), "optimizer": optimizer, **extra}
+        with in_users_function():  # hooks of modules and optimizers
+            state = {"model": self._chosen(get_model_state_dict(self.model))}
+            if self.optimizer is not None:
+                state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
+        return {**state, **extra}
 
     @held_signals()
     def save(
@@ -290,7 +287,7 @@ class Compressor:
             options = StateDictOptions(strict=False)  # of some parameters nothing was saved
             with filled_groups(self.optimizer, optimizer["param_groups"]) as groups, in_users_function():
                 optimizer["param_groups"] = groups
-                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
+                set_optimizer_state(self.model, self.optimizer, optimizer, options)
         if self._manager is not None:
             self._manager.resume(Manifest.read(found.directory), refined=refined)
 
@@ -339,15 +336,14 @@ def _watched(
 def _outline(optimizer: Optimizer) -> Any:
     """Return an optimizer's hyperparameters, and the identities of the tensors in its state."""
     def identity(value: Any) -> Any:
+        if isinstance(value, Mapping):  # the state of a parameter
+            return {key: identity(inner) for key, inner in value.items()}
         return id(value) if isinstance(value, torch.Tensor) else repr(value)
 
     return (
         [{key: identity(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
-        {
-            id(parameter): {key: identity(value) for key, value in state.items()}
-            for parameter, state in optimizer.state.items()
-        },
+        {id(parameter): identity(state) for parameter, state in optimizer.state.items()},
     )
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.optimizer_state import beside, joined_state, split_state
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
@@ -121,12 +122,14 @@ class TrainingState:
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
             whole = self._of_classes(stored, nesting, parameters)
             stored = {name: path for name, path in stored.items() if not any(map(is_part, path))}
+            more = self._told_beside(parameters)
             for name, path in stored.items():
                 if name not in opened.tensors:
                     flat[name] = opened.object(name, allow_pickle=False)
                 elif path[0] in self._optimizers:
                     shape = torch.Size(opened.tensors[name]["shape"])
-                    flat[name] = _empty(parameters.get(str(path[2])), shape, opened.dtype(name))
+                    like = parameters.get(str(path[2])) if path[1] == "state" else more.get(name)
+                    flat[name] = _empty(like, shape, opened.dtype(name))
             tensors = {name: flat[name] for name in stored if name in opened.tensors}
             empty, nesting.empty = nesting.empty, None
             filled = nesting.nested(tensors)
@@ -136,6 +139,11 @@ class TrainingState:
                 put(filled, steps, tensor)
                 put(everything, steps, tensor)
             return _Placeholders(filled, everything, warnings, False if dropped else "auto")
+
+    def _told_beside(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Return the tensors that optimizers tell beside the state of parameters, by flat names."""
+        own = {key: beside(_by_name(one, _names(one, parameters))) for key, one in self._optimizers.items()}
+        return {name: value for name, value in flatten_state_dict(own)[0].items() if isinstance(value, torch.Tensor)}
 
     def _of_classes(
         self, stored: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
@@ -208,11 +216,11 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list
 def _by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an optimizer's state dict with names in place of the numbers of parameters."""
     with in_users_function():
-        plain = optimizer.state_dict()
+        plain, more = split_state(optimizer.state_dict(), type(optimizer).__name__)
     order = [name for group in names for name in group]
     groups = zip(plain["param_groups"], names, strict=True)
     return {
-        **plain,
+        **more,
         "state": {order[number]: entry for number, entry in plain["state"].items()},
         "param_groups": [{**group, "params": list(own)} for group, own in groups],
     }
@@ -252,15 +260,14 @@ def _by_number(
             )
     place = {name: number for number, name in enumerate(name for group in names for name in group)}
     groups = [{**group, "params": [place[name] for name in own]} for group, own in zip(found, names, strict=True)]
-    return {
-        **stored, "state": {place[name]: entry for name, entry in stored["state"].items()}, "param_groups": groups,
-    }
+    state = {place[name]: entry for name, entry in stored["state"].items()}
+    return joined_state({"state": state, "param_groups": groups}, beside(stored))
 
 
-def _empty(parameter: nn.Parameter | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor for the state of a parameter, placed and sharded as the parameter if it has its shape."""
-    if parameter is not None and parameter.shape == shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+def _empty(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor to load into, placed and sharded as its parameter, or the one before, if it has that shape."""
+    if like is not None and like.shape == shape:
+        return torch.empty_like(like.detach(), dtype=dtype)
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 

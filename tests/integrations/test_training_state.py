@@ -11,8 +11,11 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
+from tests.api.test_optimizer_state import KINDS
+from tests.api.test_optimizer_state import made as made_of
 from tests.api.test_whole import made
 from tests.core.test_subclasses import EightBits, equal
+from tests.helpers.odd_optimizers import leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -124,3 +127,14 @@ def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path
         TrainingState([model], [optimizer]).restore(tmp_path / "0")
     told = [str(one.message) for one in caught if "base layer" in str(one.message)]
     assert len(told) == 1 and "refinement=False" not in told[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [0, 9])
+def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, steps):
+    """Tensors among it too, and what belongs to no parameter: these failed, the latter at the first save."""
+    model, optimizer = made_of(kind, 6)
+    dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), tmp_path / "a", config="exact")
+    model_too, restored = made_of(kind, steps, seed=1)
+    TrainingState([model_too], [restored]).restore(tmp_path / "a")
+    assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dsq_ckpt.api.optimizer_state import beside, joined_state, split_state
 from dsq_ckpt.core.subclasses import refuse_cycles
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed, SaveFailed, UnsupportedFormat, described
 from dsq_ckpt.integrations.lightning.names import parameter_names
@@ -38,7 +39,7 @@ def to_state(checkpoint: Mapping[str, Any], everything: bool = True) -> dict[str
 
     Args:
         checkpoint: of `Trainer`; it is not changed. Optimizer state is keyed by numbers, as torch's optimizers do it,
-            or by names of parameters, as `get_optimizer_state_dict` does it.
+            or by names of parameters, as `get_optimizer_state` does it.
         everything: include what is neither model nor optimizer state; one rank of a sharded save does.
 
     Raises:
@@ -164,20 +165,21 @@ class Rest:
         return {key: value for key, value in self._checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
     def optimizer(self, number: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of an optimizer by names of parameters, for `set_optimizer_state_dict`.
+        """Return the state of an optimizer by names of parameters, with all that it told, for `set_optimizer_state`.
 
         Args:
             number: of the optimizer.
             tensors: its tensors, by parameter and name.
         """
         saved, names = self._checkpoint["optimizer_states"][number], self.names[number]
-        state: dict[str, dict[str, Any]] = {names[key]: {} for key in saved["state"]}
-        for key, entries in saved["state"].items():
+        of_torch, more = split_state(saved, "Optimizer")
+        state: dict[str, dict[str, Any]] = {names[key]: {} for key in of_torch["state"]}
+        for key, entries in of_torch["state"].items():
             for name, value in entries.items():
                 place = ("optimizer_states", number, "state", key, name)
                 state[names[key]][name] = tensors[names[key]][name] if place in self._tensors else value
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in saved["param_groups"]]
-        return {"state": state, "param_groups": groups}
+        return {**more, "state": state, "param_groups": groups}
 
     @property
     def optimizers(self) -> int | None:
@@ -198,12 +200,13 @@ class _Optimizer:
             return
         number = {name: place for place, name in enumerate(keys)}
         self.names = {place: name for name, place in number.items()}
-        self.numbered = {
-            **state, "state": {number[name]: entries for name, entries in state["state"].items()},
+        numbered = {
+            "state": {number[name]: entries for name, entries in state["state"].items()},
             "param_groups": [
                 {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
             ],
         }
+        self.numbered = joined_state(numbered, beside(state))
 
 
 def _place(where: Where, names: Sequence[Mapping[Hashable, str]]) -> tuple[str, ...] | None:

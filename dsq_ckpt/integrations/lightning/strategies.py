@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.interrupts import in_users_function
@@ -75,6 +76,12 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         expect("pinned", pinned, bool, "True or False")
         expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer by names of parameters, sharded, with all that it tells."""
+        assert self.model is not None
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return get_optimizer_state(self.model, own, StateDictOptions(cpu_offload=True))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint dict, whose tensors are sharded; what is at the path is replaced. Collective.
@@ -191,7 +198,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             own = self._optimizer_state(optimizer)["state"]  # of parameters that had no step yet
             found["state"] = {**own, **found["state"]}
             with in_users_function():
-                set_optimizer_state_dict(self.model, optimizer, found)
+                set_optimizer_state(self.model, optimizer, found)
 
     def _trained(self) -> list[Any]:
         """Return the optimizers whose state is loaded; an evaluation has none, or those of a training before it."""
@@ -200,7 +207,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         assert self.model is not None
-        return dict(get_optimizer_state_dict(self.model, optimizer))
+        return get_optimizer_state(self.model, optimizer)
 
 
 def _rest_at(directory: Path) -> Rest:

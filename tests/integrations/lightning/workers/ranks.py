@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import dsq_ckpt
 from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy
+from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, leaves
 from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
 
 RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -121,6 +122,29 @@ def changes(directory: Path) -> None:
     assert RANK or same(found, last)
 
 
+def told(directory: Path) -> None:
+    """All that an optimizer tells comes back, on these ranks and for one device."""
+    for kind in (Counting, Hooked, OfNone):
+        class Own(Sharded):
+            def configure_optimizers(self, kind: Any = kind) -> Any:
+                return kind(self.parameters())
+
+        path = directory / kind.__name__
+        found = []
+        for resumed in (None, path / "last.ckpt"):
+            seed(7)
+            one = trainer(
+                ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(path, save_last=resumed is None)]
+            )
+            one.fit(Own(), ckpt_path=resumed)
+            found.append(leaves(one.optimizers[0].state_dict()))
+        assert found[0] == found[1], kind
+        alone = DSQCheckpointIO().load_checkpoint(path / "last.ckpt")["optimizer_states"][0]
+        assert {key: value for key, value in leaves(alone).items() if key[0] != "param_groups"} == {
+            key: value for key, value in found[0].items() if key[0] != "param_groups"
+        }
+
+
 def errors(directory: Path) -> None:
     def loads(path: Path, error: type[Exception], text: str, model: Any = Sharded) -> None:
         one = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "none")])
@@ -158,6 +182,7 @@ def main() -> None:
     ddp(directory)
     fsdp2(directory)
     changes(directory)
+    told(directory)
     errors(directory)
 
 

@@ -1,0 +1,99 @@
+"""What an optimizer's `state_dict()` tells is the same after a load by a `Compressor`, whatever it has in it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import dsq_ckpt
+from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, Window, leaves, stepped
+from tests.helpers.training import loss_of, trained
+
+KINDS = [Counting, Hooked, OfNone, Window, torch.optim.AdamW]
+
+
+def made(kind, steps=0, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 64)
+    optimizer = kind(model.parameters())
+    stepped(model, optimizer, steps, seed)
+    return model, optimizer
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("before", [0, 1, 9])
+@pytest.mark.parametrize("now", [0, 1, 9])
+def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, before, now):
+    """Keys beside state and groups, entries of no parameter, and all of a dict or list that grows with the steps."""
+    model, optimizer = made(kind, before)
+    dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
+    model_too, restored = made(kind, now, seed=1)
+    dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
+    for one, own in ((model, optimizer), (model_too, restored)):
+        stepped(one, own, 3, seed=2)
+    assert model.weight.equal(model_too.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_and_a_save_leave_the_optimizer_as_it_is(tmp_path, kind):
+    model, optimizer = trained(10, kind=kind)
+    before = leaves(optimizer.state_dict())
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    warnings.simplefilter("ignore")  # of models after few steps
+    compressor.save(tmp_path / "a")
+    assert compressor.quality is not None and leaves(optimizer.state_dict()) == before
+
+
+def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
+    """They stay as they are, which is told once."""
+    model, optimizer = made(Counting, 3)
+    weights, moments = get_state_dict(model, optimizer)
+    dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
+    model_too, restored = made(Counting, 1, seed=1)
+    with pytest.warns(UserWarning) as told:
+        dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    assert [str(one.message).partition(", as it was")[0] for one in told] == [
+        f"'{tmp_path / 'a'}' has no 'own', 'steps' of the optimizer, whose state_dict() has it"
+    ]
+    assert restored.own["steps"] == 1 and model_too.weight.equal(model.weight)
+    assert leaves(restored.state_dict()["state"]) == leaves(optimizer.state_dict()["state"])
+
+
+def test_keys_that_an_optimizer_does_not_tell_yet_are_plain_data(tmp_path):
+    """No code of the checkpoint runs for what the optimizer does not name."""
+    model, optimizer = made(Counting, 1)
+    optimizer.own["more"] = {"path": tmp_path}
+    with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is stored by"):
+        dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'optimizer\.own\.more\.path' is more than plain data"):
+        dsq_ckpt.Compressor(*made(Counting)).load(tmp_path / "a")
+
+
+class Around(torch.optim.SGD):
+    """An optimizer around another one, whose state it has, with a state dict of another form, as Magma."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"])
+        self.optimizer, self.state = optimizer, optimizer.state
+
+    def state_dict(self):
+        return {"base": self.optimizer.state_dict(), "rate": 0.5}
+
+
+def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
+    """It was unwrapped, and what it told beside the optimizer in it was lost without a word."""
+    model, optimizer = made(torch.optim.AdamW, 1)
+    says = r"Around\.state_dict\(\) has 'base', 'rate' in place of .* by dsq_ckpt\.save and dsq_ckpt\.load"
+    with pytest.raises(dsq_ckpt.ConfigError, match=says):
+        dsq_ckpt.Compressor(model, Around(optimizer)).save(tmp_path / "a")
+    assert dsq_ckpt.latest(tmp_path) is None

@@ -1,0 +1,82 @@
+"""All that sharded and replicated optimizers tell comes back on two ranks: argv = run directory."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import done, fails_everywhere, world
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dsq_ckpt
+from dsq_ckpt.integrations.training_state import TrainingState
+from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, Window, leaves, stepped
+
+
+class Sharing(Counting):
+    """One whose own part has tensors that are sharded as its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.own["slow"] = [one.detach() * 0.5 for group in self.param_groups for one in group["params"]]
+        return found
+
+
+def made(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Linear(64, 64)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = kind(model.parameters())
+    stepped(model, optimizer, steps, seed)
+    return model, optimizer
+
+
+def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
+    steps = 1 if kind is Sharing else 0  # an optimizer itself tells how its own tensors are sharded
+    before = made(kind, sharded, 4, 0)
+    expected = leaves(before[1].state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("default", module="torch")
+        dsq_ckpt.Compressor(*before, "exact").save(root / "a")
+        after = made(kind, sharded, steps, 1)
+        dsq_ckpt.Compressor(*after).load(root / "a")
+        assert leaves(after[1].state_dict()) == expected, kind
+        dsq_ckpt.save(TrainingState(before[:1], before[1:]).collect(), root / "b", config="exact")
+        after = made(kind, sharded, steps, 1)
+        TrainingState(after[:1], after[1:]).restore(root / "b")
+        assert leaves(after[1].state_dict()) == expected, kind
+    for one in (before, after):
+        stepped(*one, 2, 3)
+    assert leaves(after[1].state_dict()) == leaves(before[1].state_dict())
+    done(f"{kind.__name__} {sharded}")
+
+
+def unknown(root: Path) -> None:
+    """A tensor that the new optimizer does not have yet, of another shape than the parameter, may be sharded or not."""
+    dsq_ckpt.Compressor(*made(Window, True, 5, 0)).save(root / "a")
+    says = "has 'unset' in the optimizer's state of 'bias', which this optimizer does not have, so that nothing tells"
+    fails_everywhere(lambda: dsq_ckpt.Compressor(*made(Window, True, 0, 1)).load(root / "a"), says)
+    done("unknown")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with world():
+        kinds: tuple[Callable[..., Any], ...] = (Counting, Sharing, Hooked, OfNone, Window)
+        for kind in kinds:
+            for sharded in (False, True):
+                dsq_ckpt.forget()
+                check(kind, sharded, Path(sys.argv[1]) / f"{kind.__name__}{sharded}")
+        dsq_ckpt.forget()
+        unknown(Path(sys.argv[1]) / "unknown")

@@ -1,0 +1,115 @@
+"""Optimizers whose state is not only that of parameters and groups, of the kinds that published packages have."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Counting(torch.optim.AdamW):
+    """One that tells and takes more by methods of its own, as StableSPAM and Ranger21 of pytorch_optimizer."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr=lr)
+        self.own: dict[str, Any] = {"steps": 0, "rates": {}, "noise": torch.zeros(3), "past": []}
+
+    def step(self, closure: Any = None) -> Any:
+        steps = self.own["steps"] + 1
+        past = [*self.own["past"], torch.full((steps, 2), float(steps))][-3:]
+        rates = {**self.own["rates"], f"of {steps}": 0.5 ** steps}
+        self.own = {"steps": steps, "rates": rates, "noise": self.own["noise"] + 1, "past": past}
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": dict(self.own), "steps": self.own["steps"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.own = dict(state_dict["own"])
+        assert state_dict["steps"] == self.own["steps"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Hooked(torch.optim.SGD):
+    """One that tells and takes more by hooks, as those of heavyball; its numbers are those of its parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.calls = 0
+        self.register_state_dict_post_hook(Hooked._tell)
+        self.register_load_state_dict_pre_hook(Hooked._take)
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+    def _tell(self, state_dict: dict[str, Any]) -> None:
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        state_dict["hooked"] = {"pickled": pickle.dumps(self.calls), "by_number": dict.fromkeys(numbers, self.calls)}
+
+    def _take(self, state_dict: dict[str, Any]) -> None:
+        own = state_dict["hooked"]
+        self.calls = pickle.loads(own["pickled"])
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        assert own["by_number"] == dict.fromkeys(numbers, self.calls)
+        assert set(state_dict["state"]) <= set(numbers)
+
+
+class OfNone(torch.optim.SGD):
+    """One with entries of its state that are of no parameter, as MADGRAD has `k`, and SPAM `total_step`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.state["total_step"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["total_step"] += 1
+        self.state.setdefault("weight", torch.zeros(1)).add_(2)
+        self.state.setdefault("ema", {}).setdefault("short", torch.zeros(2)).add_(3)
+        return super().step(closure)
+
+
+class Window(torch.optim.Optimizer):
+    """One that keeps the last gradients of each parameter in a dict, a list, and as rows of a tensor."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, past={}, numbered={}, listed=[], rows=torch.zeros(0, 2), unset=None)
+            step = state["step"]
+            state["past"][f"of {step % 5}"] = parameter.grad.clone()
+            state["numbered"][step % 5] = {"size": torch.tensor(float(step)), "step": step}
+            state["listed"] = [*state["listed"], parameter.grad.clone()][-5:]
+            state["rows"] = torch.cat([state["rows"], torch.full((1, 2), float(step))])
+            if step == 4:
+                state["unset"] = torch.ones(3)
+            state["step"] += 1
+            parameter.sub_(sum(state["past"].values()) / len(state["past"]), alpha=0.01)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    """Train on batches of noise."""
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        optimizer.zero_grad()
+        model(torch.randn(16, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def leaves(node: Any, way: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return all values of nested dicts and lists by the keys that lead there, with those of tensors as bytes."""
+    entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if entries is None or not node:
+        if isinstance(node, torch.Tensor):
+            whole = node.full_tensor() if hasattr(node, "full_tensor") else node
+            return {way: (whole.dtype, whole.tolist())}
+        return {way: node}
+    return {key: value for one, inner in entries for key, value in leaves(inner, (*way, one)).items()}
