@@ -308,7 +308,7 @@ def _ask(
         if ("optimizer", str(key)) not in entries and key != OF_NO_PARAMETER:
             unsaved.add(str(key))
     for entry in entries:
-        if len(entry) == 2:
+        if len(entry) == 2 and entry[1] != "state":
             found = fit({key: value for key, value in own.items() if str(key) == entry[1]}, entry)
             optimizer.update(found.state["optimizer"])
             new += found.new
