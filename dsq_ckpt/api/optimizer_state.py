@@ -27,7 +27,8 @@ from dsq_ckpt.errors import ConfigError
 
 OF_NO_PARAMETER = "state_of_no_parameter"
 """Key of the entries of an optimizer's `state` that are of no parameter, whose names could be those of parameters."""
-_OF_TORCH = ("state", "param_groups")
+OF_TORCH = ("state", "param_groups")
+"""Keys of an optimizer's state dict that torch takes."""
 Tree = dict[Any, Any]
 
 
@@ -52,13 +53,13 @@ def set_optimizer_state(
         ConfigError: its state dict is of another form than that of torch's optimizers.
     """
     told = _Told(optimizer, beside(state))
-    of_torch = {key: state[key] for key in _OF_TORCH}
+    of_torch = {key: state[key] for key in OF_TORCH}
     set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
 
 
 def beside(state: Mapping[Any, Any]) -> Tree:
     """Return what is beside state and groups in the state dict of an optimizer."""
-    return {key: value for key, value in state.items() if key not in _OF_TORCH}
+    return {key: value for key, value in state.items() if key not in OF_TORCH}
 
 
 def split_state(state: Mapping[Any, Any], kind: str) -> tuple[Tree, Tree]:
@@ -71,7 +72,7 @@ def split_state(state: Mapping[Any, Any], kind: str) -> tuple[Tree, Tree]:
     Raises:
         ConfigError: it is of another form than that of torch's optimizers.
     """
-    if not all(key in state for key in _OF_TORCH):
+    if not all(key in state for key in OF_TORCH):
         raise ConfigError(
             f"{kind}.state_dict() has {named(sorted(map(str, state)))} in place of 'state' and 'param_groups', which "
             "tell what belongs to which parameter. Save and load {'model': model, 'optimizer': optimizer} by "

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.api.loading import load
-from dsq_ckpt.api.optimizer_state import beside, joined_state, split_state
+from dsq_ckpt.api.optimizer_state import OF_TORCH, beside, joined_state, split_state
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
@@ -122,7 +122,8 @@ class TrainingState:
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
             whole = self._of_classes(stored, nesting, parameters)
             stored = {name: path for name, path in stored.items() if not any(map(is_part, path))}
-            more = self._told_beside(parameters)
+            asks = any(path[0] in self._optimizers and path[1] not in OF_TORCH for path in stored.values())
+            more = self._told_beside(parameters) if asks else {}
             for name, path in stored.items():
                 if name not in opened.tensors:
                     flat[name] = opened.object(name, allow_pickle=False)
