@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.buffers import lacks, not_taken, through_own_code
 from dsq_ckpt.api.checks import as_before, has_state
 from dsq_ckpt.api.fitting import Fitted, fitted
 from dsq_ckpt.api.optimizer_state import OF_NO_PARAMETER, beside
@@ -83,8 +84,8 @@ def _without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
 
 
 def ask_for_saved(
-    path: str | os.PathLike[str], state: dict[str, Any], parameters: Mapping[str, nn.Parameter], whole: bool,
-    comm: Communicator,
+    path: str | os.PathLike[str], state: dict[str, Any], model: nn.Module, parameters: Mapping[str, nn.Parameter],
+    whole: bool, comm: Communicator,
 ) -> Found:
     """Change the state dict of an optimizer so that a load fills all of what was saved, and asks for nothing else.
 
@@ -93,6 +94,7 @@ def ask_for_saved(
     Args:
         path: the checkpoint.
         state: as of `Compressor.state`: with an optimizer's state by names of parameters, if there is one.
+        model: module that made the state dict's `model`, and may take more than it tells.
         parameters: parameters of the model, by name.
         whole: all that was saved of the model is to be loaded.
         comm: communicator of the ranks that load.
@@ -137,17 +139,16 @@ def ask_for_saved(
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         placed = () if found.groups is None else found.groups.placed
-        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), unsaved, frozen, placed)
+        unknown = of_model - state["model"].keys()
+        unknown -= through_own_code(model, unknown)
+        return _Asked(unknown, left, new, top - state.keys(), unsaved, frozen, placed)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
     unknown, left, new, more, unsaved = (_on_all(sets) for sets in zip(*(own[:5] for own in asked), strict=True))
     frozen, placed = (sorted(set().union(*sets)) for sets in zip(*(own[5:] for own in asked), strict=True))
     directory = found.directory
     if whole and unknown:
-        raise LoadFailed(
-            f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
-            "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
-        )
+        raise lacks(unknown, directory)
     if left:
         warn(
             f"the optimizer state of {named(left)} in '{directory}' was not loaded, since this optimizer does not have "
@@ -203,7 +204,7 @@ class _Asked(NamedTuple):
     """Names by which a checkpoint differs from the model and the optimizer of one rank.
 
     Attributes:
-        unknown: names that were saved of the model, and that it lacks.
+        unknown: names that were saved of the model, and that it lacks, also as far as its own code loads it.
         left: parameters whose state was saved, and that this optimizer lacks.
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
         more: names at the top level of what was saved that the state dict lacks.
@@ -239,10 +240,7 @@ def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: C
 
     unknown = _on_all(gather_from_all_ranks(comm, more, LoadFailed))
     if unknown:
-        warn(
-            f"{named(unknown)} of '{path}' was not loaded, since the module does not have it: is it the same model?",
-            rank=comm.rank,
-        )
+        warn(not_taken(unknown, path), rank=comm.rank)
 
 
 def _on_all(sets: Iterable[Collection[str]]) -> list[str]:

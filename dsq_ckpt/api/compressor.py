@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.asking import Found, as_it_is, ask_for_saved, given_back
-from dsq_ckpt.api.buffers import refused_sizes
+from dsq_ckpt.api.buffers import give_model
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.loading import load_with
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
@@ -125,7 +124,7 @@ class Compressor:
         if is_lossy(self.config):
             warmup.start()
         self.model, self.optimizer = model, optimizer
-        self._frozen, self._options = frozen, StateDictOptions(strict=frozen)
+        self._frozen = frozen
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
@@ -266,20 +265,21 @@ class Compressor:
 
         with given_back(self.optimizer):
             state = run_on_all_ranks(comm, asked, LoadFailed)
-            found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
+            found = ask_for_saved(path, state, self.model, names_of(self.model), self._frozen, comm)
+            told = set(state["model"])
             load_with(
-                state, path, plain=found.plain, modules={("model",): self.model}, refinement=refinement,
-                allow_cast=allow_cast, process_group=self._group, history=self._history,
+                state, path, plain=found.plain, modules={("model",): self.model}, left_out=self._left_out(),
+                refinement=refinement, allow_cast=allow_cast, process_group=self._group, history=self._history,
             )
+            offered = state["model"].keys() - told
+            give_model(self.model, state["model"], offered, found.directory, self._frozen, comm)
             run_on_all_ranks(comm, lambda: self._take(state, found, refinement is not False), LoadFailed)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
 
     def _take(self, state: dict[str, Any], found: Found, refined: bool) -> None:
-        """Give loaded state to model, optimizer and search; hooks of the model may fail on this rank alone."""
-        with refused_sizes(found.directory), in_users_function(loads_module=True):
-            set_model_state_dict(self.model, state["model"], options=self._options)
+        """Give loaded state to optimizer and search."""
         if self.optimizer is not None:
             optimizer = state["optimizer"]
             if found.groups is not None:
@@ -293,13 +293,16 @@ class Compressor:
 
     def _chosen(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of the model's state dict that are saved; torch's own option keeps tied frozen ones."""
-        frozen = {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
         kept = copy.copy(model)  # with the versions of modules, which a load tells them
-        for name in frozen & kept.keys():
+        for name in self._left_out() & kept.keys():
             del kept[name]
         if model and not kept:  # a load would fill the empty dict with frozen weights
             raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
         return kept
+
+    def _left_out(self) -> set[str]:
+        """Return the names of frozen parameters, if these are not saved."""
+        return {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
 
     def _gradients(self) -> dict[str, Any]:
         if self._average is None:

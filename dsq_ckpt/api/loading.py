@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +17,13 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
-from dsq_ckpt.api.buffers import sized_by_load, take_saved_shapes
+from dsq_ckpt.api.buffers import Given, Untold, left_by_all, needs_all, not_taken
 from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
 from dsq_ckpt.api.stateful import give_state, state_of, told_state, warn_of_objects
 from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
 from dsq_ckpt.core.interrupts import held_signals, raised_by_handler
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import loading, refuse_cycles
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
@@ -53,8 +56,9 @@ def load(
     arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
     dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs:
     of optimizers and others all that was saved, also what theirs does not name, as before the first step. Tensors that
-    an object with tensors does not name are left out, with a warning, and so is what another rank has of it. Buffers
-    that go through code of a module's own when it is loaded, as those of observers, are given to it as they were saved.
+    an object with tensors does not name are left out, with a warning, and so is what another rank has of it. Modules
+    are given their extra states as they were saved, and what goes through code of their own when they are loaded, as
+    scales of observers, also if they did not tell it before; they leave out what they do not take, with a warning.
 
     Raises:
         ConfigError: an argument is not what it must be.
@@ -84,8 +88,10 @@ def load(
             found, path, modules={(): state_dict}, refinement=refinement, exact=exact, allow_cast=allow_cast,
             process_group=process_group, no_dist=no_dist, history=history,
         )
+        offered = found.keys() - own.keys()
         own.update(found)
-        run_on_all_ranks(comm, lambda: give_state(state_dict, own, path), LoadFailed)
+        for name in run_on_all_ranks(comm, lambda: give_state(state_dict, own, path, offered), LoadFailed):
+            del own[name]
         tell_of_more(own, path, comm)
         return
     state_of(state_dict, "load(state_dict, path)")
@@ -97,13 +103,14 @@ def load(
 
 def load_with(
     state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain: Sequence[Path] = (),
-    modules: Mapping[tuple[Any, ...], nn.Module] | None = None, refinement: Refinement = "auto",
-    exact: Sequence[str] = (), allow_cast: bool = False, process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False, history: SaveHistory | None = None,
+    modules: Mapping[tuple[Any, ...], nn.Module] | None = None, left_out: Collection[str] = (),
+    refinement: Refinement = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None, no_dist: bool = False, history: SaveHistory | None = None,
 ) -> None:
     """Load as `load` does; what is at the paths `plain` is unpickled only as far as it is plain data.
 
-    `modules` are those that made dicts in the state dict, by the keys that lead there, and are given these afterwards.
+    `modules` are those that made dicts in the state dict, by the keys that lead there, and are given these afterwards;
+    `left_out` are the names of their entries that are not to be loaded.
     """
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
@@ -114,12 +121,13 @@ def load_with(
     told: dict[Any, Any] = state_dict
     making = {**(modules or {}), **{(key,): own for key, own in state_dict.items() if isinstance(own, nn.Module)}}
     whole: Whole | None = None
+    of_modules: Given | None = None
     hint = ""
     empty, to_fill = list(plain), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
 
-    def prepare() -> Lacking:
+    def prepare() -> tuple[Lacking, Untold]:
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
-        nonlocal told, whole, hint
+        nonlocal told, whole, of_modules, hint
         directory = existing_path(path)
         manifest = Manifest.read(directory)
         hint = hint_of_attachments(manifest)
@@ -127,12 +135,14 @@ def load_with(
         refuse_cycles(told)
         warn_of_objects(told, comm.rank)
         found = [own for own, _ in empty_dicts(told)]
-        objects, sized = objects_in(state_dict), any(map(sized_by_load, making.values()))
-        if not found and not objects and not sized and not hint:
-            return {}
+        objects = objects_in(state_dict)
+        asking = any(needs_all(module, reduce(getitem, keys, told)) for keys, module in making.items())
+        asking = asking or bool(making and comm.size > 1)  # as another rank may
+        if not found and not objects and not asking and not hint:
+            return {}, {}
         with Checkpoint(directory) as checkpoint:
             refuse_without_tensors(checkpoint, "loaded", LoadFailed)
-            if objects or sized:
+            if objects or asking:
                 with checkpoint.naming():
                     nesting = Nesting.from_json(checkpoint.index) or Nesting({})
                     tensors = checkpoint.index["tensors"]
@@ -141,34 +151,44 @@ def load_with(
                     told = told_state(state_dict, loads=True)
                     found = [own for own, _ in empty_dicts(told)]
                 whole = Whole(objects, told, nesting, tensors)
-            if sized:
-                take_saved_shapes(making, told, nesting, tensors)
+            if asking:
+                of_modules = Given(making, told, nesting, tensors, left_out)
+                empty.extend(of_modules.plain)
             to_fill.extend(fillings(told, checkpoint, state_dict))
             if to_fill:
                 warn_of_attachments(checkpoint, "loaded", comm.rank)
         empty.extend(found)
-        return {} if whole is None else whole.lacking
+        return {} if whole is None else whole.lacking, {} if of_modules is None else of_modules.untold
 
     def complete() -> list[Path]:
-        return [] if whole is None else whole.complete(lacking, comm.rank)
+        added = [] if whole is None else whole.complete(lacking, comm.rank)
+        return added if of_modules is None else [*added, *of_modules.offer(untold)]
 
-    def give() -> None:
-        """Put what was loaded into its places; hooks and objects of the user may fail on this rank alone."""
+    def give() -> tuple[set[str], set[str]]:
+        """Put what was loaded into its places; hooks and objects of the user may fail on this rank alone.
+
+        Returns:
+            What modules were offered, and what of it they left aside.
+        """
         ending.close()
+        all_offered, left = set[str](), set[str]()
         if whole is not None:
             whole.put_back()
         completed = [told[key] for key, own in state_dict.items() if isinstance(own, Optimizer)]
         number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
         for key, value in told.items() if told is not state_dict else ():
             if isinstance(own := state_dict[key], Stateful):
-                give_state(own, value, path)
+                offered = set() if of_modules is None else of_modules.offered.get((key,), set())
+                all_offered |= {f"{key}.{name}" for name in offered}
+                left |= {f"{key}.{name}" for name in give_state(own, value, path, offered)}
             else:
                 state_dict[key] = value
+        return all_offered, left
 
     with ExitStack() as stack:
-        lacking = gather_from_all_ranks(comm, prepare, LoadFailed)
+        lacking, untold = zip(*gather_from_all_ranks(comm, prepare, LoadFailed), strict=True)
         try:
-            if any(lacking):  # one has objects, as all ranks know
+            if any(lacking) or any(any(one.values()) for one in untold):  # as all ranks know
                 empty.extend(run_on_all_ranks(comm, complete, LoadFailed))
             for target, placeholders in to_fill:
                 target.update(placeholders)
@@ -179,7 +199,8 @@ def load_with(
                         sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told, hint),
                         process_group=process_group, no_dist=no_dist,
                     )
-                run_on_all_ranks(comm, give, LoadFailed)
+                if left := left_by_all(gather_from_all_ranks(comm, give, LoadFailed)):
+                    warn(not_taken(left, path), rank=comm.rank)
         except BaseException as error:
             for target, _ in to_fill:
                 target.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
 
-from dsq_ckpt.api.buffers import refused_sizes
+from dsq_ckpt.api.buffers import leaving
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
@@ -47,10 +47,18 @@ def own_state(value: nn.Module | Stateful) -> dict[str, Any]:
         return value.state_dict()
 
 
-def give_state(value: nn.Module | Stateful, state: dict[str, Any], directory: str | os.PathLike[str]) -> None:
-    """Give a module, or another object of the user, what was loaded from a directory."""
-    with refused_sizes(directory), in_users_function(loads_module=isinstance(value, nn.Module)):
+def give_state(
+    value: nn.Module | Stateful, state: dict[str, Any], directory: str | os.PathLike[str],
+    offered: Collection[str] = (),
+) -> set[str]:
+    """Give a module, or another object of the user, what was loaded from a directory.
+
+    Returns:
+        What it did not take of that which it was offered.
+    """
+    with leaving(value, offered, directory) as left, in_users_function(loads_module=isinstance(value, nn.Module)):
         value.load_state_dict(state)
+    return left
 
 
 def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:

@@ -7,7 +7,7 @@ Its own state dict is what a load asks for, as in DCP. That lacks what some opti
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import by_parts, is_part
+from dsq_ckpt.core.subclasses import by_parts, class_in
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.nested import parameters_of, placeholder
 from dsq_ckpt.errors import LoadFailed
@@ -120,7 +120,7 @@ class Whole:
                 path = self._nesting[name]
                 if self._is_below_filled(path):
                     continue
-                refuse_parts(name, path)
+                refuse_parts(name, path, self._nesting)
                 value = placeholder(self._tensors[name], path, parameters) if name in self._tensors else None
                 if self._put(path, value):
                     added.append(path)
@@ -225,7 +225,8 @@ def made_states(objects: Mapping[Any, Any], nesting: Nesting) -> Iterator[bool]:
     Raises:
         LoadFailed: a step makes no state.
     """
-    consisting = {str(path[0]) for path in nesting.values() if path[1:2] == ("state",) and any(map(is_part, path))}
+    states = [path for path in nesting.values() if path[1:2] == ("state",)]
+    consisting = {str(path[0]) for path in states if class_in(path, nesting) is not None}
     fresh = [
         value for key, value in objects.items()
         if str(key) in consisting and isinstance(value, Optimizer) and not value.state
@@ -237,15 +238,17 @@ def made_states(objects: Mapping[Any, Any], nesting: Nesting) -> Iterator[bool]:
         yield bool(fresh)
 
 
-def refuse_parts(name: str, path: Path) -> None:
+def refuse_parts(name: str, path: Path, names: Container[str]) -> None:
     """Refuse to load what is a part of a tensor of another class than torch's own into what has no such tensor.
+
+    `names` are the flat names of all that was stored.
 
     Raises:
         LoadFailed: it is one.
     """
-    if any(map(is_part, path)):
+    if (deep := class_in(path, names)) is not None:
         raise LoadFailed(
-            f"'{name}' is a part of a tensor of the class {next(filter(is_part, path))}, and what is loaded has no "
+            f"'{name}' is a part of a tensor of the class {path[deep]}, and what is loaded has no "
             "such tensor in its place: make it as it was made when it was saved, or load into an empty dict"
         )
 

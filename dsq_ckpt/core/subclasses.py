@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,21 @@ def by_parts(state: Any) -> Any:
 def is_part(key: Any) -> bool:
     """Return whether a key of a state dict is the class of a tensor whose inner tensors lie below it."""
     return isinstance(key, str) and key.startswith("<") and key.endswith(">")
+
+
+def class_in(path: Sequence[Any], names: Container[str]) -> int | None:
+    """Return where in a path the class of a tensor is, if it leads to one of its inner tensors, or to its settings.
+
+    A key of the user may look like a class, as `<unk>` of a vocabulary does, but has no settings below it.
+
+    Args:
+        path: keys of dicts, and places in lists.
+        names: flat names of all that was stored.
+    """
+    for deep, key in enumerate(path):
+        if is_part(key) and ".".join(map(str, (*path[: deep + 1], _SETTINGS))) in names:
+            return deep
+    return None
 
 
 def storable(state: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +110,11 @@ def checked(fqn: str, value: Any) -> Any:
         )
     if value.layout is not torch.strided:
         raise SaveFailed(f"'{fqn}' has the layout {value.layout}: save its parts, or a dense copy (to_dense())")
+    if value.is_nested and type(value) is torch.Tensor:  # one of the layout torch.jagged is of a class of its own
+        raise SaveFailed(
+            f"'{fqn}' is a nested tensor of the layout torch.strided: save a list of its parts (unbind()), or a nested "
+            "tensor of the layout torch.jagged"
+        )
     if value.is_quantized or value.dtype in _QUANTIZED:
         raise SaveFailed(
             f"'{fqn}' is of dtype {value.dtype}, which is not supported: save its parts (int_repr(), q_scale(), "

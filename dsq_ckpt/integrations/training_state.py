@@ -27,7 +27,7 @@ from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, Step, put
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import is_part
+from dsq_ckpt.core.subclasses import class_in
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -121,7 +121,7 @@ class TrainingState:
                     )
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
             whole = self._of_classes(stored, nesting, parameters)
-            stored = {name: path for name, path in stored.items() if not any(map(is_part, path))}
+            stored = {name: path for name, path in stored.items() if class_in(path, nesting) is None}
             asks = any(path[0] in self._optimizers and path[1] not in OF_TORCH for path in stored.values())
             more = self._told_beside(parameters) if asks else {}
             for name, path in stored.items():
@@ -155,15 +155,14 @@ class TrainingState:
         """
         found = dict[Path, tuple[list[Step], torch.Tensor]]()
         for name, path in stored.items():
-            if any(map(is_part, path)):
-                deep = next(deep for deep, part in enumerate(path) if is_part(part))
+            if (deep := class_in(path, nesting)) is not None:
                 optimizer = self._optimizers.get(str(path[0]))
                 if optimizer is not None and not optimizer.state:
                     make_state(optimizer)
                 own = {} if optimizer is None else _by_name(optimizer, _names(optimizer, parameters))["state"]
                 tensor = own.get(path[2], {}).get(path[3]) if deep == 4 else None
                 if tensor is None:
-                    refuse_parts(name, path)
+                    refuse_parts(name, path, nesting)
                 else:
                     found[path[:deep]] = nesting.steps(path[:deep]), tensor
         return list(found.values())

@@ -1,6 +1,9 @@
-"""Buffers of other shapes than were saved: a module that sizes them by what it is given takes them, others say why."""
+"""What modules take from what they are given: buffers of other shapes, extra states, and what they do not tell yet."""
 
 from __future__ import annotations
+
+import copy
+import warnings
 
 import pytest
 import torch
@@ -25,6 +28,13 @@ def save(way: str, model: nn.Module, path) -> None:
         dsq_ckpt.Compressor(model, config=EXACT).save(path)
     else:
         dsq_ckpt.save(model if way == "module" else {"model": model, "step": 3}, path, config=EXACT)
+
+
+def warned(way: str, model: nn.Module, path) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(way, model, path)
+    return " ".join(str(one.message) for one in caught)
 
 
 def load(way: str, model: nn.Module, path) -> None:
@@ -126,3 +136,189 @@ def test_what_the_error_says_works(tmp_path):
     dsq_ckpt.load(state, tmp_path / "a")
     target.load_state_dict(state["model"])
     assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+class Remembering(nn.Module):
+    """A module with an extra state of any form."""
+
+    def __init__(self, state) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state) -> None:
+        self.state = state
+
+
+EXTRA = {
+    "grown": ({"counts": {"<unk>": 3, "the": 41}, "amax": torch.ones(4)}, {"counts": {"<unk>": 0}, "step": 0}),
+    "shrunk": ({"counts": {"a": 3}, "seen": {}}, {"counts": {"a": 0, "b": 1}, "seen": {"x": 1}, "amax": 3}),
+    "dict after none": ({"amax": torch.ones(3), "n": {1: 2, 3: torch.ones(2)}}, None),
+    "tensor after none": (torch.ones(3), None),
+    "none after dict": (None, {"amax": torch.zeros(3)}),
+    "number after dict": (5, {"amax": torch.zeros(3)}),
+    "more bytes": (torch.arange(77, dtype=torch.uint8), torch.empty(0)),
+    "fewer bytes": (torch.arange(3, dtype=torch.uint8), torch.arange(9, dtype=torch.uint8)),
+    "longer lists": ({"seen": [torch.ones(2)] * 3, "epochs": [1, 2, 3]}, {"seen": [torch.zeros(1)], "epochs": [0]}),
+    "shorter lists": ([torch.ones(2)], [torch.zeros(2), torch.zeros(3)]),
+    "more numbers": ({number: 2 * number for number in range(4)}, {0: 1}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("wrapped", [lambda model: model, lambda model: nn.Sequential(nn.Linear(3, 3), model)])
+def test_a_module_is_given_its_extra_state_as_it_was_saved(tmp_path, way, name, wrapped):
+    """It is that of `Module.load_state_dict`, whatever the module has before."""
+    given, before = EXTRA[name]
+    saved, target = Remembering(given), Remembering(copy.deepcopy(before))
+    save(way, wrapped(saved), tmp_path / "a")
+    said = warned(way, wrapped(target), tmp_path / "a")
+    assert "not loaded" not in said
+    assert differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
+    assert torch.equal(target.weight, saved.weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_object_in_an_extra_state_is_unpickled_only_where_the_module_names_it(tmp_path, way):
+    save(way, Remembering({"settings": {"eps": Settings()}}), tmp_path / "a")
+    named, unnamed = Remembering({"settings": {"eps": None}}), Remembering(None)
+    load(way, named, tmp_path / "a")
+    assert isinstance(named.state["settings"]["eps"], Settings)
+    with pytest.raises(LoadFailed, match=r"_extra_state\.settings\.eps' is more than plain data"):
+        load(way, unnamed, tmp_path / "a")
+    assert unnamed.state is None
+
+
+class Settings:
+    pass
+
+
+class Scale(nn.Module):
+    """A learned scale as of Brevitas: told when the first batch has set it, and replaced by a new one in a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(1.0))
+        self.known = False
+
+    def forward(self, batch):
+        if not self.known:
+            self.value.data.copy_(batch.abs().max())
+            self.known = True
+        return (batch / self.value).clamp(-1, 1) * self.value
+
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if not self.known:
+            del found[f"{prefix}value"]
+        return found
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.value = nn.Parameter(torch.tensor(1.0))
+        self.known = f"{prefix}value" in state_dict
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def scaled(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "with optimizer", "values with optimizer"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_module_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp_path, way, steps):
+    """An optimizer knows these; training goes on as if it had not stopped."""
+    (saved, first), (target, second) = scaled(3), scaled(steps)
+    before = list(target.parameters())
+    if way == "with optimizer":
+        dsq_ckpt.Compressor(saved, first, config=EXACT).save(tmp_path / "a")
+        dsq_ckpt.Compressor(target, second, config=EXACT).load(tmp_path / "a")
+    elif way == "values with optimizer":
+        dsq_ckpt.save({"model": saved, "optimizer": first}, tmp_path / "a", config=EXACT)
+        dsq_ckpt.load({"model": target, "optimizer": second}, tmp_path / "a")
+    else:
+        save(way, saved, tmp_path / "a")
+        load(way, target, tmp_path / "a")
+    assert target[1].known and differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert all(own is other for own, other in zip(before, target.parameters(), strict=True))
+    if "optimizer" in way:
+        for pair in ((saved, first), (target, second)):
+            train(*pair, range(3, 6))
+        assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+class Metric(nn.Module):
+    """A metric as of torchmetrics, with lists of what it has seen as its state."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = [torch.randn(3 + number) for number in range(seen)]
+
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found[f"{prefix}seen"] = list(self.seen)
+        return found
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self.seen = list(state_dict.pop(f"{prefix}seen"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [(3, 0), (3, 2), (2, 3), (0, 3), (0, 0)])
+def test_a_metric_is_given_all_that_it_has_seen(tmp_path, way, lengths):
+    saved, target = (nn.ModuleDict({"linear": nn.Linear(4, 4), "metric": Metric(length)}) for length in lengths)
+    save(way, saved, tmp_path / "a")
+    said = warned(way, target, tmp_path / "a")
+    assert "not loaded" not in said
+    assert differences({"seen": target["metric"].seen}, {"seen": saved["metric"].seen}) == []
+
+
+def hooked(layers: int) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("way", ["module", "values"])
+@pytest.mark.parametrize("make", [hooked, lambda layers: nn.Sequential(nn.BatchNorm1d(4, affine=layers > 2))])
+def test_what_a_module_with_code_of_its_own_does_not_take_is_told(tmp_path, way, make):
+    saved, target = make(3), make(2)
+    save(way, saved, tmp_path / "a")
+    lacking = saved.state_dict().keys() - target.state_dict().keys()
+    said = warned(way, target, tmp_path / "a")
+    assert all(name in said for name in lacking) and "was not loaded, since the module does not have it" in said
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in target.state_dict().items())
+
+
+def test_a_compressor_refuses_what_its_model_does_not_take(tmp_path):
+    dsq_ckpt.Compressor(hooked(3), config=EXACT).save(tmp_path / "a")
+    with pytest.raises(LoadFailed, match=r"has '2.bias', '2.weight' in its model, which this model does not have"):
+        dsq_ckpt.Compressor(hooked(2), config=EXACT).load(tmp_path / "a")
+    target = hooked(2)
+    with pytest.warns(UserWarning, match="'2.bias', '2.weight' of .* was not loaded, since the module does not have"):
+        dsq_ckpt.Compressor(target, config=EXACT, frozen=False).load(tmp_path / "a")
+    assert not target._load_state_dict_post_hooks
+
+
+def test_a_compressor_without_frozen_parameters_loads_none(tmp_path):
+    """A frozen one is left as it is, though the checkpoint has it, and code of the module would take it."""
+    saved, target = hooked(2), hooked(2)
+    dsq_ckpt.Compressor(saved, config=EXACT).save(tmp_path / "a")
+    target[0].requires_grad_(False)
+    before = target[0].weight.clone()
+    dsq_ckpt.Compressor(target, config=EXACT, frozen=False).load(tmp_path / "a")
+    assert torch.equal(target[0].weight, before) and torch.equal(target[1].weight, saved[1].weight)

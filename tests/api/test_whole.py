@@ -277,3 +277,12 @@ def test_state_of_an_optimizer_of_another_class_is_told_of(tmp_path, other, recw
     assert not any("another optimizer" in str(one.message) for one in recwarn)
     with pytest.warns(UserWarning, match=r"'betas'.* and lacks .* another optimizer than (SGD|RMSprop)"):
         dsq_ckpt.load({"model": model, "optimizer": other(model.parameters(), lr=0.1)}, tmp_path / "a")
+
+
+def test_a_word_that_looks_like_a_class_is_a_key_of_the_user(tmp_path):
+    """Vocabularies have `<unk>`: it is no class of a tensor, as it has no settings below it."""
+    given = {"words": {"<unk>": {"count": 3, "of": 1}, "the": 41}, "<pad>": 0}
+    dsq_ckpt.save({"kept": Kept(**given)}, tmp_path / "a")
+    target = Kept(words={"the": 0})
+    dsq_ckpt.load({"kept": target}, tmp_path / "a")
+    assert target.state == given

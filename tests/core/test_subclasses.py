@@ -199,6 +199,10 @@ def test_compress(tmp_path):
 REFUSED = {
     "sparse": (lambda: torch.eye(100).to_sparse(), "layout torch.sparse_coo: save its parts, or a dense copy"),
     "csr": (lambda: torch.eye(100).to_sparse_csr(), "layout torch.sparse_csr"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "nested tensor of the layout torch.strided: save a list of its parts",
+    ),
     "mkldnn": (lambda: torch.randn(80, 80).to_mkldnn(), "layout torch._mkldnn"),
     "meta": (lambda: torch.empty(80, 80, device="meta"), "on the meta device"),
     "small_meta": (lambda: torch.empty(3, device="meta"), "on the meta device"),
