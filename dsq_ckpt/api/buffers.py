@@ -282,7 +282,7 @@ def not_taken(names: list[str], path: str | os.PathLike[str]) -> str:
     return f"{named(names)} of '{path}' was not loaded, since the module does not have it: is it the same model?"
 
 
-def lacks(names: list[str], directory: os.PathLike[str]) -> LoadFailed:
+def lacks(names: list[str], directory: str | os.PathLike[str]) -> LoadFailed:
     """Return the error for what was saved of a model, and the one that is to be restored does not have."""
     return LoadFailed(
         f"'{directory}' has {named(names)} in its model, which this model does not have: load into the same model, or "

@@ -7,7 +7,7 @@ or were never used have no state, and get none in a restart. FSDP2's sharded ten
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.buffers import Given, lacks, leaving
 from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.optimizer_state import OF_TORCH, beside, joined_state, split_state
@@ -57,6 +58,7 @@ class TrainingState:
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         self._models = {_key("model", number): model for number, model in enumerate(models)}
+        self._offered: Mapping[tuple[Any, ...], Collection[str]] = {}
         self._optimizers = {_key("optimizer", number): one for number, one in enumerate(optimizers)}
 
     def collect(self) -> dict[str, Any]:
@@ -99,15 +101,18 @@ class TrainingState:
 
     def _placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
         parameters = self._parameters()
-        flat: dict[str, Any] = {}
+        told: dict[str, Any] = {}
         for key, model in self._models.items():
             with in_users_function():
-                own_state = get_model_state_dict(model)
-            flat |= flatten_state_dict({key: own_state})[0]
+                told[key] = get_model_state_dict(model)
         with Opened(directory, False, None) as opened:
             nesting = opened.paths
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
+            given = Given({(key,): model for key, model in self._models.items()}, told, nesting, opened.tensors)
+            given.offer([given.untold])
+            self._offered = given.offered
+            flat: dict[str, Any] = flatten_state_dict(told)[0]
             stored = {name: path for name, path in nesting.items() if path[0] in self._models}
             warnings = _same_tensors(directory, flat, stored, opened)
             manifest = opened.checkpoint.manifest
@@ -170,8 +175,11 @@ class TrainingState:
     def _fill(self, directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         parameters = self._parameters()
         for key, model in self._models.items():
-            with in_users_function(loads_module=True):
+            offered = self._offered.get((key,), ())
+            with leaving(model, offered, directory) as left, in_users_function(loads_module=True):
                 set_model_state_dict(model, state[key])
+            if left:
+                raise lacks(sorted(left), directory)
         for key, optimizer in self._optimizers.items():
             by_number = _by_number(state[key], optimizer, _names(optimizer, parameters), directory)
             with in_users_function():

@@ -17,7 +17,25 @@ from tests.api.test_whole import made
 from tests.core.test_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+import copy
+
+import pytest
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt import LoadFailed
+from dsq_ckpt.integrations.training_state import TrainingState
+from tests.api.test_buffers import EXTRA, Metric, Remembering, hooked, observed, scaled, train
+from tests.api.test_whole import made
+from tests.core.test_subclasses import EightBits, equal
+from tests.helpers.states import differences
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
+]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -138,3 +156,35 @@ def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, steps):
     model_too, restored = made_of(kind, steps, seed=1)
     TrainingState([model_too], [restored]).restore(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_a_model_is_given_its_extra_state_as_it_was_saved(tmp_path, name):
+    given, before = EXTRA[name]
+    saved, target = Remembering(given), Remembering(copy.deepcopy(before))
+    dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / "a", config="exact")
+    TrainingState([target]).restore(tmp_path / "a")
+    assert differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
+
+
+def test_a_model_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp_path):
+    (saved, first), (target, second) = scaled(3), scaled(0)
+    dsq_ckpt.save(TrainingState([saved], [first]).collect(), tmp_path / "a", config="exact")
+    TrainingState([target], [second]).restore(tmp_path / "a")
+    for pair in ((saved, first), (target, second)):
+        train(*pair, range(3, 6))
+    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+def test_a_model_is_given_what_its_observers_and_metrics_saw(tmp_path):
+    for make, seen in ((observed, (3, 0)), (lambda length: nn.Sequential(Metric(length)), (3, 2))):
+        saved, target = map(make, seen)
+        dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / make.__name__, config="exact")
+        TrainingState([target]).restore(tmp_path / make.__name__)
+        assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+def test_a_model_that_does_not_take_all_is_refused(tmp_path):
+    dsq_ckpt.save(TrainingState([hooked(3)]).collect(), tmp_path / "a", config="exact")
+    with pytest.raises(LoadFailed, match=r"has '2.bias', '2.weight' in its model, which this model does not have"):
+        TrainingState([hooked(2)]).restore(tmp_path / "a")
