@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
 from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.quantization.groups import kind_of, unwrapped
+from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
 
@@ -273,72 +272,6 @@ def fillings(
                 for name in found
             })))
     return found_all
-
-
-def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:
-    """Warn of empty dicts below which a checkpoint has tensors: a planner of DCP loads what is named, so nothing there.
-
-    Such is the `state` of an optimizer's own state dict before its first step.
-    """
-    empty = [path for path, _ in empty_dicts(state_dict) if path]
-    if not empty:
-        return
-    with checkpoint.naming():
-        nesting, tensors = Nesting.from_json(checkpoint.index) or Nesting({}), checkpoint.index["tensors"]
-    for path in empty:
-        below = sum(name in tensors and own[: len(path)] == path for name, own in nesting.items())
-        if below:
-            name = ".".join(map(str, path))
-            warn(
-                f"'{name}' is an empty dict, and DCP loads nothing into it, though '{checkpoint.directory}' has {below}"
-                f" tensors below '{name}'. Load into what has them, as get_optimizer_state_dict of "
-                "torch.distributed.checkpoint.state_dict makes it, or by dsq_ckpt.load, which fills empty dicts",
-                rank=rank,
-            )
-
-
-def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Warn of state dicts of modules of which a checkpoint has more, as of six layers where a model has four.
-
-    A state dict that `Module.state_dict` made names all modules of its model, so entries of others are not left out on
-    purpose. Of entries that are missing where their module is there, and of plain dicts, that is not known.
-    """
-    told = {path: value for path, value in _mappings((), state_dict) if value and _modules_of(value)}
-    if not told:
-        return
-    with checkpoint.naming():
-        nesting = Nesting.from_json(checkpoint.index) or Nesting({})
-    for path, own in told.items():
-        modules = {unwrapped(name) for name in _modules_of(own)}
-        if "" not in modules or not all(_module_of(name) in modules for name in own):
-            continue  # it is of a submodule, with a prefix, or entries are named otherwise than their modules
-        saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
-        more = [name for name in saved if name not in own and _module_of(name) not in modules]
-        if more:
-            place = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
-            warn(
-                f"{place} has {named(more)} of modules that the model does not have, which is not loaded: is it the "
-                "same model? If a part is meant, give a plain dict in place of the model's state dict: dict(...) of it"
-            )
-
-
-def _mappings(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield a dict and those below it, with their paths."""
-    yield path, node
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _mappings((*path, str(key)), value)
-
-
-def _modules_of(state_dict: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of the modules that made a state dict; other mappings may raise an error for `_metadata`."""
-    metadata = vars(state_dict).get("_metadata") if isinstance(state_dict, OrderedDict) else None
-    return metadata if isinstance(metadata, dict) else ()
-
-
-def _module_of(name: str) -> str:
-    """Return the name of the module that an entry of its state dict belongs to."""
-    return unwrapped(name.rpartition(".")[0])
 
 
 def parameters_of(given: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:

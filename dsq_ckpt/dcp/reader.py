@@ -39,9 +39,10 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
-from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty, warn_of_more
+from dsq_ckpt.dcp.nested import NestedLoadPlanner
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.dcp.steps import step_of_dcp
+from dsq_ckpt.dcp.telling import warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.tied_targets import TiedTargets
 from dsq_ckpt.distributed.comm import keep_groups
 from dsq_ckpt.distributed.job import size_of_job
