@@ -178,8 +178,7 @@ class DSQStorageReader(Located, StorageReader):
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner) and not isinstance(planner, NestedLoadPlanner):
                 warn_of_empty(planner.original_state_dict, checkpoint, 0 if self._level == logging.INFO else 1)
-            own = {item.storage_index.fqn for item in plan.items}
-            if isinstance(planner, DefaultLoadPlanner) and own == self._asked:  # other ranks have nothing else
+            if isinstance(planner, DefaultLoadPlanner) and {one.storage_index.fqn for one in plan.items} == self._asked:
                 warn_of_more(getattr(planner, "given", None) or planner.original_state_dict, checkpoint)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
