@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
-from dsq_ckpt.core.subclasses import is_part
+from dsq_ckpt.core.subclasses import class_in
 from dsq_ckpt.dcp.nested import placeholder
 
 _DISTRIBUTED = (DTensor, ShardedTensor)
@@ -58,13 +58,13 @@ def fitted(
     left = set(there)
     same = empty is None or {path for path, _ in empty_dicts(own)} == set(empty)
     for name, path in saved.items():
-        deep = next((deep for deep, part in enumerate(path) if is_part(part)), len(path))
+        deep = class_in(path, nesting)
         place = path[:deep]
         value = there.get(place)
         left.discard(place)
-        if deep < len(path):
+        if deep is not None:
             if not isinstance(value, torch.Tensor):
-                refuse_parts(name, path)
+                refuse_parts(name, path, nesting)
         elif name in tensors:
             if not _fits(value, tensors[name], parameter):
                 same = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,26 +10,14 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.errors import LoadFailed
+from dsq_ckpt import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
+from tests.api.test_buffers import EXTRA, Metric, Remembering, hooked, observed, scaled, train
 from tests.api.test_optimizer_state import KINDS
 from tests.api.test_optimizer_state import made as made_of
 from tests.api.test_whole import made
 from tests.core.test_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
-
-
-import copy
-
-import pytest
-from torch import nn
-
-import dsq_ckpt
-from dsq_ckpt import LoadFailed
-from dsq_ckpt.integrations.training_state import TrainingState
-from tests.api.test_buffers import EXTRA, Metric, Remembering, hooked, observed, scaled, train
-from tests.api.test_whole import made
-from tests.core.test_subclasses import EightBits, equal
 from tests.helpers.states import differences
 
 pytestmark = [
