@@ -42,6 +42,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.restored import loads, note_loads_elsewhere
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expanded
@@ -76,7 +77,11 @@ class SavePipeline:
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes what the policy chose; the policy itself looks at the model in training.
-        return {**self.__dict__, "options": replace(self.options, policy=as_configured)}
+        return {**self.__dict__, "options": replace(self.options, policy=as_configured), "_loads": loads()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        note_loads_elsewhere(state.pop("_loads"))
+        self.__dict__.update(state)
 
     @property
     def settings(self) -> RankSettings:

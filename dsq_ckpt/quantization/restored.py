@@ -63,6 +63,17 @@ def note_load() -> None:
     _loads += 1
 
 
+def loads() -> int:
+    """Return how many loads were noted."""
+    return _loads
+
+
+def note_loads_elsewhere(loads: int) -> None:
+    """Note those of the process in which a state was trained that is saved here."""
+    global _loads
+    _loads = max(_loads, loads)
+
+
 class Spread:
     """Knowledge from save to save of one state: weights that are spread, and moments that are renewed.
 
