@@ -21,6 +21,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.log_server import LogServer
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from dsq_ckpt.lowdiff.server import Server, describe
+from dsq_ckpt.quantization.restored import note_loads_elsewhere
 
 
 def main(descriptor: int) -> int:
@@ -37,6 +38,7 @@ def main(descriptor: int) -> int:
         if begin["cores"]:
             os.sched_setaffinity(0, begin["cores"])
         torch.set_num_threads(int(begin["threads"]))
+        note_loads_elsewhere(int(begin["loads"]))
         lock = locks.Lock(locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"])))
         server = (ReplicaServer if "optimizer" in begin else LogServer)(channel, begin, lock)
         server.serve()

@@ -30,6 +30,7 @@ from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
+from dsq_ckpt.quantization.restored import note_load
 from dsq_ckpt.storage.paths import local_path
 
 
@@ -180,6 +181,7 @@ def recover_train_state(
         let_signals_through()
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
+        note_load()
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
 

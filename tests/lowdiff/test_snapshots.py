@@ -6,14 +6,15 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
-from dsq_ckpt.lowdiff import segments, snapshots
+from dsq_ckpt.lowdiff import GradientLog, recover, segments, snapshots
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from tests.helpers.states import mixed_state
+from tests.helpers.states import mixed_state, relative_error
 from tests.lowdiff.loops import bits
 
 SESSION = "0123456789abcdef"
@@ -148,3 +149,24 @@ def test_without_a_snapshot_nothing_goes(tmp_path):
     kept = segment(tmp_path, SESSION, 1, 3)
     snapshots.retire(tmp_path, 1)
     assert kept.exists()
+
+
+def test_momentum_that_was_recovered_is_saved_as_it_is(tmp_path):
+    """By processes that have loaded nothing themselves: neither do its errors add up, nor does it grow."""
+    def made():
+        model = nn.Linear(300, 200, bias=False)
+        return model, torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+
+    model, optimizer = made()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        model.weight.grad = torch.randn(200, 300, generator=generator) * torch.logspace(-1, 1, 300)
+        optimizer.step()
+    first, errors = optimizer.state[model.weight]["momentum_buffer"].clone(), []
+    for number in range(5):
+        GradientLog(tmp_path / str(number), model, optimizer, base="dsq").close()
+        model, optimizer = made()
+        recover(tmp_path / str(number), model, optimizer)
+        errors.append(relative_error(optimizer.state[model.weight]["momentum_buffer"], first))
+    assert errors[-1] < 1.2 * errors[0] < 0.36, errors
+    assert 0.9 < float(optimizer.state[model.weight]["momentum_buffer"].norm() / first.norm()) < 1.1
