@@ -133,7 +133,7 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
     elif isinstance(value, np.ndarray) and value.dtype.kind in ("biu" if value.ndim == 1 else "biufc"):
         yield repr(value[_spread(value.shape)].tolist()).encode()
     elif type(value) in _USUAL and _is_small(value):
-        yield alias_of(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield alias_of(value.detach()).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and _is_compared(value):
         yield repr(_few(value).tolist()).encode()
     else:

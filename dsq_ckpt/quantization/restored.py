@@ -239,7 +239,7 @@ def _some(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     """Return a few runs of a tensor's elements, in the order of rows, flat; all of a small one."""
     tensor, count, long = tensor.detach(), tensor.numel(), elements // _RUNS
     if count <= elements:
-        return tensor.reshape(-1)
+        return tensor.contiguous().view(-1)  # kernels take no strides, which `reshape` leaves to a flat view
     if tensor.is_contiguous():
         return tensor.view(-1)[: count // _RUNS * _RUNS].view(_RUNS, -1)[:, :long].reshape(-1)
     starts = torch.arange(_RUNS, device=tensor.device)[:, None] * (count // _RUNS)

@@ -266,6 +266,27 @@ def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
     assert set(symbols(tmp_path / "0").values()) == {8}
 
 
+@pytest.mark.parametrize("saved", ["save", "async_save", "quantize"])
+def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, saved):
+    """As the real part of complex weights: flat, they have a stride."""
+    generator = torch.Generator().manual_seed(0)
+    views = {
+        "real": torch.randn(80, 80, generator=generator, dtype=torch.complex64).real,
+        "columns": torch.randn(64, 160, generator=generator)[:, ::2],
+        "half": torch.randn(64, 90, 2, generator=generator).bfloat16()[..., 0],
+    }
+    copies = {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+    assert all(view.reshape(-1).stride() == (2,) for view in views.values())
+    for folder, state in (("views", views), ("copies", copies)):
+        if saved == "async_save":
+            dsq_ckpt.async_save(state, tmp_path / folder / "0").result()
+        else:
+            config = {"storage": {"stage": "quantize"}} if saved == "quantize" else None
+            dsq_ckpt.save(state, tmp_path / folder / "0", config=config)
+    found, expected = (loaded(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
+    assert all(found[name].equal(expected[name]) for name in copies)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("one_thread")
 def test_a_second_restore_costs_no_more_than_the_first(tmp_path, seed):
