@@ -223,8 +223,10 @@ def _share(opened: Opened, comm: Communicator) -> LocalState:
     ]
     if comm.rank:
         return LocalState(parts)
+    objects = opened.objects()
     return LocalState(
-        parts, objects={name: _dumped(value) for name, value in opened.objects().items()}, nesting=opened.nesting
+        parts, objects={name: _dumped(value) for name, value in objects.items()}, nesting=opened.nesting,
+        settings=objects,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from dsq_ckpt.dcp.calls import SaveCall
 from dsq_ckpt.dcp.items import name_of, shards_of
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import SaveItem, items_of, layout_of
@@ -17,7 +18,8 @@ from dsq_ckpt.quantization.layout import Layout
 
 
 def layout_of_plan(
-    write_items: list[WriteItem], options: SaveOptions, averaged: bool, others: Iterable[WriteItem] = ()
+    write_items: list[WriteItem], options: SaveOptions, averaged: bool, others: Iterable[WriteItem] = (),
+    values: Mapping[str, Any] | None = None,
 ) -> Layout:
     """Return the lossy tensors among DCP's items, and their settings.
 
@@ -26,12 +28,21 @@ def layout_of_plan(
         options: options of the save.
         averaged: whether weights come with averaged gradients.
         others: items of other ranks in the same save.
+        values: the flat state dict, as far as it is known.
     """
     shards, others = shards_of(write_items), list(others)
     chunks = {shard.key: shard.dtype for shard in shards_of(others)} if shards else {}
     # Of all ranks, which are dealt settings of one optimizer: a part of them would look like another optimizer's.
-    objects = [item.index.fqn for item in (*write_items, *others) if item.tensor_data is None]
+    names = [item.index.fqn for item in (*write_items, *others) if item.tensor_data is None]
+    objects = {name: None if values is None else values.get(name) for name in names}
     return layout_of(shards, options, averaged, chunks, objects)
+
+
+def layout_of_own_plan(write_items: list[WriteItem], options: SaveOptions, averaged: bool) -> Layout:
+    """Return the layout of this rank's items in the save on this thread's stack, whose planner has the values."""
+    call = SaveCall.of_stack()
+    values = None if call is None else getattr(call.planner, "state_dict", None)
+    return layout_of_plan(write_items, options, averaged, values=values if isinstance(values, Mapping) else None)
 
 
 def items_of_plan(

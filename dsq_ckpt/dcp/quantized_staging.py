@@ -60,7 +60,7 @@ def stage_codes(
         found = TiedItems.of(items_of_plan(whole.items, planner, options))
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
         others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
-        of_model = layout_of_plan(whole.items, options, False).of_model()
+        of_model = layout_of_plan(whole.items, options, False, values=planner.state_dict).of_model()
         tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
         told = digests(tensors) if comm.size > 1 else {}  # planners are given codes
         return replace(whole, items=items, storage_data=others), of_model, found, told

@@ -28,7 +28,7 @@ from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead
 from dsq_ckpt.dcp.items import check_promised, contents_of, finished, objects_of, write_results
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.planner_data import planner_json
-from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_plan
+from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_own_plan, layout_of_plan
 from dsq_ckpt.dcp.quantized_staging import stage_codes
 from dsq_ckpt.dcp.staging import (
     Offer,
@@ -193,7 +193,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             return replace(plan, storage_data=Offer(self._pipeline.settings, self._staged.staged))
         items = plan.items if self._cached is None else self._cached.items
         self._names = {item.index.fqn for item in items}
-        offer = Offer(self._pipeline.settings, layout_of_plan(items, self._options, bool(self._gradients)))
+        offer = Offer(self._pipeline.settings, layout_of_own_plan(items, self._options, bool(self._gradients)))
         return replace(plan, storage_data=offer) if self._cached is None else self._cached.offered(plan, offer)
 
     @step_of_dcp(SaveFailed)

@@ -22,7 +22,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
-from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, why_uncompressed
+from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, settings, why_uncompressed
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, own_latest, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
@@ -34,7 +34,7 @@ from dsq_ckpt.engine.local import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.quantization.groups import is_lossy, layer_types, settings_of
+from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.quantization.rounding import rounding
@@ -268,7 +268,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 nesting=nesting_of(buffers),
                 attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
-                settings=settings_of("optimizer", getattr(self._engine.basic_optimizer, "param_groups", ())),
+                settings=settings(self._engine),
             )
 
         options = SaveOptions(

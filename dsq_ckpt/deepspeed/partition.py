@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.quantization.updates import settings_of
 
 MASTER = "master"
 
@@ -156,6 +157,19 @@ def left_whole(engine: Any, found: Inventory, least: int) -> Counter[str]:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() >= least:
                 left[str(key)] += 0 if id(value) in held else value.nbytes
     return +left
+
+
+def settings(engine: Any) -> dict[str, Any]:
+    """Return what the optimizer keeps that is no tensor, by its name in a state dict.
+
+    What it keeps for a parameter is named as if the first group had it: ZeRO 3 has no names for its partitions.
+    """
+    found = settings_of("optimizer", getattr(engine.basic_optimizer, "param_groups", ()))
+    for own in _state_of(engine).values() if found else ():
+        for key, value in own.items() if isinstance(own, Mapping) else ():
+            if not isinstance(value, torch.Tensor):
+                found.setdefault(f"optimizer.param_groups.0.{key}", value)
+    return found
 
 
 def why_uncompressed(engine: Any) -> str | None:

@@ -114,7 +114,7 @@ class _CollectiveSave:
             tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients, own.objects.items()
         )
         return self._pipeline.settings, layout_of(
-            own.shards, options, bool(own.gradients), objects=[*own.objects, *own.settings]
+            own.shards, options, bool(own.gradients), objects={**dict.fromkeys(own.objects), **own.settings}
         )
 
     def _agree(self, layouts: Sequence[Layout]) -> SaveContext:

@@ -24,9 +24,9 @@ from dsq_ckpt.quantization.groups import (
     in_tree,
     kind_of,
     second_moment_of,
-    with_other_updates,
 )
 from dsq_ckpt.quantization.layout import Layout
+from dsq_ckpt.quantization.updates import objects_of_optimizers, with_other_updates
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class LocalState:
             what such paths leave out.
         attachments: files of another format, by name.
         gradients: averaged gradients of local weights, by chunk or by name of the parameter.
-        settings: names of the settings of optimizers that are stored elsewhere, as in a state dict.
+        settings: what optimizers keep that is no tensor, settings and others, by its name in a state dict, wherever it
+            is stored.
     """
 
     shards: Sequence[LocalShard]
@@ -78,7 +79,7 @@ class LocalState:
     nesting: Mapping[str, NestedPath] = field(default_factory=dict)
     attachments: Mapping[str, Attachment] = field(default_factory=dict)
     gradients: Mapping[str | ChunkKey, torch.Tensor] = field(default_factory=dict)
-    settings: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
 
 def layout_of(
     shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
-    others: Mapping[ChunkKey, torch.dtype] | None = None, objects: Iterable[str] = (),
+    others: Mapping[ChunkKey, torch.dtype] | None = None, objects: Mapping[str, Any] | None = None,
 ) -> Layout:
     """Return the lossy tensors among a rank's chunks, and their settings.
 
@@ -174,9 +175,9 @@ def layout_of(
         options: options of the save.
         averaged: whether weights come with averaged gradients.
         others: dtypes of the chunks of the save that are not among `shards`.
-        objects: names of what is no tensor, among them the settings of optimizers.
+        objects: what is no tensor, by name, among it the settings of optimizers; None where a value is not known.
     """
-    config = options.config
+    config, objects = options.config, objects or {}
     tensors, groups, state = {}, {}, {}
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
@@ -216,6 +217,7 @@ def layout_of(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
         unlike=with_other_updates([*shapes, *objects]), rounding=frozenset(rounding),
+        objects=objects_of_optimizers(objects),
     )
 
 

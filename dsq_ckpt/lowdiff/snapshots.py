@@ -21,9 +21,11 @@ from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import is_lossy, settings_of
+from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.quantization.updates import settings_of
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -106,11 +108,19 @@ def save(
     path = snapshot_directory(run, step)
     state = LocalState(
         [_shard(item) for item in own], nesting={item.name: item.path for item in own},
-        settings=settings_of(OPTIMIZER, (meta or {}).get("hyper", ())),
+        settings=_settings(meta or {}),
     )
     options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
+
+
+def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the optimizer keeps that is no tensor, by the names that it has in a state dict."""
+    found = settings_of(OPTIMIZER, map(from_plain, meta.get("hyper", ())))
+    for name, state in meta.get("plain", {}).items():
+        found |= {f"{OPTIMIZER}.state.{name}.{key}": from_plain(value) for key, value in state.items()}
+    return found
 
 
 def _shard(item: SnapshotTensor) -> LocalShard:

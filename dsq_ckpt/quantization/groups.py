@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -38,15 +38,6 @@ _MOMENTS = {
     "max_exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum",
 }
-_USUAL = {
-    "exp_avg": re.compile(r"step|mu_product|(max_)?exp_avg(_sq|_slow)?|momentum_buffer|z|(master|fp32).*"),
-    "momentum_buffer": re.compile(r"step|square_avg|grad_avg|(master|fp32).*"),
-}
-"""State beside a first moment that does not tell of another update than Adam's, or than that of SGD and RMSprop."""
-_OF_SGD = {"dampening", "centered"}
-"""Settings in `param_groups` by which SGD and RMSprop, and those made after them, are known."""
-_FINE = 0.0625
-"""Error of momentum that a matrix function may be taken of: root of the inverse, or sign, enlarge its small parts."""
 _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
@@ -213,72 +204,6 @@ def second_moment_of(fqn: str) -> str | None:
 def is_of_optimizers(key: str) -> bool:
     """Return whether what lies below a key is taken for state of optimizers."""
     return _OPTIMIZER_PART.fullmatch(key.lower()) is not None
-
-
-def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
-    """Return the state that an optimizer keeps beside a first moment and that is none of Adam's, by the moment's name.
-
-    Such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may be divided by it, and not by `exp_avg_sq`. Beside
-    `momentum_buffer` it is what neither SGD nor RMSprop has, such as the preconditioners of Shampoo. First moments
-    without such state have no entry.
-    """
-    owners: dict[str, list[str]] = {}
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        if leaf in _USUAL:
-            owners.setdefault(parent, []).append(leaf)
-    found: dict[str, set[str]] = {}
-    for name in names if owners else ():
-        parts = name.split(".")
-        for deep in range(len(parts) - 1, 0, -1):
-            if (owner := ".".join(parts[:deep])) in owners:
-                for leaf in owners[owner]:
-                    if parts[deep] != leaf and kind_of(name) != "weights" and not _USUAL[leaf].fullmatch(parts[deep]):
-                        found.setdefault(f"{owner}.{leaf}", set()).add(parts[deep])
-                break
-    return found
-
-
-def with_other_updates(names: Iterable[str]) -> frozenset[str]:
-    """Return the optimizers whose settings are neither those of SGD nor of RMSprop, as of Muon, by the state's prefix.
-
-    Args:
-        names: of all that is saved, settings in `param_groups` included; optimizers without these are not known.
-    """
-    groups: dict[tuple[str, str], set[str]] = {}
-    for name in names:
-        owner, found, rest = f".{name}".rpartition(".param_groups.")
-        if found:
-            group, _, setting = rest.rpartition(".")
-            groups.setdefault((owner, group), set()).add(setting)
-    return frozenset(f"{owner}.state."[1:] for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
-
-
-def settings_of(owner: str, groups: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return the names that settings of an optimizer's `param_groups` have in a state dict."""
-    return [f"{owner}.param_groups.{number}.{key}" for number, group in enumerate(groups) for key in group]
-
-
-def finer(config: TensorConfig) -> TensorConfig:
-    """Return the settings of momentum whose update is not known, from those of SGD's."""
-    codebook = config.codebook
-    if not isinstance(codebook, Relative) or codebook.error <= _FINE:
-        return config
-    return config.model_copy(update={"codebook": codebook.model_copy(update={"error": _FINE})})
-
-
-def fitted_to_weights(names: Collection[str]) -> frozenset[str]:
-    """Return state that is of use at the very weights that it was made at, of all tensors of a save.
-
-    Such are the last gradient that L-BFGS keeps, of which the next step takes the difference, and the step sizes of
-    Rprop, which have shrunk to the distance of its weights from the best ones.
-    """
-    known, found = frozenset(names), set[str]()
-    for name in known:
-        parent, _, leaf = name.rpartition(".")
-        if leaf == "prev_flat_grad" or (leaf == "step_size" and f"{parent}.prev" in known):
-            found.add(name)
-    return frozenset(found)
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:

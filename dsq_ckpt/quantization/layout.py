@@ -11,7 +11,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.groups import beside_first_moments, finer, fitted_to_weights
+from dsq_ckpt.quantization.updates import beside_first_moments, finer, fitted_to_weights
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -40,6 +40,7 @@ class Layout:
         residual: whether differences to the parent's values are coded; without a parent, chunks are exact.
         settings: entries of `quantize.groups` that apply to a tensor.
         shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
+        objects: what optimizers keep that is no tensor, and more than a setting (`objects_of_optimizers`).
         frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
             so are not among `tensors` once all ranks have agreed.
         usual: first moments that are quantized for an update like Adam's or SGD's, and no rule asks for it.
@@ -70,6 +71,7 @@ class Layout:
     ruled: frozenset[str] = frozenset()
     fitted_to: frozenset[str] = frozenset()
     rounding: frozenset[str] = frozenset()
+    objects: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -97,7 +99,9 @@ class Layout:
         frozen = Frozen.agreed(part.frozen for part in parts)
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
         usual = frozenset[str]().union(*(part.usual for part in parts))
-        beside = beside_first_moments([name for name, shape in shapes.items() if usual and math.prod(shape) > 1])
+        objects = frozenset[str]().union(*(part.objects for part in parts))
+        large = [name for name, shape in shapes.items() if usual and math.prod(shape) > 1]
+        beside = beside_first_moments([*large, *objects] if usual else [])
         unlike = frozenset[str]().union(*(part.unlike for part in parts))
         momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
         rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
@@ -121,12 +125,13 @@ class Layout:
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
                    shapes, frozen, usual, rounded, unlike, ruled,
-                   fitted_to if exact or agreed else frozenset(), rounding)
+                   fitted_to if exact or agreed else frozenset(), rounding, objects)
 
     def of_model(self) -> Layout:
-        """Return what it tells of frozen and rounded weights of the model, and nothing else."""
+        """Return what a rank alone knows: frozen and rounded weights of its model, and objects of its optimizers."""
         return Layout(
             {}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen, rounding=self.rounding,
+            objects=self.objects,
         )
 
     def weights(self) -> frozenset[str]:

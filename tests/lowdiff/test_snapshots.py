@@ -12,6 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
 from dsq_ckpt.lowdiff import GradientLog, recover, segments, snapshots
+from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.states import mixed_state, relative_error
@@ -80,6 +81,24 @@ def test_lossy_momentum_of_optimizers_other_than_sgd_is_finer(tmp_path, setting,
     with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
         error = snapshot.tensor("optim.state.w.weight.momentum_buffer") - own
     assert least < float(error.norm() / own.norm()) < most
+
+
+@pytest.mark.parametrize("place", ["state", "group", None])
+def test_lossy_first_moments_beside_a_basis_in_a_tuple_are_rounded(tmp_path, place):
+    """The metadata has what an optimizer keeps that is no tensor, in its state and its groups."""
+    torch.manual_seed(0)
+    own, basis = torch.randn(80, 70), to_plain((torch.eye(70), 1), "basis")
+    meta = {"session": SESSION, "step": 1, "hyper": [{"lr": 0.1, "betas": to_plain((0.9, 0.99), "betas")}],
+            "plain": {"w.weight": {"k": 1}}}
+    if place is not None:
+        (meta["plain"]["w.weight"] if place == "state" else meta["hyper"][0])["basis"] = basis
+    (tmp_path / segments.LOG).mkdir()
+    kept = [SnapshotTensor(("optim", "state", "w.weight", name), value)
+            for name, value in (("exp_avg", own), ("exp_avg_sq", own.square()))]
+    snapshots.save(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
+        found = snapshot.tensor("optim.state.w.weight.exp_avg")
+    assert found.equal(own.bfloat16().float()) == (place is not None)
 
 
 def test_what_they_may_be():

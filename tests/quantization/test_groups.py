@@ -8,14 +8,7 @@ from dsq_ckpt import DSQConfig
 from dsq_ckpt.engine.local import LocalShard, layout_of
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import (
-    Assignments,
-    assign,
-    beside_first_moments,
-    kind_of,
-    layer_types,
-    with_other_updates,
-)
+from dsq_ckpt.quantization.groups import Assignments, assign, kind_of, layer_types
 from dsq_ckpt.quantization.layout import Layout
 
 CONFIG = DSQConfig().quantize
@@ -97,26 +90,6 @@ def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
                     assert again.of(name, shape, torch.float32, measured) is known
 
 
-def test_what_other_optimizers_keep_beside_first_moments():
-    of = "optimizer.state.layer.weight."
-    adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
-    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
-    others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
-    known = [f"optimizer.state.known.weight.{name}" for name in adam]
-    found = beside_first_moments([*known, *(of + name for name in others)])
-    assert found == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
-    assert beside_first_moments([of + name for name in others[1:]]) == {}
-
-
-def test_what_other_optimizers_keep_beside_momentum():
-    """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners."""
-    of = "optimizer.state.layer.weight."
-    usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
-    assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}
-    for other, named in (("inv_precond_0", "inv_precond_0"), ("Q.0", "Q"), ("exp_avg_sq", "exp_avg_sq")):
-        assert beside_first_moments([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
-
-
 def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
     """Whatever key the model lies below; moments of such a parameter, and of others beside it, stay moments."""
     model = nn.ParameterDict({"momentum_buffer": nn.Parameter(torch.zeros(80, 80)), "w": torch.zeros(80, 80)})
@@ -131,17 +104,6 @@ def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
     types = layer_types(model)
     assert {name: assign(name, (80, 80), F32, CONFIG, types).kind for name in kinds} == kinds
     assert {name: kind_of(name, types) for name in kinds} == kinds
-
-
-def test_optimizers_are_known_by_their_settings():
-    """Optimizers without settings of SGD or RMSprop in any group are others (Muon); none is known without any."""
-    muon = ["a.param_groups.0.momentum", "a.param_groups.0.ns_steps", "a.param_groups.1.dampening"]
-    sgd = ["b.param_groups.0.momentum", "b.param_groups.0.dampening", "b.param_groups.0.params"]
-    rmsprop = ["c.param_groups.layer.weight.centered", "c.param_groups.layer.weight.lr"]
-    flat = ["d.param_groups.layer.weight.ns_steps"]
-    state = [f"{owner}.state.0.momentum_buffer" for owner in "abcde"]
-    assert with_other_updates([*muon, *sgd, *rmsprop, *flat, *state, "e.param_groups"]) == {"a.state.", "d.state."}
-    assert with_other_updates(["param_groups.0.ns_steps"]) == {"state."}
 
 
 def test_ranks_agree_on_first_moments_whose_update_is_not_known():

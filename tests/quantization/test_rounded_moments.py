@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 
@@ -30,3 +33,68 @@ def test_first_moments_of_other_optimizers_are_rounded_and_told_of_at_a_keyframe
         dsq_ckpt.load(names, tmp_path / "1")
         own, got = optimizer.state[model.weight], names["optimizer"]["state"][0]
         assert got["exp_inf"].equal(own["exp_inf"]) and got["exp_avg"].equal(own["exp_avg"].bfloat16().float())
+
+
+class Rotated(torch.optim.Optimizer):
+    """Adam in a basis of its own, which it keeps in a tuple or an object, beside moments or in its groups."""
+
+    def __init__(self, parameters: Any, kept: str = "tuple") -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99)})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                if not own:
+                    own |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter), "k": 1.0}
+                basis = torch.eye(parameter.shape[-1])
+                kept = {"tuple": (basis, 1), "nested": {"inner": (basis,)}, "object": Basis(basis), "group": (basis, 1)}
+                (group if self.kept == "group" else own)["basis"] = kept[self.kept]
+                own["exp_avg"].lerp_(parameter.grad, 0.1)
+                own["exp_avg_sq"].lerp_((parameter.grad @ basis).square(), 0.01)
+                parameter.sub_(own["exp_avg"], alpha=group["lr"])
+
+
+class Basis:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+def rotated(kept: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(80, 80, bias=False)
+        optimizer = Rotated(model.parameters(), kept)
+        model(torch.randn(9, 80)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer, optimizer.state[model.weight]["exp_avg"]
+
+
+@pytest.mark.parametrize("kept", ["tuple", "nested", "object", "group"])
+@pytest.mark.parametrize("way", ["save", "async_save", "dcp", "cached", "quantize", "Compressor", "compress"])
+def test_first_moments_beside_objects_are_rounded(tmp_path, way, kept) -> None:
+    """A basis in a tuple or an object tells as much as one that is a tensor; by every way of saving."""
+    model, optimizer, moment = rotated(kept)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.warns(UserWarning, match="the optimizer keeps 'basis' beside exp_avg"):
+        if way == "save":
+            dsq_ckpt.save(state, tmp_path / "a")
+        elif way == "async_save":
+            dsq_ckpt.async_save(state, tmp_path / "a").result()
+        elif way == "quantize":
+            dsq_ckpt.async_save(state, tmp_path / "a", config={"storage": {"stage": "quantize"}}).result()
+        elif way == "Compressor":
+            dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+        elif way == "compress":
+            dsq_ckpt.compress(state, tmp_path / "a")
+        else:
+            for _ in range(2 if way == "cached" else 1):
+                writer = dsq_ckpt.DSQStorageWriter(tmp_path / "a", overwrite=True)
+                planner = dcp.DefaultSavePlanner(enable_plan_caching=way == "cached")
+                dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    name = "optimizer.state.weight.exp_avg" if way == "Compressor" else "optimizer.state.0.exp_avg"
+    found = torch.zeros(80, 80)
+    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), no_dist=True)
+    assert found.equal(moment.bfloat16().float())

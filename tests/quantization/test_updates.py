@@ -1,0 +1,94 @@
+"""Which update an optimizer makes, by the names and values of what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsq_ckpt.quantization.updates import beside_first_moments, objects_of_optimizers, with_other_updates
+
+
+def test_what_other_optimizers_keep_beside_first_moments() -> None:
+    of = "optimizer.state.layer.weight."
+    adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
+    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
+    others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
+    known = [f"optimizer.state.known.weight.{name}" for name in adam]
+    found = beside_first_moments([*known, *(of + name for name in others)])
+    assert found == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
+    assert beside_first_moments([of + name for name in others[1:]]) == {}
+
+
+def test_what_other_optimizers_keep_beside_momentum() -> None:
+    """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners."""
+    of = "optimizer.state.layer.weight."
+    usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
+    assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}
+    for other, named in (("inv_precond_0", "inv_precond_0"), ("Q.0", "Q"), ("exp_avg_sq", "exp_avg_sq")):
+        assert beside_first_moments([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
+
+
+def test_optimizers_are_known_by_their_settings() -> None:
+    """Optimizers without settings of SGD or RMSprop in any group are others (Muon); none is known without any."""
+    muon = ["a.param_groups.0.momentum", "a.param_groups.0.ns_steps", "a.param_groups.1.dampening"]
+    sgd = ["b.param_groups.0.momentum", "b.param_groups.0.dampening", "b.param_groups.0.params"]
+    rmsprop = ["c.param_groups.layer.weight.centered", "c.param_groups.layer.weight.lr"]
+    flat = ["d.param_groups.layer.weight.ns_steps"]
+    state = [f"{owner}.state.0.momentum_buffer" for owner in "abcde"]
+    assert with_other_updates([*muon, *sgd, *rmsprop, *flat, *state, "e.param_groups"]) == {"a.state.", "d.state."}
+    assert with_other_updates(["param_groups.0.ns_steps"]) == {"state."}
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_beside_all_of_its_moments() -> None:
+    """Such as one projection for all; not beside those of another optimizer."""
+    moments = [f"{owner}.state.{number}.{name}" for owner, number, name in (
+        ("a", 0, "exp_avg"), ("a", 1, "momentum_buffer"), ("b", 0, "exp_avg"),
+    )]
+    beside = {"a.state.0.exp_avg": {"basis"}, "a.state.1.momentum_buffer": {"basis"}}
+    for name in ("a.param_groups.0.basis", "a.param_groups.1.basis.2", "a.param_groups.layer.weight.basis"):
+        assert beside_first_moments([*moments, name]) == beside
+    assert beside_first_moments(["state.0.exp_avg", "param_groups.0.basis"]) == {"state.0.exp_avg": {"basis"}}
+
+
+@dataclass
+class Basis:
+    values: torch.Tensor
+    step: int = 0
+
+
+class Kind(Enum):
+    LEFT = 1
+
+
+class Projection:
+    """An object of which nothing is known."""
+
+
+@pytest.mark.parametrize("value", [
+    (torch.eye(4), 3), [{"q": torch.eye(4)}], Basis(torch.eye(4)), np.eye(4), Projection(), (Projection(),),
+])
+def test_objects_beside_moments(value: Any) -> None:
+    """Whatever they are made of; by names of the optimizer's state or groups, and no others."""
+    of = ("optimizer.state.layer.weight.basis", "optimizer.param_groups.0.basis", "param_groups.0.basis")
+    assert objects_of_optimizers({**dict.fromkeys(of, value), "sampler.state_of_data": value}) == set(of)
+
+
+@pytest.mark.parametrize("value", [
+    3, 0.1, True, None, "rms", b"a", (0.9, 0.999), [1, 2], {"a": (1, 2)}, Kind.LEFT, np.float32(3), torch.tensor(3.0),
+    (torch.tensor([1.0]), 2), Basis(torch.tensor(1.0)), torch.float32, torch.device("cpu"), {1, 2},
+    list(range(1 << 20)),
+])
+def test_settings_are_none(value: Any) -> None:
+    """Numbers, text and names, by themselves or together, as tensors of one element beside moments are none."""
+    assert objects_of_optimizers({"optimizer.state.weight.k": value, "optimizer.param_groups.0.k": value}) == set()
+
+
+def test_an_object_that_contains_itself_is_no_setting() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert objects_of_optimizers({"optimizer.state.0.k": endless}) == {"optimizer.state.0.k"}
