@@ -29,10 +29,10 @@ from dsq_ckpt.core.nesting import Nesting, Path
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import class_in
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.dcp.nested import placeholder
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.quantization.groups import unwrapped
 
 Keys = tuple[Any, ...]
 Untold = Mapping[str, Collection[str]]

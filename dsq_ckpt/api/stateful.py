@@ -16,8 +16,9 @@ from dsq_ckpt.api.buffers import leaving
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.quantization.groups import is_of_optimizers, unwrapped
+from dsq_ckpt.quantization.groups import is_of_optimizers
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 

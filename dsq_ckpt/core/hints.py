@@ -6,12 +6,16 @@ And for tensors of other shapes than were saved.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import isabstract
+from itertools import takewhile
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+
+from dsq_ckpt.core.wrappers import WRAPPERS, unwrapped
 
 OTHER_SHAPE = (
     "is it the same model? If the module is to size its buffers by what is loaded, load into an empty dict in the "
@@ -22,6 +26,8 @@ _GROWN = (
     " (a model that has grown loads the rest by dcp.load with a DSQStorageReader and "
     "DefaultLoadPlanner(allow_partial_load=True))"
 )
+_OLD = 0.25
+"""Share of the names below a key that are there, from which on a model may have grown."""
 _ANY = "*"
 _CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
 _ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it
@@ -202,19 +208,64 @@ def name_hint(name: str, names: Iterable[str]) -> str:
     return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
 
 
-def missing_hint(missing: Sequence[str], every: bool, names: Collection[str]) -> str:
+def missing_hint(missing: Sequence[str], asked: Collection[str], names: Collection[str]) -> str:
     """Return a hint of what to do where names are missing in a checkpoint: the end of a message.
 
     Args:
         missing: names that it lacks.
-        every: whether these are all that were asked for.
+        asked: names that were asked for.
         names: names that it has.
     """
-    if every:
-        return place_hint(missing, names) or name_hint(missing[0], names)
+    place = place_hint(missing, names) if len(missing) == len(asked) else ""
+    if place := place or wrapped_hint(missing, asked, names):
+        return place
     above = missing[0].partition(".")[0]
-    others = any(name.partition(".")[0] == above for name in names)
-    return (_GROWN if others else "") + name_hint(missing[0], names)
+    found = [name in names for name in asked if name.partition(".")[0] == above]
+    return (_GROWN if sum(found) >= _OLD * len(found) else "") + name_hint(missing[0], names)
+
+
+def wrapped_hint(missing: Sequence[str], asked: Collection[str], names: Collection[str]) -> str:
+    """Return a hint that names are there with other prefixes of wrappers, such as `_orig_mod` of torch.compile.
+
+    Args:
+        missing, asked, names: as of `missing_hint`.
+
+    Returns:
+        The end of a message, which begins with a semicolon; empty where less than half of them are so.
+    """
+    stored = {unwrapped(name): name for name in names}
+    pairs = [(name, stored[plain]) for name in missing if (plain := unwrapped(name)) in stored]
+    if 2 * len(pairs) < len(missing):
+        return ""
+    (own, found), *rest = pairs
+    parts = Counter(found.split("."))
+    parts.subtract(own.split("."))
+    ours, theirs = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
+    more = f" and {len(rest)} more" if rest else ""
+    if not theirs:
+        return (
+            f"; it was saved without {_wrappers(ours)} in its names, as '{found}'{more}: pass what "
+            "get_model_state_dict of torch.distributed.checkpoint.state_dict returns for the model"
+        )
+    places = {_above(*pair) for pair in pairs}
+    top, lacking = own.partition(".")[0], set(missing)
+    some = any(name.partition(".")[0] == top and name not in lacking for name in asked)  # which are as they were saved
+    place = None if len(places) > 1 or ours or some else places.pop()
+    do = "load into a model that is wrapped likewise" if place is None else f"pass {_nested(place)}"
+    return f"; it was saved with {_wrappers(theirs)} in its names, as '{found}'{more}: {do}"
+
+
+def _above(asked: str, found: str) -> str | None:
+    """Return the keys that lead to what is stored, up to the wrappers that what was asked for lacks in one place."""
+    own, other = asked.split("."), found.split(".")
+    deep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
+    long = deep + len(other) - len(own)
+    return ".".join(other[:long]) if other[long:] == own[deep:] else None
+
+
+def _wrappers(parts: Sequence[str]) -> str:
+    return " and ".join(f"'{part}' of {WRAPPERS[part]}" for part in parts)
+
 
 
 _SHOWN = 3

@@ -177,7 +177,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 raise
             self._refuse_entries(missing, self.metadata)
             more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
-            ending = self._hint + missing_hint(missing, len(missing) == len(self.state_dict), known)
+            ending = self._hint + missing_hint(missing, self.state_dict, known)
             raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
 
     def _refuse_entries(self, missing: Iterable[str], metadata: Metadata) -> None:

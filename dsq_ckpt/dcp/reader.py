@@ -38,11 +38,11 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.dcp.left_out import warn_of_left_out
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.nested import NestedLoadPlanner
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.dcp.steps import step_of_dcp
-from dsq_ckpt.dcp.telling import warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.tied_targets import TiedTargets
 from dsq_ckpt.distributed.comm import keep_groups
 from dsq_ckpt.distributed.job import size_of_job
@@ -176,10 +176,9 @@ class DSQStorageReader(Located, StorageReader):
         with self._open() as checkpoint, every.for_elements(elements) as workers:
             if checkpoint.manifest.lossy:
                 warmup.wait("load")
-            if isinstance(planner, DefaultLoadPlanner) and not isinstance(planner, NestedLoadPlanner):
-                warn_of_empty(planner.original_state_dict, checkpoint, 0 if self._level == logging.INFO else 1)
-            if isinstance(planner, DefaultLoadPlanner) and {one.storage_index.fqn for one in plan.items} == self._asked:
-                warn_of_more(getattr(planner, "given", None) or planner.original_state_dict, checkpoint)
+            if isinstance(planner, DefaultLoadPlanner):
+                alone = {one.storage_index.fqn for one in plan.items} == self._asked  # other ranks have nothing else
+                warn_of_left_out(planner, checkpoint, 0 if self._level == logging.INFO else 1, alone)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)

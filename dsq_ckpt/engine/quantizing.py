@@ -17,6 +17,7 @@ from dsq_ckpt.core.autocast import without_autocast
 from dsq_ckpt.core.interrupts import let_signals_through, shielded
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
@@ -33,7 +34,7 @@ from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.frozen import Watch, some_of
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
-from dsq_ckpt.quantization.groups import in_tree, unwrapped
+from dsq_ckpt.quantization.groups import in_tree
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import are_zero, unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured

@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.gradients import offload
 from dsq_ckpt.gradients.schedule import Schedule
-from dsq_ckpt.quantization.groups import unwrapped
 
 __all__ = ["GradientAverage", "Schedule", "names_of"]
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
 from dsq_ckpt.lowdiff.ddp import CommHookSlot, claim_hook_slot, distributed
-from dsq_ckpt.quantization.groups import unwrapped
 
 Group = dist.ProcessGroup
 _BUCKET = 1 << 23

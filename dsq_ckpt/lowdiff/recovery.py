@@ -173,9 +173,7 @@ def recover_train_state(
     if chosen is None:
         return None
     path, step, ended = chosen
-    last: int | None = step
-    if not replay_log:
-        last, ended = None, None
+    last, ended = (step, ended) if replay_log else (None, None)
 
     def load() -> Recovered:
         let_signals_through()

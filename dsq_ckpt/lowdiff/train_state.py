@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
-from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.storage.record_fields import dtype_of
 
 MODEL, OPTIMIZER = "model", "optim"

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from dsq_ckpt.core.unchanged import checksum
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.averages import averages
-from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
+from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.restored import Spread
 
 _T = TypeVar("_T")

@@ -24,6 +24,7 @@ from torch import nn
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 from dsq_ckpt.core.subclasses import is_part
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.manifolds import on_manifold
 
 _T = TypeVar("_T")
@@ -41,7 +42,6 @@ _MOMENTS = {
 _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
-_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MANIFOLD = "manifold"
 MODELS = {"model", "module"}
 _PARAMETERS = {"weight", "bias"}
@@ -267,11 +267,6 @@ def _is_own(fqn: str, types: Mapping[str, str] | None) -> bool:
         if ".".join(parts[start:-1]) in types:
             return False
     return False
-
-
-def unwrapped(name: str) -> str:
-    """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def kind_of(fqn: str, types: Mapping[str, str] | None = None) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.core.wrappers import unwrapped
 
 _METHOD = (
     "(?:Fake)?Quant(?!il|it)(?:i[sz]e[dr]?)?|QAT|LSQ|Lsq|XNOR|Xnor|DoReFa|Binar(?:y|i[sz]e[dr]?)"

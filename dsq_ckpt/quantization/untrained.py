@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from dsq_ckpt.quantization.groups import kind_of, unwrapped
+from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.numbered import Shape, numbered
 
 _MODEL = "model"

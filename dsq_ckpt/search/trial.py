@@ -17,6 +17,7 @@ from dsq_ckpt.core.interrupts import in_users_function, let_signals_through
 from dsq_ckpt.core.notices import raised_at
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
@@ -25,7 +26,6 @@ from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, Quantizing
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
-from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.search.inputs import recorded
 from dsq_ckpt.search.recount import recounted
 

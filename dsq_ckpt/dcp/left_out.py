@@ -1,4 +1,4 @@
-"""Warnings of what a checkpoint has more than the state dict that it is loaded into."""
+"""Warnings of what a load leaves out without an error, though it may have been meant to be loaded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from dsq_ckpt.core.hints import wrapped_hint
 from dsq_ckpt.core.nesting import Nesting, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.dcp.nested import NestedLoadPlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
+
+
+def warn_of_left_out(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int, alone: bool) -> None:
+    """Warn of all that this module knows.
+
+    Args:
+        planner: planner of the load.
+        checkpoint: what it loads.
+        rank: of this process, or any but 0 for those that are to say nothing.
+        alone: whether no other rank asks for anything else.
+    """
+    if not isinstance(planner, NestedLoadPlanner):
+        warn_of_empty(planner.original_state_dict, checkpoint, rank)
+    if planner.allow_partial_load:
+        warn_of_unfilled(planner, checkpoint, rank)
+    if alone:
+        warn_of_more(getattr(planner, "given", None) or planner.original_state_dict, checkpoint)
 
 
 def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:
@@ -34,6 +56,28 @@ def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: i
                 f" tensors below '{name}'. Load into what has them, as get_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict makes it, or by dsq_ckpt.load, which fills empty dicts",
                 rank=rank,
+            )
+
+
+def warn_of_unfilled(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int) -> None:
+    """Warn of keys below which a load that may be partial fills no tensor, though the checkpoint has some there.
+
+    So it is with a model whose names have a prefix that those of the saved one have not: training would go on from
+    fresh weights, with the moments and steps that were loaded.
+    """
+    with checkpoint.naming():
+        known = checkpoint.index["tensors"]
+    asked: dict[str, list[str]] = {}
+    for name, value in planner.state_dict.items():
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            asked.setdefault(name.partition(".")[0], []).append(name)
+    for key, names in asked.items():
+        stored = [name for name in known if name.partition(".")[0] == key]
+        if stored and not any(name in known for name in names):
+            warn(
+                f"nothing below '{key}' is loaded from '{checkpoint.directory}': it has none of the {len(names)} "
+                f"tensors there, such as '{names[0]}', and {len(stored)} of other names, such as '{stored[0]}'"
+                f"{wrapped_hint(names, names, known)}", rank=rank,
             )
 
 

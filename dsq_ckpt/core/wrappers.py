@@ -1,0 +1,14 @@
+"""Components that wrappers of modules put into the names of what they hold."""
+
+from __future__ import annotations
+
+WRAPPERS = {
+    "_orig_mod": "torch.compile", "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel", "_checkpoint_wrapped_module": "activation checkpointing",
+}
+"""What makes each component."""
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
