@@ -24,6 +24,7 @@ from _pytest.unraisableexception import gc_collect_iterations_key
 
 import dsq_ckpt
 from dsq_ckpt.engine import warmup
+from dsq_ckpt.quantization import restored
 from tests.helpers import forks
 from tests.helpers.s3_server import SETTINGS, new_bucket, s3_server
 from tests.helpers.small_run import small_run
@@ -88,6 +89,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch):
+    """Let each test be as a process that has loaded no checkpoint: after a load, moments are saved with finer parts."""
+    monkeypatch.setattr(restored, "_loads", restored.Loads())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
@@ -24,6 +24,7 @@ from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 
+_Result = TypeVar("_Result")
 _LOOK_UP = ("resolve_data", "lookup_object", "transform_object")
 """Methods by which DCP's planner, and `NestedSavePlanner`, give tensors of the state dict as they are."""
 
@@ -131,10 +132,10 @@ def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResul
     return results
 
 
-def finished(results: list[WriteResult]) -> Future[list[WriteResult]]:
-    """Return the future that DCP waits for, of what is written already."""
-    future: Future[list[WriteResult]] = Future()
-    future.set_result(results)
+def finished(result: _Result) -> Future[_Result]:
+    """Return the future that DCP waits for, of what is done already."""
+    future: Future[_Result] = Future()
+    future.set_result(result)
     return future
 
 

@@ -38,6 +38,7 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.dcp.items import finished
 from dsq_ckpt.dcp.left_out import warn_of_left_out
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.nested import NestedLoadPlanner
@@ -51,6 +52,8 @@ from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.quantization.restored import note_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.paths import checkpoint_path
@@ -171,9 +174,8 @@ class DSQStorageReader(Located, StorageReader):
         began = time.monotonic()
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         cache = ChunkCache()
-        elements = sum(math.prod(item.lengths) for item in plan.items)
         every = Workers(self._storage.thread_count(), self._storage.block_elements)
-        with self._open() as checkpoint, every.for_elements(elements) as workers:
+        with self._open() as checkpoint, every.for_elements(sum(math.prod(i.lengths) for i in plan.items)) as workers:
             if checkpoint.manifest.lossy:
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner):
@@ -189,14 +191,13 @@ class DSQStorageReader(Located, StorageReader):
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             self._read_chunks(checkpoint, wanted, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
+            note_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in wanted})
             logger.log(
                 self._level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
                 "base and refinement" if refined else "base layer alone" if checkpoint.manifest.lossy else "exact",
                 checkpoint.manifest.depth, time.monotonic() - began,
             )
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return finished(None)
 
     def _read_chunks(
         self, checkpoint: Checkpoint, wanted: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner,

@@ -37,6 +37,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.restored import note_load
 from dsq_ckpt.quantization.rounding import rounding
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file
@@ -227,6 +228,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             if self._comm.rank == 0:
                 logger.info("loaded %s, refinement %s, depth %d", directory.name, manifest.refinement, manifest.depth)
             self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
+            note_load(manifest.lossy_kinds)
             self._last = directory
             self._resume(manifest)
 

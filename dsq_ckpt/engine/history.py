@@ -27,7 +27,6 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import ParentModel
-from dsq_ckpt.quantization.restored import note_load
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import run_of
@@ -217,7 +216,6 @@ class SaveHistory:
             files: the checkpoint, if it is open.
         """
         other_jobs.note_loaded(path, save_id)
-        note_load()
         with self._lock:
             with suppress(DSQError):  # it was replaced since
                 shapes = _shapes_at(path, save_id) if files is None else shapes_of(files)

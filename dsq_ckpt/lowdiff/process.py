@@ -38,7 +38,7 @@ def main(descriptor: int) -> int:
         if begin["cores"]:
             os.sched_setaffinity(0, begin["cores"])
         torch.set_num_threads(int(begin["threads"]))
-        note_loads_elsewhere(int(begin["loads"]))
+        note_loads_elsewhere(begin["loads"])
         lock = locks.Lock(locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"])))
         server = (ReplicaServer if "optimizer" in begin else LogServer)(channel, begin, lock)
         server.serve()

@@ -179,7 +179,7 @@ def recover_train_state(
         let_signals_through()
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
-        note_load()
+            note_load(snapshot.lossy_kinds)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
 

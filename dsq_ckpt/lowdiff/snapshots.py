@@ -170,6 +170,11 @@ class Snapshot:
     def lossy(self) -> bool:
         return self._checkpoint.manifest.lossy
 
+    @property
+    def lossy_kinds(self) -> set[str]:
+        """Kinds of lossy tensors in it."""
+        return self._checkpoint.manifest.lossy_kinds
+
     def damaged(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the problem of each damaged file."""
         for name, _, problem in self._checkpoint.verify():

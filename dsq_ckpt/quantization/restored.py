@@ -12,8 +12,8 @@ parts from a load on until gradients have renewed them, which those of layers th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ _RESTING = 0.05
 """Share of elements other than zero that have not changed at all, from which on they are not renewed either."""
 _UNEVEN = 6e-4
 """Square of the share of values in one place of each part from which on values are not spread, if that is sure."""
+_UNEVEN_HALVES = 1e-2
+"""The same of cells in two parts: beside these, values are so narrow that spread ones have up to half of it."""
 _SURE = 6
 """Standard deviations of that square, in evenly spread values, that make it sure."""
 _TELL = 500
@@ -54,24 +56,37 @@ _WAVES = np.stack([np.cos(2 * np.pi * _PLACES), np.sin(2 * np.pi * _PLACES) - 6 
 _WAVES /= np.sqrt(np.square(_WAVES).mean(1, keepdims=True))
 
 
-_loads = 0
+class Loads(NamedTuple):
+    """Loads of checkpoints, whichever: values may lie where they put them.
+
+    Attributes:
+        all: how many.
+        of_moments: how many of lossy first moments or momentum among others.
+    """
+
+    all: int = 0
+    of_moments: int = 0
 
 
-def note_load() -> None:
-    """Note that this process loads a checkpoint, whichever; values may lie where it puts them."""
+_MOMENTS = ("exp_avg", "momentum")
+_loads = Loads()
+
+
+def note_load(kinds: Container[str]) -> None:
+    """Note that this process loads a checkpoint, and lossy tensors of these kinds."""
     global _loads
-    _loads += 1
+    _loads = Loads(_loads.all + 1, _loads.of_moments + any(kind in kinds for kind in _MOMENTS))
 
 
-def loads() -> int:
-    """Return how many loads were noted."""
+def loads() -> Loads:
+    """Return what this process has loaded."""
     return _loads
 
 
-def note_loads_elsewhere(loads: int) -> None:
-    """Note those of the process in which a state was trained that is saved here."""
+def note_loads_elsewhere(loads: Sequence[int]) -> None:
+    """Note what the process has loaded in which a state was trained that is saved here."""
     global _loads
-    _loads = max(_loads, loads)
+    _loads = Loads(*map(max, _loads, loads))
 
 
 class Spread:
@@ -79,13 +94,13 @@ class Spread:
 
     Attributes:
         chunks: keys of chunks of weights that were found to be spread since a load or keyframe.
-        samples: moments at the last save, by chunk, None for those that were renewed; None where nothing was loaded.
+        samples: moments at the last save, by chunk, None for those that were renewed; None where none was loaded.
     """
 
     def __init__(self) -> None:
         self.chunks: set[ChunkKey] = set()
         self.samples: dict[ChunkKey, F32 | None] | None = None
-        self._loads = 0
+        self._loads = Loads()
 
     def begin(self, loaded: bool, keyframe: bool) -> None:
         """Begin a save.
@@ -94,10 +109,9 @@ class Spread:
             loaded: whether the checkpoint that it comes after was loaded.
             keyframe: whether it is one; then weights may have come from elsewhere.
         """
-        came = loaded or self._loads != _loads
-        if came:
+        if self._loads.of_moments != _loads.of_moments:
             self.samples = {}
-        if came or keyframe:
+        if loaded or keyframe or self._loads != _loads:
             self.chunks.clear()
         self._loads = _loads
 
@@ -129,7 +143,7 @@ def not_spread(
     """
     asked = {group for group, one in fitted.items() if _may_be_narrower(one)}
     weights = {group for group in asked if group.startswith("weights/")}
-    moments = {group for group in asked if group.startswith(("exp_avg/", "momentum/"))}
+    moments = {group for group in asked if group.partition("/")[0] in _MOMENTS}
     if not weights | moments:
         return set()
     mine = [
@@ -138,15 +152,10 @@ def not_spread(
     ]
     old = [chunk for chunk in chunks if chunk.group in moments and chunk.base_values is None]
     found = set[str]().union(*gather_from_all_ranks(
-        comm, lambda: _uneven(mine, fitted, workers) | _untold(mine, fitted, spread) | _not_renewed(old, spread)
+        comm, lambda: _uneven(mine, fitted, workers) | _not_renewed(old, spread)
     ))
     spread.chunks.update(chunk.key for chunk in mine if chunk.group not in found)
     return found
-
-
-def _untold(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: Spread) -> set[str]:
-    """Return the groups of cells in two parts, between which no other lies, where a checkpoint was loaded."""
-    return set() if spread.samples is None else {one.group for one in chunks if fitted[one.group].refinement_bits == 1}
 
 
 def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
@@ -197,14 +206,16 @@ def _uneven(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], workers: Work
     for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
         if look is not None:
             sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
-        if look is None or _is_close(*look) or _is_close(*sums[chunk.group]):
+        least = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
+        if look is None or _is_close(look, least) or _is_close(sums[chunk.group], least):
             found.add(chunk.group)
     return found
 
 
-def _is_close(waves: float, pairs: float, elements: float) -> bool:
+def _is_close(sums: Array, least: float) -> bool:
     """Return whether sums by `waves_in_parts` are larger than those of evenly spread values, and surely so."""
-    return elements >= _TELL and waves > max(_UNEVEN * pairs, _SURE * pairs**0.5)
+    waves, pairs, elements = sums
+    return elements >= _TELL and waves > max(least * pairs, _SURE * pairs**0.5)
 
 
 def _look(chunk: Chunk, fitted: Fitted, elements: int) -> Array:
@@ -259,14 +270,15 @@ def waves_in_parts(values: Any, codes: Any, inverse: Any, low: Any, steps: Any, 
     """Return what waves with the length of a part have, squared and in sum over parts, and over pairs of elements.
 
     The first is, of values at the same place of each part, as large as the second, and of evenly spread ones about 0.
-    The third is how many elements count: none of codes without a cell, of the first and last part of a cell, of which
-    values may fill a piece, and of those next to zero, where small rows and columns gather, and zeros.
+    The third is how many elements count: none of codes without a cell, of the first and last part of a cell that has
+    more, of which values may fill a piece, and of those next to zero, where small rows and columns gather, and zeros.
     """
+    edge = 1 if parts > 2 else 0
     counts, first, second = np.zeros(256 * parts), np.zeros(256 * parts), np.zeros(256 * parts)
     for i in range(len(values)):
         step = steps[codes[i]]
         place = (np.float64(values[i] * inverse) - low[codes[i]]) * step
-        if step > 0 and 1 <= place < parts - 1:
+        if step > 0 and edge <= place < parts - edge:
             part = int(np.floor(place))
             if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
                 continue

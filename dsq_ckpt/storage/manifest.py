@@ -234,6 +234,11 @@ class Manifest(BaseModel):
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
+    @property
+    def lossy_kinds(self) -> set[str]:
+        """Kinds of tensors that are quantized, as they begin the names of groups."""
+        return {group.partition("/")[0] for group in self.groups}
+
     def bytes_in(self, *roles: str) -> int:
         """Return the total size of the files of these roles."""
         return sum(file.size for file in self.files if file.role in roles)

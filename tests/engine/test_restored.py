@@ -44,12 +44,6 @@ def symbols(path):
     return found
 
 
-@pytest.fixture(autouse=True)
-def _nothing_loaded(monkeypatch):
-    """Be as a process that has loaded no checkpoint."""
-    monkeypatch.setattr(restored_weights, "_loads", 0)
-
-
 def layouts(state):
     return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in state.items()}
 
