@@ -108,7 +108,7 @@ def save(
     path = snapshot_directory(run, step)
     state = LocalState(
         [_shard(item) for item in own], nesting={item.name: item.path for item in own},
-        settings=_settings(meta or {}),
+        settings=_settings(meta or {}) if is_lossy(config) else {},
     )
     options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
     save_collectively(path, lambda: state, options, comm)
