@@ -9,8 +9,9 @@ restore is the held-out loss after it over that before it. The same run is done 
 layers of one width alone (`before`), as they were when values could stay where the first restore put them.
 
 With `--short`, a network of 0.2 M parameters is restored so often that training moves its weights by less than a part
-between restores: at 2/3 and 5/6 of a cosine schedule; eight times, 20 steps apart, at a small constant rate; and eight
-times with no step between, where the error of the weights is measured too.
+between restores: at 2/3 and 5/6 of a cosine schedule; eight times, 20 steps apart, at a small constant rate; eight
+times with no step between, where the error of the weights is measured too; and twelve times from each third save of
+SGD, ten steps apart, where the length of momentum is.
 """
 
 from __future__ import annotations
@@ -91,16 +92,19 @@ def measure(names: list[str], seeds: int) -> list[Mapping[str, Any]]:
 
 
 class Small:
-    """A network of 0.2 M parameters that learns a table, with its optimizer."""
+    """A network of 0.2 M parameters that learns a table, with AdamW, or SGD where momentum is given."""
 
-    def __init__(self, seed: int, rate: float, steps: int = 0) -> None:
+    def __init__(self, seed: int, rate: float, steps: int = 0, momentum: float = 0.0) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = nn.Sequential(
                 nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)
             )
-        self.settings, self.seed = (seed, rate, steps), seed
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate)
+        self.settings, self.seed = (seed, rate, steps, momentum), seed
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, rate)
+        if momentum:
+            self.optimizer = torch.optim.SGD(parameters, rate, momentum=momentum)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps) if steps else None
 
     def train(self, first: int, last: int) -> None:
@@ -154,7 +158,7 @@ def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]
     run.train(0, 90)
     exact = copy.deepcopy(run)
     for one in (run, exact):
-        one.settings = (seed, rate, 0)
+        one.settings = (seed, rate, 0, 0.0)
         one.optimizer = torch.optim.AdamW(one.model.parameters(), rate)
     for number in range(8):
         for one in (run, exact):
@@ -163,6 +167,34 @@ def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]
         run = run.restored(directory / str(number))
     own, true = (one.model.get_parameter("4.weight").detach() for one in (run, exact))
     return {"ends": run.loss() / exact.loss() - 1, "error": float((own - true).norm() / true.norm())}
+
+
+def later(seed: int, directory: Path, momentum: float, rests: bool) -> dict[str, Any]:
+    """Return what twelve restores, each from the third save after the last, leave of a run, and of its momentum.
+
+    It is saved every ten steps. With `rests`, the first two layers have no gradients meanwhile; the run goes on for ten
+    steps with them.
+    """
+    rate = 0.5 * (1 - momentum)
+    exact, run = Small(seed, rate, 0, momentum), Small(seed, rate, 0, momentum)
+    for one in (exact, run):
+        one.train(0, 30)
+    for number in range(36):
+        for one in (exact, run):
+            for layer in (0, 1):
+                one.model[layer].requires_grad_(not rests)
+            one.train(30 + 10 * number, 40 + 10 * number)
+        dsq_ckpt.save(run.state(), directory / f"{number:02d}")
+        if number % 3 == 2:
+            run = run.restored(directory / f"{number:02d}")
+    lengths = [
+        float(sum(own["momentum_buffer"].square().sum() for own in one.optimizer.state.values()) ** 0.5)
+        for one in (run, exact)
+    ]
+    for one in (exact, run):
+        one.model.requires_grad_(True)
+        one.train(390, 400)
+    return {"ends": run.loss() / exact.loss() - 1, "length": lengths[0] / lengths[1]}
 
 
 def short(seeds: int) -> list[Mapping[str, Any]]:
@@ -178,7 +210,8 @@ def short(seeds: int) -> list[Mapping[str, Any]]:
             costs = [statistics.mean(costs) for costs in zip(*(row.get("costs", []) for row in own), strict=True)]
             print(f"{name}, {rule}: restores " + " ".join(f"{100 * cost:+.2f}" for cost in costs)
                   + f" %, ends {100 * statistics.mean(row['ends'] for row in own):+.2f} %, "
-                  f"error {statistics.mean(row.get('error', 0.0) for row in own):.4f}", flush=True)
+                  f"error {statistics.mean(row.get('error', 0.0) for row in own):.4f}, "
+                  f"momentum {statistics.mean(row.get('length', 1.0) for row in own):.2f} times as long", flush=True)
     return rows
 
 
@@ -189,6 +222,9 @@ def _experiments() -> dict[str, Callable[[int, Path], dict[str, Any]]]:
     for rate in (1e-6, 1e-5, 1e-4, 1e-3):
         found[f"eight restores, 20 steps of {rate:g} apart"] = partial(often, rate=rate, steps=20)
     found["eight restores, no step between"] = partial(often, rate=1e-3, steps=0)
+    for momentum in (0.9, 0.99):
+        found[f"twelve restores of SGD, momentum {momentum}"] = partial(later, momentum=momentum, rests=False)
+    found["of layers that rest"] = partial(later, momentum=0.9, rests=True)
     return found
 
 
