@@ -174,7 +174,7 @@ def ask_for_saved(
     if unsaved:
         warn(
             f"'{directory}' has no {named(unsaved)} of the optimizer, whose state_dict() has it, as it was saved by "
-            "an earlier version, or before there was any: it stays as it is", rank=comm.rank,
+            "an earlier version, or before there was any: it is not restored", rank=comm.rank,
         )
     if more:
         placeholders = ", ".join(f"'{name}': ..." for name in more[:3])

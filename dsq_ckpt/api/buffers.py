@@ -206,11 +206,18 @@ def leaving(module: Any, offered: Collection[str], path: str | os.PathLike[str])
     """
     left, names = set[str](), {unwrapped(name): name for name in offered}
 
+    def place(_: nn.Module, state: dict[str, Any], *__: Any) -> None:  # torch knows wrappers of what is told alone
+        for name in names.values():
+            if name in state:
+                state[_in_wrappers(module, name)] = state.pop(name)
+
     def leave(_: nn.Module, keys: Any) -> None:
         left.update(names[unwrapped(key)] for key in keys.unexpected_keys if unwrapped(key) in names)
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if unwrapped(key) not in names]
 
-    hook = module.register_load_state_dict_post_hook(leave) if offered else None
+    hooks = [
+        module.register_load_state_dict_pre_hook(place), module.register_load_state_dict_post_hook(leave)
+    ] if offered else []
     before = _parameters(module)
     try:
         yield left
@@ -220,8 +227,19 @@ def leaving(module: Any, offered: Collection[str], path: str | os.PathLike[str])
             raise
         raise LoadFailed(f"'{path}': {' '.join(str(error).split()).rstrip('.')}: {OTHER_SHAPE}") from error
     finally:
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
+
+
+def _in_wrappers(module: nn.Module, name: str) -> str:
+    """Return the name that an entry has in the state dict of a module, whose parts may be in wrappers."""
+    plain = unwrapped(name)
+    inside = {
+        f"{own}.": part for part, _ in module.named_modules(remove_duplicate=False)
+        if not (own := unwrapped(part)) or plain.startswith(f"{own}.")
+    }
+    above = max(inside, key=len)
+    return ".".join(filter(None, (inside[above], plain.removeprefix(above))))
 
 
 def _parameters(module: Any) -> dict[str, nn.Parameter]:
@@ -236,6 +254,7 @@ def _put_back(module: Any, before: Mapping[str, nn.Parameter]) -> None:
         alike = type(old) is type(new) is nn.Parameter and old.device == new.device
         if old is not new and alike and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.copy_(new)
+            old.requires_grad_(new.requires_grad)
             above, _, own = name.rpartition(".")
             setattr(module.get_submodule(above), own, old)
 

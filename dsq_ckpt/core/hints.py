@@ -242,6 +242,8 @@ def wrapped_hint(missing: Sequence[str], asked: Collection[str], names: Collecti
     parts.subtract(own.split("."))
     ours, theirs = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
     more = f" and {len(rest)} more" if rest else ""
+    if not (ours or theirs):
+        return f"; it has '{found}'{more}, with its wrappers in another order: wrap the model as when it was saved"
     if not theirs:
         return (
             f"; it was saved without {_wrappers(ours)} in its names, as '{found}'{more}: pass what "

@@ -32,9 +32,9 @@ _RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
 _TOGETHER = 1 << 22
 """Elements that are looked at in a group, about."""
 _LEFT = 0.5
-"""Share of moments that is left from one save to the next, from which on they are not renewed.
+"""Share of moments that is left since the first save after a load, from which on they are not renewed.
 
-Errors of restores at both then are together no more than twice one of them.
+Errors of restores one after the other then are together no more than twice one of them.
 """
 _RESTING = 0.05
 """Share of elements other than zero that have not changed at all, from which on they are not renewed either."""
@@ -94,7 +94,8 @@ class Spread:
 
     Attributes:
         chunks: keys of chunks of weights that were found to be spread since a load or keyframe.
-        samples: moments at the last save, by chunk, None for those that were renewed; None where none was loaded.
+        samples: moments at the first save after a load, by chunk, None for those that were renewed; None: none were
+            loaded.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ def not_spread(
 
 
 def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
-    """Return the groups with moments that are, in part, those of the last save; of all at the first after a load."""
+    """Return the groups with moments that are, in part, those of the first save after a load; of all at that save."""
     known, found = spread.samples, set[str]()
     if known is None:
         return found
@@ -169,7 +170,7 @@ def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
         before = known.get(chunk.key, _UNKNOWN)
         if before is not None:
             now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
-            known[chunk.key] = None if len(before) == len(now) and _is_renewed(now, before) else now
+            known[chunk.key] = now if len(before) != len(now) else None if _is_renewed(now, before) else before
         if known[chunk.key] is not None:
             found.add(chunk.group)
     return found

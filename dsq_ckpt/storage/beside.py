@@ -40,7 +40,8 @@ def of_others(directory: Path, manifest: Manifest) -> list[Path]:
     named = {MANIFEST, *(file.name for file in manifest.files)}
     return [
         file for file in files_below(directory)
-        if file.parent != directory or not (file.name in named or is_ours(file.name))
+        if not HARMLESS.fullmatch(file.name)
+        and (file.parent != directory or not (file.name in named or is_ours(file.name)))
     ]
 
 

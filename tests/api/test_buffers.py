@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
@@ -258,6 +259,45 @@ def test_a_module_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tm
         for pair in ((saved, first), (target, second)):
             train(*pair, range(3, 6))
         assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+def part_compiled(model: nn.Sequential) -> nn.Module:
+    model[1] = torch.compile(model[1], backend="eager")
+    return model
+
+
+WRAPPED = {
+    "compiled": lambda model: torch.compile(model, backend="eager"), "compiled in part": part_compiled,
+    "DDP": nn.parallel.DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_compressor_gives_a_wrapped_module_what_it_does_not_tell_yet(tmp_path, wrapped):
+    """Whatever the names are that its entries have in it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap, (saved, first), (target, second) = WRAPPED[wrapped], scaled(3), scaled(0)
+        dsq_ckpt.Compressor(wrap(saved), first, config=EXACT).save(tmp_path / "a")
+        target[1].value.requires_grad_(False)
+        dsq_ckpt.Compressor(wrap(target), second, config=EXACT).load(tmp_path / "a")
+    finally:
+        dist.destroy_process_group()
+    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+
+
+def test_parameters_that_code_of_a_module_freezes_stay_frozen(tmp_path):
+    class Freezing(Scale):
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            self.value.requires_grad_(False)
+
+    (saved, first), (target, second) = scaled(3), scaled(0)
+    target[1].__class__ = Freezing
+    before = target[1].value
+    dsq_ckpt.save({"model": saved, "optimizer": first}, tmp_path / "a", config=EXACT)
+    dsq_ckpt.load({"model": target, "optimizer": second}, tmp_path / "a")
+    assert target[1].value is before and before.equal(saved[1].value) and not before.requires_grad
 
 
 class Metric(nn.Module):

@@ -55,6 +55,13 @@ def refused(state: Any, path: Path) -> str:
     return str(caught.value)
 
 
+def test_wrappers_in_another_order_are_said(tmp_path) -> None:
+    dsq_ckpt.save({"model": Wrapped(compiled(made())).state_dict()}, tmp_path / "a", config="exact")
+    said = refused({"model": compiled(Wrapped(made())).state_dict()}, tmp_path / "a")
+    assert said.endswith("it has 'model.module._orig_mod.0.weight' and 3 more, with its wrappers in another order: "
+                         "wrap the model as when it was saved")
+
+
 @pytest.mark.parametrize("wrap, of, keys", [
     (compiled, "'_orig_mod' of torch.compile", ["_orig_mod"]),
     (Wrapped, "'module' of DistributedDataParallel", ["module"]),

@@ -158,6 +158,21 @@ def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
     assert bits("8") == {4}
 
 
+def test_first_moments_are_renewed_over_several_saves(tmp_path):
+    """No less is saved of them for good where saves are closer together than momentum lasts."""
+    model = nn.Linear(128, 96, bias=False)
+    optimizer, found = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9), []
+    for number in range(6):
+        for _ in range(4):
+            model.weight.grad = torch.randn(96, 128, generator=torch.Generator().manual_seed(number))
+            optimizer.step()
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
+        found += [bits for name, bits in symbols(tmp_path / str(number)).items() if "momentum_buffer" in name]
+        if number == 0:
+            dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "0")
+    assert found == [4, 8, 8, 4, 4, 4] or found == [4, 8, 4, 4, 4, 4], found
+
+
 def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
     dsq_ckpt.save({name: tensor.float() for name, tensor in weights(torch.bfloat16).items()}, tmp_path / "0")
     assert set(symbols(tmp_path / "0").values()) == {4}
