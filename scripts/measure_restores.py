@@ -224,7 +224,7 @@ def _experiments() -> dict[str, Callable[[int, Path], dict[str, Any]]]:
     found["eight restores, no step between"] = partial(often, rate=1e-3, steps=0)
     for momentum in (0.9, 0.99):
         found[f"twelve restores of SGD, momentum {momentum}"] = partial(later, momentum=momentum, rests=False)
-    found["of layers that rest"] = partial(later, momentum=0.9, rests=True)
+    found["twelve restores of SGD, layers that rest"] = partial(later, momentum=0.9, rests=True)
     return found
 
 

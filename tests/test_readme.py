@@ -15,7 +15,7 @@ from dsq_ckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-OWN_TESTS = {"deepspeed", "lightning", "lowdiff", "papers", "remote", "torchft", "torchtitan"}
+OWN_TESTS = {"deepspeed", "huggingface", "lightning", "lowdiff", "papers", "remote", "torchft", "torchtitan"}
 """Pages whose examples other tests run."""
 PAGES = {"README": README} | {
     page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OWN_TESTS

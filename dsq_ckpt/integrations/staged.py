@@ -184,18 +184,19 @@ class StagedCheckpoint:
         manifest = manifest.model_copy(update={"beside": [name for name in there if name not in ours]})
         manifest.write(self._path, exclusive=False, fsync=False)
         if self.goal.is_dir():
-            for _ in copy_others(self.goal, self._path, self._replaced() | set(os.listdir(self._path))):
+            for _ in copy_others(self.goal, self._path, self._replaced()):
                 pass
         if self._config.storage.fsync:
             flush_others(self._path, ours - {MANIFEST})
         replace_directory(self._path, self.goal)
 
     def _replaced(self) -> set[str]:
-        """Return the names of what is part of an earlier checkpoint, of ours or of the library, and must not stay."""
+        """Return the paths of what the library has written into an earlier checkpoint, which must not stay."""
         earlier = set[str]()
         with suppress(DSQError):  # a plain checkpoint, or one that cannot be read
-            earlier = {name.partition("/")[0] for name in Manifest.read(self.goal).beside}
-        return earlier | set(filter(LIBRARY.fullmatch, os.listdir(self.goal)))
+            earlier |= set(Manifest.read(self.goal).beside)
+        paths = (file.relative_to(self.goal) for file in files_below(self.goal))
+        return earlier | {path.as_posix() for path in paths if LIBRARY.fullmatch(path.parts[0])}
 
 
 def settle(

@@ -69,16 +69,28 @@ def lost_its_manifest(directory: Path) -> bool:
 
 
 def copy_others(source: Path, target: Path, but: Container[str]) -> Iterator[Path]:
-    """Copy what others wrote into a checkpoint's directory, but for some names; yield each path before it is made."""
-    for entry in sorted(source.iterdir()):
-        name = entry.name
-        if name == MANIFEST or name in but or is_ours(name) or is_hidden(name) or HARMLESS.fullmatch(name):
+    """Copy what others wrote into a checkpoint's directory, and below it, where no such file is; yield what is made.
+
+    Args:
+        source, target: the directories.
+        but: paths in the directory, with slashes, that are not copied.
+
+    Yields:
+        What will be made in the target, before it is: files, and directories with all that is in them.
+    """
+    for file in files_below(source):
+        path = file.relative_to(source)
+        first = path.parts[0]
+        if first == MANIFEST or is_ours(first) or is_hidden(first) or HARMLESS.fullmatch(file.name):
             continue
-        yield target / name
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, target / name, symlinks=True)
+        if path.as_posix() in but or os.path.lexists(target / path):
+            continue
+        yield target / first
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir() and not file.is_symlink():
+            (target / path).mkdir()
         else:
-            shutil.copy2(entry, target / name, follow_symlinks=False)
+            shutil.copy2(file, target / path, follow_symlinks=False)
 
 
 def remove_trees(paths: Iterable[Path]) -> None:

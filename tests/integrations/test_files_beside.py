@@ -134,6 +134,21 @@ def test_a_checkpoint_that_is_replaced_leaves_none_of_its_files(run):
     assert Manifest.read(run / "checkpoint-0").beside == ["config.json"]
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_files_of_others_in_directories_of_the_library_stay(run, again):
+    """Whether the library writes into that directory again or not; those that it wrote itself go."""
+    goal = run / "checkpoint-0"
+    save(goal, 3, ["trainer_state.json", "chat/long.jinja", "chat/short.jinja"])
+    (goal / "chat" / "mine.txt").write_text("of the user")
+    (goal / "chat" / "more").mkdir()
+    (goal / "chat" / "link").symlink_to("nowhere")
+    save(goal, 4, ["trainer_state.json", *["chat/long.jinja"][: int(again)]])
+    left = {file.name for file in (goal / "chat").iterdir()}
+    assert left == {"mine.txt", "more", "link"} | ({"long.jinja"} if again else set())
+    assert (goal / "chat" / "mine.txt").read_text() == "of the user"
+    assert os.readlink(goal / "chat" / "link") == "nowhere"
+
+
 @pytest.mark.parametrize("options", [(), ("--keyframe",)])
 def test_merge_keeps_all_files(run, options):
     """As `dsq cp` does; Trainer could not resume from a merged checkpoint. It removes the oldest by their times."""
