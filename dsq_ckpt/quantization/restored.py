@@ -169,7 +169,10 @@ def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
     for chunk in chunks:
         before = known.get(chunk.key, _UNKNOWN)
         if before is not None:
-            now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
+            try:
+                now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
+            except torch.OutOfMemoryError:  # as for weights
+                now = before
             known[chunk.key] = now if len(before) != len(now) else None if _is_renewed(now, before) else before
         if known[chunk.key] is not None:
             found.add(chunk.group)
@@ -180,7 +183,8 @@ def _is_renewed(now: F32, before: F32) -> bool:
     """Return whether little is left of what moments were; nothing is of zeros."""
     squares = np.vdot(before, before)
     left, resting = np.vdot(now, before), np.count_nonzero((now == before) & (before != 0))
-    return bool(left < _LEFT * squares and resting < _RESTING * np.count_nonzero(before)) or not squares
+    few = left < _LEFT * squares and resting < _RESTING * np.count_nonzero(before)
+    return bool(few or (len(before) and not squares))
 
 
 def _elements(chunks: int) -> int:

@@ -296,6 +296,30 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
     assert all(found[name].equal(expected[name]) for name in copies)
 
 
+def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
+    """Whether it is the first, or one after others."""
+    def state(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(90, 100, generator=generator) for name in ("w", "w.momentum_buffer")}
+
+    def bits(number):
+        dsq_ckpt.save(state(number), tmp_path / str(number))
+        return symbols(tmp_path / str(number))["w.momentum_buffer"]
+
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("of a device"))
+    assert bits(0) == 4
+    loaded(tmp_path / "0", state(0))
+    look = restored_weights._some
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restored_weights, "_some", out_of_memory)
+        assert bits(1) == 8
+        patch.setattr(restored_weights, "_some", look)
+        assert bits(2) == 8
+        patch.setattr(restored_weights, "_some", out_of_memory)
+        assert bits(3) == 8
+    assert bits(4) == 4
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("one_thread")
 def test_a_second_restore_costs_no_more_than_the_first(tmp_path, seed):
