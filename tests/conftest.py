@@ -92,9 +92,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded(monkeypatch: pytest.MonkeyPatch):
+def _nothing_loaded():
     """Let each test be as a process that has loaded no checkpoint: after a load, moments are saved with finer parts."""
-    monkeypatch.setattr(restored, "_loads", restored.Loads())
+    restored._loads = restored.Loads()
 
 
 @pytest.fixture(scope="session", autouse=True)
