@@ -56,7 +56,7 @@ def through_own_code(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 class Given:
-    """What was saved of the modules that are loaded, as far as these do not simply tell it, on one rank.
+    """Saved entries of the modules that are loaded, as far as these do not simply tell them, on one rank.
 
     Args:
         modules: modules whose state dicts are in a state dict, by the keys that lead there.

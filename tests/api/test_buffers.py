@@ -173,7 +173,7 @@ EXTRA = {
 @pytest.mark.parametrize("name", EXTRA)
 @pytest.mark.parametrize("wrapped", [lambda model: model, lambda model: nn.Sequential(nn.Linear(3, 3), model)])
 def test_a_module_is_given_its_extra_state_as_it_was_saved(tmp_path, way, name, wrapped):
-    """It is that of `Module.load_state_dict`, whatever the module has before."""
+    """The result is that of `Module.load_state_dict`, whatever the module has before."""
     given, before = EXTRA[name]
     saved, target = Remembering(given), Remembering(copy.deepcopy(before))
     save(way, wrapped(saved), tmp_path / "a")

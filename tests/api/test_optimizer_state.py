@@ -91,7 +91,7 @@ class Around(torch.optim.SGD):
 
 
 def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
-    """It was unwrapped, and what it told beside the optimizer in it was lost without a word."""
+    """An optimizer around another was unwrapped, and what it told beside that one was lost without a word."""
     model, optimizer = made(torch.optim.AdamW, 1)
     says = r"Around\.state_dict\(\) has 'base', 'rate' in place of .* by dsq_ckpt\.save and dsq_ckpt\.load"
     with pytest.raises(dsq_ckpt.ConfigError, match=says):

@@ -126,7 +126,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(run, changed):
 
 
 def test_a_checkpoint_that_is_replaced_leaves_none_of_its_files(run):
-    """Those of the library go though it writes them no more; those of others stay."""
+    """Files of the library go though it writes them no more; those of others stay."""
     (run / "checkpoint-0" / "notes.txt").write_text("of the user")
     save(run / "checkpoint-0", 3, ["config.json"])
     left = [name for name in os.listdir(run / "checkpoint-0") if not name[:16].isalnum() or len(name) < 16]
@@ -182,7 +182,7 @@ def test_verify_and_log_name_a_file_that_is_missing(run):
 
 
 def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
-    """It got its name when it was complete: no save is under way there, and `dsq gc` leaves it alone."""
+    """Such a directory got its name when it was complete: no save is under way, and `dsq gc` leaves it alone."""
     monkeypatch.setattr(verification, "PATIENCE", 0.0)
     (run / "checkpoint-2" / "manifest.json").unlink()
     found = document("verify", run, code=1)

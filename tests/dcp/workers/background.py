@@ -80,7 +80,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
-    """What synchronous saves of the same states decode to, in a process that has loaded a checkpoint, as all have."""
+    """Return the values that synchronous saves decode to, in a process that has loaded a checkpoint, as all have."""
     dsq_ckpt.save(state_at(0, size), root / "before")
     read(root / "before", size)
     fresh()
