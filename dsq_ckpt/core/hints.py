@@ -216,9 +216,9 @@ def missing_hint(missing: Sequence[str], asked: Collection[str], names: Collecti
         asked: names that were asked for.
         names: names that it has.
     """
-    place = place_hint(missing, names) if len(missing) == len(asked) else ""
-    if place := place or wrapped_hint(missing, asked, names):
-        return place
+    hint = place_hint(missing, names) if len(missing) == len(asked) else ""
+    if hint := hint or wrapped_hint(missing, asked, names):
+        return hint
     above = missing[0].partition(".")[0]
     found = [name in names for name in asked if name.partition(".")[0] == above]
     return (_GROWN if sum(found) >= _OLD * len(found) else "") + name_hint(missing[0], names)
@@ -267,7 +267,6 @@ def _above(asked: str, found: str) -> str | None:
 
 def _wrappers(parts: Sequence[str]) -> str:
     return " and ".join(f"'{part}' of {WRAPPERS[part]}" for part in parts)
-
 
 
 _SHOWN = 3

@@ -40,10 +40,19 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 class _Placeholders(NamedTuple):
-    """The state dict to be filled with tensors, one with the same tensors and all other values, and how to load."""
+    """Places for what was saved.
+
+    Attributes:
+        tensors: the state dict to be filled.
+        state: one with the same tensors and all other values.
+        offered: names that models need not take, by their keys.
+        warnings: what differs from what was saved.
+        refinement: how to load.
+    """
 
     tensors: dict[str, Any]
     state: dict[str, Any]
+    offered: Mapping[tuple[Any, ...], Collection[str]]
     warnings: list[str]
     refinement: Refinement
 
@@ -58,7 +67,6 @@ class TrainingState:
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         self._models = {_key("model", number): model for number, model in enumerate(models)}
-        self._offered: Mapping[tuple[Any, ...], Collection[str]] = {}
         self._optimizers = {_key("optimizer", number): one for number, one in enumerate(optimizers)}
 
     def collect(self) -> dict[str, Any]:
@@ -97,7 +105,7 @@ class TrainingState:
             for text in () if told else found.warnings:
                 warn(text, rank=comm.rank)
             load(found.tensors, directory, refinement=found.refinement, allow_cast=True)
-            run_on_all_ranks(comm, lambda: self._fill(directory, found.state), LoadFailed)
+            run_on_all_ranks(comm, lambda: self._fill(directory, found), LoadFailed)
 
     def _placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
         parameters = self._parameters()
@@ -111,7 +119,6 @@ class TrainingState:
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
             given = Given({(key,): model for key, model in self._models.items()}, told, nesting, opened.tensors)
             given.offer([given.untold])
-            self._offered = given.offered
             flat: dict[str, Any] = flatten_state_dict(told)[0]
             stored = {name: path for name, path in nesting.items() if path[0] in self._models}
             warnings = _same_tensors(directory, flat, stored, opened)
@@ -144,7 +151,7 @@ class TrainingState:
             for steps, tensor in whole:
                 put(filled, steps, tensor)
                 put(everything, steps, tensor)
-            return _Placeholders(filled, everything, warnings, False if dropped else "auto")
+            return _Placeholders(filled, everything, given.offered, warnings, False if dropped else "auto")
 
     def _told_beside(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the tensors that optimizers tell beside the state of parameters, by flat names."""
@@ -172,11 +179,10 @@ class TrainingState:
                     found[path[:deep]] = nesting.steps(path[:deep]), tensor
         return list(found.values())
 
-    def _fill(self, directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-        parameters = self._parameters()
+    def _fill(self, directory: str | os.PathLike[str], found: _Placeholders) -> None:
+        parameters, state = self._parameters(), found.state
         for key, model in self._models.items():
-            offered = self._offered.get((key,), ())
-            with leaving(model, offered, directory) as left, in_users_function(loads_module=True):
+            with leaving(model, found.offered.get((key,), ()), directory) as left, in_users_function(loads_module=True):
                 set_model_state_dict(model, state[key])
             if left:
                 raise lacks(sorted(left), directory)

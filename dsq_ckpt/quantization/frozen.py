@@ -74,7 +74,7 @@ class Watch:
     That a tensor is as it was tells nothing where training has not gone on since: a trainer may save twice at a step.
 
     Attributes:
-        spread: weights that no longer lie where a restore has put them.
+        spread: weights and moments that no longer lie where a restore has put them.
     """
 
     def __init__(self) -> None:

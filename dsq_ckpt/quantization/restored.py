@@ -167,24 +167,26 @@ def _not_renewed(chunks: Sequence[Chunk], spread: Spread) -> set[str]:
     settle_streams([chunk.tensor for chunk in chunks])
     count = Counter(chunk.group for chunk in chunks)
     for chunk in chunks:
-        before = known.get(chunk.key, _UNKNOWN)
-        if before is not None:
-            try:
-                now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
-            except torch.OutOfMemoryError:  # as for weights
-                now = before
-            known[chunk.key] = now if len(before) != len(now) else None if _is_renewed(now, before) else before
+        first = known.get(chunk.key, _UNKNOWN)
+        if first is None:
+            continue
+        try:
+            now = _some(chunk.tensor, _elements(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
+        except torch.OutOfMemoryError:  # as for weights
+            found.add(chunk.group)
+            continue
+        first = first if len(first) == len(now) else now
+        known[chunk.key] = None if _is_renewed(now, first) else first
         if known[chunk.key] is not None:
             found.add(chunk.group)
     return found
 
 
-def _is_renewed(now: F32, before: F32) -> bool:
+def _is_renewed(now: F32, first: F32) -> bool:
     """Return whether little is left of what moments were; nothing is of zeros."""
-    squares = np.vdot(before, before)
-    left, resting = np.vdot(now, before), np.count_nonzero((now == before) & (before != 0))
-    few = left < _LEFT * squares and resting < _RESTING * np.count_nonzero(before)
-    return bool(few or (len(before) and not squares))
+    squares = np.vdot(first, first)
+    left, resting = np.vdot(now, first), np.count_nonzero((now == first) & (first != 0))
+    return bool(not squares or (left < _LEFT * squares and resting < _RESTING * np.count_nonzero(first)))
 
 
 def _elements(chunks: int) -> int:

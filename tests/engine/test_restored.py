@@ -159,7 +159,7 @@ def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
 
 
 def test_first_moments_are_renewed_over_several_saves(tmp_path):
-    """No less is saved of them for good where saves are closer together than momentum lasts."""
+    """They take more bits no longer than that where saves are closer together than momentum lasts."""
     model = nn.Linear(128, 96, bias=False)
     optimizer, found = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9), []
     for number in range(6):
@@ -170,7 +170,7 @@ def test_first_moments_are_renewed_over_several_saves(tmp_path):
         found += [bits for name, bits in symbols(tmp_path / str(number)).items() if "momentum_buffer" in name]
         if number == 0:
             dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "0")
-    assert found == [4, 8, 8, 4, 4, 4] or found == [4, 8, 4, 4, 4, 4], found
+    assert found == [4, 8, 8, 4, 4, 4]
 
 
 def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
