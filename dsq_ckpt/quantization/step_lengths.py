@@ -20,6 +20,7 @@ from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
 _TOGETHER = 1 << 24  # elements that are looked at together on a device
 _FURTHEST = 64  # eighths of an octave by which a scale may be moved
+_LANES = 16
 
 
 class StepLengths(NamedTuple):
@@ -53,7 +54,7 @@ class StepLengths(NamedTuple):
 
 
 def step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, start: int) -> StepLengths:
-    """Return the sums for a block. Values whose code has no positive level do not count.
+    """Return the sums for a block. Zeros, and values whose code has no positive level, do not count.
 
     Args:
         values: float32[n], over their scales.
@@ -82,9 +83,9 @@ def step_lengths_on_device(
     step = max(1, _TOGETHER // columns) * columns
     by_rows, by_columns = [], torch.zeros(2, columns if by_column else 1, dtype=torch.float64, device=values.device)
     for value, code in zip(values.split(step), codes.split(step), strict=True):
-        factors = inverse[code.int()]
-        held = (factors > 0).view(-1, columns)
-        lengths = torch.where(held, (value.sqrt() * factors).view(-1, columns), 0.0)
+        lengths = (value.sqrt() * inverse[code.int()]).view(-1, columns)
+        held = lengths > 0  # no NaN, of values that are stored exactly
+        lengths = torch.where(held, lengths, 0.0)
         dims = 1 if by_row else (0, 1)
         rows = torch.stack([lengths.sum(dims), held.sum(dims)]).view(2, -1)
         if by_column:
@@ -134,11 +135,42 @@ def _moves(sums: F64) -> tuple[I16, float]:
     return moves.astype(np.int16), float((sums[0] * np.exp2(-moves / 16)).sum() / total)
 
 
-def _inverse_roots(levels: F64) -> F64:
-    """Return one over the root of the level of each code, float64[256]; zero for codes of no positive level."""
-    out = np.zeros(256)
-    np.divide(1.0, np.sqrt(levels.clip(0)), out=out[: len(levels)], where=levels > 0)
+def _inverse_roots(levels: F64) -> F32:
+    """Return one over the root of the level of each code, float32[256]; zero for codes of no positive level."""
+    out = np.zeros(256, np.float32)
+    np.divide(1.0, np.sqrt(levels.clip(0)), out=out[: len(levels)], where=levels > 0, casting="same_kind")
     return out
+
+
+@jit
+def _lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
+    """Write sqrt(v / v') of elements, 0 for those that do not count; return how many do.
+
+    Three loops, since compilers take several elements at once in each, but not in one of all three.
+    """
+    held = 0
+    for j in range(len(out)):
+        out[j] = np.sqrt(values[j])
+    for j in range(len(out)):
+        out[j] *= inverse[codes[j]]
+    for j in range(len(out)):
+        counts = out[j] > 0  # no NaN, of values that are stored exactly
+        out[j] = out[j] if counts else np.float32(0)
+        held += counts
+    return held
+
+
+@jit
+def _total(lengths: Any, lanes: Any) -> float:
+    """Return the sum in fp64, by lanes of its own so that no element waits for the sum before it."""
+    lanes[:] = 0
+    for i in range(len(lengths) // _LANES):
+        for j in range(_LANES):
+            lanes[j] += lengths[i * _LANES + j]
+    total = lanes.sum()
+    for i in range(len(lengths) // _LANES * _LANES, len(lengths)):
+        total += lengths[i]
+    return float(total)
 
 
 @jit
@@ -147,26 +179,27 @@ def _add(
     sums: Any,
 ) -> None:
     i, row, column, width = 0, 0, offset, sums.shape[1]
-    lengths = np.empty(width)  # of a row, which is known as a whole before its columns are added
+    space, lanes = np.empty(min(columns, len(values)), np.float32), np.empty(_LANES)
+    full = 0
     while i < len(values):
         size = min(columns - column, len(values) - i)
-        total, held = 0.0, 0
-        for j in range(size):
-            factor = inverse[codes[i + j]]
-            length = np.sqrt(values[i + j]) * factor if factor > 0 else 0.0
-            total += length
-            held += factor > 0
-            if by_column:
-                lengths[j] = length
+        lengths = space[:size]  # of a row, which is known as a whole before its columns are added
+        held = _lengths(values[i : i + size], codes[i : i + size], inverse, lengths)
+        total = _total(lengths, lanes)
         rows[0, row] += total
         rows[1, row] += held
         if by_column and total > 0:
             place = column if width == columns else i
-            added, counts = sums[0, place : place + size], sums[1, place : place + size]
             share = held / total if by_row else 1.0
+            added, counts = sums[0, place : place + size], sums[1, place : place + size]
             for j in range(size):
                 added[j] += lengths[j] * share
-                counts[j] += lengths[j] > 0
+            if held == width:
+                full += 1
+            else:
+                for j in range(size):
+                    counts[j] += lengths[j] > 0
         i += size
         column = 0
         row += by_row
+    sums[1] += full
