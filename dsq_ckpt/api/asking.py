@@ -269,13 +269,14 @@ def _ask(
         return [], set()  # as of a model alone, which the load tells
     everything = {str(path[2]) for path in entries if len(path) > 2}
     names = everything & (state.keys() | parameters.keys())  # of a pipeline other ranks have others
-    if everything and not names:  # those of another model, which the load tells
+    if everything and not names:
         if all(name.isdecimal() for name in everything):
             raise LoadFailed(
                 f"'{directory}' has the optimizer's state by the numbers of parameters, as an optimizer itself tells "
                 "it, and not by their names: load {'model': model, 'optimizer': optimizer} by dsq_ckpt.load"
             )
-        return [], set()
+        if not any(path[0] == "model" and str(path[-1]) in parameters for path in nesting.values()):
+            return [], set()  # of another model, which the load tells
 
     def fit(own: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> Fitted:
         below = None if nesting.empty is None else empty.get(entry, [])

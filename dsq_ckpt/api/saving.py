@@ -129,16 +129,20 @@ def save_with(
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    result = run_on_all_ranks(comm, lambda: _committed(path, writer.save_id))
+    result = run_on_all_ranks(comm, lambda: _committed(path, writer.save_id, comm.rank))
     writer.history.add_committed(path, result.save_id)
     return result
 
 
-def _committed(path: pathlib.Path, save_id: str | None) -> SaveResult:
+def _committed(path: pathlib.Path, save_id: str | None, rank: int) -> SaveResult:
     """Return the result of the committed save; a rank that had nothing to write may not share the directory."""
     try:
         result = SaveResult.of(path, Manifest.read(path))
     except CheckpointNotFound as error:
+        if rank == 0:  # which committed it
+            raise SaveFailed(
+                f"the checkpoint was committed, but is gone: another process has removed or renamed '{path}' since"
+            ) from error
         raise SaveFailed(
             f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
             "hosts; save to a directory that is"
@@ -246,7 +250,7 @@ def save_async_with(
             ) from error
         if error is not None:
             raise error
-        result = _committed(path, writer.save_id)
+        result = _committed(path, writer.save_id, comm.rank)
         if processes and comm.rank == 0:  # what the background process told is not heard here
             announce(path, lambda: result, on_save)
         return result

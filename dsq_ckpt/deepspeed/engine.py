@@ -37,7 +37,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.quantization.restored import note_load
+from dsq_ckpt.quantization.restored import MOMENTS, note_load
 from dsq_ckpt.quantization.rounding import rounding
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file
@@ -228,9 +228,10 @@ class DSQCheckpointEngine(CheckpointEngine):
             if self._comm.rank == 0:
                 logger.info("loaded %s, refinement %s, depth %d", directory.name, manifest.refinement, manifest.depth)
             self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
-            note_load(manifest.lossy_kinds)
             self._last = directory
             self._resume(manifest)
+        # Of a universal checkpoint, or an export, nothing tells which of its moments were lossy once.
+        note_load(MOMENTS if manifest is None else manifest.lossy_kinds)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Return the former checkpoint engine's answer."""

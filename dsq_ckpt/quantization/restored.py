@@ -68,14 +68,15 @@ class Loads(NamedTuple):
     of_moments: int = 0
 
 
-_MOMENTS = ("exp_avg", "momentum")
+MOMENTS = ("exp_avg", "momentum")
+"""Kinds of first moments."""
 _loads = Loads()
 
 
 def note_load(kinds: Container[str]) -> None:
     """Note that this process loads a checkpoint, and lossy tensors of these kinds."""
     global _loads
-    _loads = Loads(_loads.all + 1, _loads.of_moments + any(kind in kinds for kind in _MOMENTS))
+    _loads = Loads(_loads.all + 1, _loads.of_moments + any(kind in kinds for kind in MOMENTS))
 
 
 def loads() -> Loads:
@@ -144,7 +145,7 @@ def not_spread(
     """
     asked = {group for group, one in fitted.items() if _may_be_narrower(one)}
     weights = {group for group in asked if group.startswith("weights/")}
-    moments = {group for group in asked if group.partition("/")[0] in _MOMENTS}
+    moments = {group for group in asked if group.partition("/")[0] in MOMENTS}
     if not weights | moments:
         return set()
     mine = [

@@ -52,20 +52,23 @@ def test_what_fails_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["save", "async_save"])
+@pytest.mark.parametrize("instead", ["other", "nothing"])
 def test_what_replaces_a_save_before_it_returns_is_not_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, instead: str
 ) -> None:
-    """As a save of another thread to the same path."""
+    """As a save of another thread to the same path, or a command that removes it."""
     state = {"w": torch.randn(80, 80)}
     other = dsq_ckpt.save(state, tmp_path / "other")
+    told = f"another save, {other.save_id}, has repl" if instead == "other" else "is gone: another process has removed"
     committed = saving._committed
 
-    def replaced(path: Path, save_id: str | None) -> dsq_ckpt.SaveResult:
+    def replaced(path: Path, *arguments: Any) -> dsq_ckpt.SaveResult:
         shutil.rmtree(path)
-        shutil.copytree(tmp_path / "other", path)
-        return committed(path, save_id)
+        if instead == "other":
+            shutil.copytree(tmp_path / "other", path)
+        return committed(path, *arguments)
 
-    with monkeypatch.context() as patched, pytest.raises(SaveFailed, match=f"another save, {other.save_id}, has repl"):
+    with monkeypatch.context() as patched, pytest.raises(SaveFailed, match=told):
         patched.setattr(saving, "_committed", replaced)
         if kind == "save":
             dsq_ckpt.save(state, tmp_path / "a")

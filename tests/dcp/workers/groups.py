@@ -205,11 +205,25 @@ def sharded(root: Path, rank: int) -> None:
     done("sharded")
 
 
+def stages_without_state(root: Path, rank: int) -> None:
+    """A rank whose parameters had no gradient yet, as those of a stage that is trained later, has no state again."""
+    for stepped in range(2):
+        before, after, path = trained("stages", rank), made("stages", rank, 5), root / str(stepped)
+        if rank != stepped:
+            before[1].state.clear()
+        dsq_ckpt.Compressor(*before, "exact").save(path)
+        with warned(rank=rank):
+            dsq_ckpt.Compressor(*after).load(path)
+        check_equal(before, after)
+    done("stages without state")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, _):
         for check in (
-            restored_alike, searched, by_state_dicts, other_ranks, told_at_the_save, lists_of_one_rank, sharded
+            restored_alike, searched, by_state_dicts, other_ranks, told_at_the_save, lists_of_one_rank, sharded,
+            stages_without_state,
         ):
             dsq_ckpt.forget()
             check(Path(sys.argv[1]) / check.__name__, me)
