@@ -125,6 +125,7 @@ def quantize(
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with shielded():  # a search puts trial weights into the model, and takes them out again
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
+    sketching.watch.spread.note(sketches.loads)
     fitted = with_parts_for(sketches.chunks, plan.analysis.fitted, sketching.watch.spread, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
     worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
@@ -160,6 +161,7 @@ class _Sketching:
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
         watch: looks at weights that no optimizer has state for.
+        loads: of this rank since its last save.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class _Sketching:
         self.lost_rows: dict[str, bool] = {}
         known = None if context.previous is None else options.history.find(context.previous.save_id)
         self.watch = Watch() if known is None else known.watch
-        self.watch.spread.begin(known is not None and known.loaded, context.parent is None)
+        self.loads = self.watch.spread.begin(known is not None and known.loaded, context.parent is None)
         self._asked: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
 
@@ -211,7 +213,7 @@ class _Sketching:
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one} | self._untrained(weights)
         chunks = [chunk for chunk in chunks if chunk.key not in left_out]
         chunks = self.with_all_rows(chunks)
-        return Loaded(chunks, len(self.undefined), len(self.lost_rows))
+        return Loaded(chunks, len(self.undefined), len(self.lost_rows), *self.loads)
 
     def _may_be_exact(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that are stored exactly if what they hold asks for it.

@@ -18,6 +18,7 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook import Codebook, Fitted, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
+from dsq_ckpt.quantization.restored import Loads
 from dsq_ckpt.quantization.scales import Scales
 from dsq_ckpt.quantization.worst import Worst, worst_tensor
 
@@ -83,6 +84,7 @@ class GlobalSketch:
         turn: number of deltas since the keyframe before this save.
         undefined: whether tensors that are not quantized hold NaN on some rank.
         uneven: whether the user is to be told of weights with rows that one step for all loses.
+        loads: of checkpoints, by any rank since the last save.
     """
 
     chunks: list[Chunk]
@@ -98,6 +100,7 @@ class GlobalSketch:
     turn: int = 0
     undefined: bool = False
     uneven: bool = False
+    loads: Loads = Loads()
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.

@@ -33,6 +33,7 @@ from dsq_ckpt.quantization.passes import (
     sparse_of,
     vanishes,
 )
+from dsq_ckpt.quantization.restored import Loads
 from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
 
 _T = TypeVar("_T")
@@ -45,11 +46,14 @@ class Loaded(NamedTuple):
         chunks: lossy chunks, and those that are only measured.
         undefined: number of other tensors that hold NaN.
         uneven: number of weights with rows that one step for all loses, if the user is to be told.
+        loads, loads_of_moments: see `GlobalSketch.loads`.
     """
 
     chunks: Sequence[Chunk]
     undefined: int = 0
     uneven: int = 0
+    loads: int = 0
+    loads_of_moments: int = 0
 
 
 def build_global_sketch(
@@ -80,7 +84,7 @@ def build_global_sketch(
     index = {name: place for place, name in enumerate(layout.rows())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
-    told = np.zeros(2, np.int64)  # tensors that are not sketched and hold NaN, and uneven ones
+    told = np.zeros(len(Loaded._fields) - 1, np.int64)
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
     counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
@@ -172,7 +176,7 @@ def build_global_sketch(
     return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, *map(bool, told),
+        _sizes(kept, layout, comm), parent.depth, *map(bool, told[:2]), Loads(*map(int, told[2:])),
     )
 
 

@@ -104,18 +104,27 @@ class Spread:
         self.samples: dict[ChunkKey, F32 | None] | None = None
         self._loads = Loads()
 
-    def begin(self, loaded: bool, keyframe: bool) -> None:
-        """Begin a save.
+    def begin(self, loaded: bool, keyframe: bool) -> Loads:
+        """Begin a save; return whether this rank has loaded checkpoints since the last one, and lossy moments.
+
+        A rank may load for all, and give them what it has read: `note` tells the others.
 
         Args:
             loaded: whether the checkpoint that it comes after was loaded.
             keyframe: whether it is one; then weights may have come from elsewhere.
         """
-        if self._loads.of_moments != _loads.of_moments:
-            self.samples = {}
-        if loaded or keyframe or self._loads != _loads:
-            self.chunks.clear()
+        since = Loads(loaded or self._loads != _loads, self._loads.of_moments != _loads.of_moments)
         self._loads = _loads
+        if keyframe:
+            self.chunks.clear()
+        return since
+
+    def note(self, since: Loads) -> None:
+        """Note what any rank has loaded since the last save."""
+        if since.of_moments:
+            self.samples = {}
+        if since.all:
+            self.chunks.clear()
 
 
 def with_parts_for(
