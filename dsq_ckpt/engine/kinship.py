@@ -7,10 +7,11 @@ independent of each other, while those of one training stay alike for long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import F64, Codes
+from dsq_ckpt.core.arrays import F64, Codes, Counts
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.quantization.chunk import ChunkKey, CodeSource
@@ -79,17 +80,20 @@ def are_related(codes: Codes, earlier: Codes) -> bool | None:
     one, other = codes[::step][:_SAMPLE], earlier[::step][:_SAMPLE]
     if min(len(codes) - np.bincount(codes).max() for codes in (one, other)) < _RARE:
         return None
-    generator = np.random.default_rng(0)
-    by_chance = [_information(one, generator.permutation(other)) for _ in range(_SHUFFLES)]
+    by_chance = [_information(one, other[order]) for order in _shuffles()]
     most = max(by_chance)
     return _information(one, other) > most + _SPREADS * (most - min(by_chance)) + _AT_LEAST / len(one)
 
 
+@cache
+def _shuffles() -> list[Counts]:
+    """Return the orders of a sample that show what codes tell of each other by chance."""
+    generator = np.random.default_rng(0)
+    return [generator.permutation(_SAMPLE) for _ in range(_SHUFFLES)]
+
+
 def _information(one: Codes, other: Codes) -> float:
-    """Return the mutual information of two lists of codes, in nats per code."""
-    symbols = 1 + int(max(one.max(), other.max()))
-    counts = np.bincount(one.astype(np.int64) * symbols + other, minlength=symbols**2)
-    pairs: F64 = counts.reshape(symbols, symbols) / len(one)
-    rows, columns = np.nonzero(pairs)
-    expected = pairs.sum(1)[rows] * pairs.sum(0)[columns]
-    return float((pairs[rows, columns] * np.log(pairs[rows, columns] / expected)).sum())
+    """Return the mutual information of two lists of codes, in nats per code, but for what no order of them changes."""
+    counts = np.bincount(one.astype(np.int64) << 8 | other)
+    pairs: F64 = counts[counts > 0] / len(one)
+    return float((pairs * np.log(pairs)).sum())
