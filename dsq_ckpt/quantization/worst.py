@@ -12,6 +12,7 @@ import numpy as np
 
 from dsq_ckpt.core.arrays import F64, Counts
 from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook.table import Occupied
 from dsq_ckpt.quantization.scales import CENTRES, OCTAVES
 
 _AT_ONCE = 1024  # tensors
@@ -51,17 +52,18 @@ def worst_tensor(
         None where all tensors are zero.
     """
     bits = fitted.refinement_bits
-    lost = [_lost_by_octave(fitted, joint, own) for own in ([0, bits] if bits else [0])]
+    held = _held(fitted, joint)
+    lost = [_lost_by_octave(fitted, held, own) for own in ([0, bits] if bits else [0])]
     found, names, sums = None, list(octaves), np.zeros((1 + len(lost), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
         some = names[start : start + _AT_ONCE]
-        held = np.stack([octaves[fqn][1:255] for fqn in some])
+        elements = np.stack([octaves[fqn][1:255] for fqn in some])
         shifts = np.array([exponents.get(fqn, 0.0) for fqn in some])[:, None]
-        energies = held * 4.0 ** (CENTRES[1:255] - shifts)
+        energies = elements * 4.0 ** (CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         whole = energies.sum(1)
-        squares = [(held * own[places]).sum(1) for own in lost]
-        last = np.minimum(held * lost[-1][places], energies).sum(1)
+        squares = [(elements * own[places]).sum(1) for own in lost]
+        last = np.minimum(elements * lost[-1][places], energies).sum(1)
         errors = np.sqrt(last / np.where(whole > 0, whole, 1.0))
         for place, own in enumerate((whole, *squares)):
             sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
@@ -77,19 +79,24 @@ def worst_tensor(
     return found._replace(plain=factors[0], plain_refined=factors[-1])
 
 
-def _lost_by_octave(fitted: Fitted, joint: Counts, bits: int) -> F64:
+def _held(fitted: Fitted, joint: Counts) -> Occupied:
+    """Return the finite entries of the sketch of a group, by the rows of its table."""
+    if len(fitted.table) < len(joint):  # the previous codes did not pay
+        joint = joint.sum(0, keepdims=True)
+    held = Occupied.of(joint)
+    return held.where(np.isfinite(fitted.window.values())[held.bins])
+
+
+def _lost_by_octave(fitted: Fitted, held: Occupied, bits: int) -> F64:
     """Return the mean squared error of values by octave, float64[256]; where none are, that of the nearest below.
 
     Args:
         fitted: of the group.
-        joint: the sketch that it was fitted to.
+        held: the sketch that it was fitted to.
         bits: of the refinement layer; 0: without.
     """
-    book, values = fitted.codebook, fitted.window.values()
-    if len(fitted.table) < len(joint):  # the previous codes did not pay
-        joint = joint.sum(0, keepdims=True)
-    rows, bins = np.nonzero(joint * np.isfinite(values))
-    codes, held, values = fitted.table[rows, bins], joint[rows, bins], values[bins]
+    book = fitted.codebook
+    codes, values = held.codes(fitted.table), fitted.window.values()[held.bins]
     square = (values - np.append(book.levels, 0.0)[codes]) ** 2
     if bits:
         part = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**bits
@@ -98,7 +105,8 @@ def _lost_by_octave(fitted: Fitted, joint: Counts, bits: int) -> F64:
     square[codes == book.protected] = 0.0
     with np.errstate(divide="ignore"):
         places = np.clip(np.floor(np.log2(np.abs(values))) + 127, 0, OCTAVES - 1).astype(np.int64)
-    total, count = (np.bincount(places, weights=each, minlength=OCTAVES) for each in (square * held, held))
+    parts = square * held.counts, held.counts
+    total, count = (np.bincount(places, weights=each, minlength=OCTAVES) for each in parts)
     known = np.flatnonzero(count)
     if not len(known):
         return np.zeros(OCTAVES)
