@@ -26,6 +26,7 @@ import torch.distributed as dist
 # Others, such as the alarm of a watchdog, are let through at once.
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
             if hasattr(signal, name)]
+_VALID = signal.valid_signals()  # asks the C library for each
 
 
 class _Held:
@@ -39,7 +40,7 @@ class _Held:
     """
 
     def __init__(self) -> None:
-        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        found = {number: signal.getsignal(number) for number in _VALID}
         self.handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
         self.waiting: list[int] = []
         self.holding = self.shielded = self.pending = False
