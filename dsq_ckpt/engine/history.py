@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,8 +108,9 @@ class KnownCheckpoint:
     lossy: frozenset[str] | None = None
     watch: Watch = field(default_factory=Watch)
 
-    @property
+    @cached_property
     def run(self) -> Path:
+        """Its run directory, which is asked for at each save of any run; a checkpoint moves within it alone."""
         return run_of(self.path)
 
 
