@@ -54,7 +54,8 @@ class Checkpoint(CheckpointFiles):
 
     def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
         super().__init__(directory, lazy=lazy, known=known)
-        self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
+        self._books: dict[tuple[str, str], Codebook] = {}  # of the chunks that are asked for, not of their chains
+        self._coders: dict[tuple[str, str], Coder] = {}
         self._dequantizers: dict[tuple[str, str, float, int], Dequantizer] = {}
         self._numbers: dict[str, I16] = {}
 
@@ -66,7 +67,10 @@ class Checkpoint(CheckpointFiles):
     @names_file
     def codebook(self, ref: RecordRef) -> Codebook:
         """Return the codebook that a coded record was coded with."""
-        return self._model(ref.file, self.record(ref)["group"])[0]
+        key = (ref.file, self.record(ref)["group"])
+        if key not in self._books:
+            self._books[key] = Codebook.from_json(self.reader(key[0]).contents["groups"][key[1]]["codebook"])
+        return self._books[key]
 
     @names_file
     def codes(self, ref: RecordRef, workers: Workers) -> Codes:
@@ -352,12 +356,11 @@ class Checkpoint(CheckpointFiles):
             self._scales(ref, record),
         )
 
-    def _model(self, file: str, group: str) -> tuple[Codebook, Coder]:
+    def _coder_of(self, file: str, group: str) -> Coder:
         key = (file, group)
-        if key not in self._models:
-            tree = self.reader(file).contents["groups"][group]
-            self._models[key] = (Codebook.from_json(tree["codebook"]), self._coder(file, tree))
-        return self._models[key]
+        if key not in self._coders:
+            self._coders[key] = self._coder(file, self.reader(file).contents["groups"][group])
+        return self._coders[key]
 
     def _coder(self, file: str, tree: dict[str, Any]) -> Coder:
         with self.naming(file):
@@ -376,7 +379,7 @@ class Checkpoint(CheckpointFiles):
         """Return the codes of a record of `count` elements, for its place in a chain."""
         record, reader = self.record(ref), self.reader(ref.file)
         merged = record["type"] == "merged"
-        coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
+        coder = self._coder(ref.file, record) if merged else self._coder_of(ref.file, record["group"])
         step = block_elements(reader)
         blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):

@@ -11,10 +11,12 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.storage import chunk_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.layers import Layer
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import owned
 from tests.helpers.states import bits, tensors
 
@@ -154,6 +156,14 @@ def test_few_chunks_are_begun_ahead(threads):
             assert bool((chunk.tensor == 1).all())
             most = max(most, len(begun) - done)
     assert len(begun) == 50 and most <= 4 * threads + 1
+
+
+def test_codebooks_of_older_layers_are_not_read(run, monkeypatch):
+    path, state = run
+    read, read_one = [], Codebook.from_json
+    monkeypatch.setattr(Codebook, "from_json", lambda tree: read.append(tree) or read_one(tree))
+    dsq_ckpt.load(state, path, history=dsq_ckpt.SaveHistory())
+    assert 0 < len(read) <= len(Manifest.read(path).groups)
 
 
 def test_names_with_the_same_memory_are_written_one_after_the_other(run):
