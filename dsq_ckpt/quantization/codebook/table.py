@@ -41,9 +41,9 @@ class Occupied(NamedTuple):
 
 def code_counts(held: Occupied, table: Codes, symbols: int) -> Counts:
     """Count how often each code follows each previous code: int64[rows, symbols]; table: uint8[rows, bins]."""
-    counts = np.zeros((len(table), symbols), np.int64)
-    np.add.at(counts, (held.rows, held.codes(table)), held.counts)
-    return counts
+    counts = np.zeros(len(table) * symbols, np.int64)
+    np.add.at(counts, held.rows * symbols + held.codes(table), held.counts)  # several times as fast as by two indices
+    return counts.reshape(len(table), symbols)
 
 
 def code_bits(counts: Counts) -> F64:
