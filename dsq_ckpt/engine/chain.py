@@ -183,10 +183,10 @@ def choose_parent(
         return None
     path = expanded(base.path)
     manifest = Manifest.read(path)
-    needed = [file for file in manifest.files if file.role in ("own", "ancestor")]
-    found = sizes([file.path_in(path) for file in needed])
-    for file in needed:
-        size, problem = found[file.path_in(path)], None
+    needed = {file.path_in(path): file for file in manifest.files if file.role in ("own", "ancestor")}
+    found = sizes(needed)
+    for place, file in needed.items():
+        size, problem = found[place], None
         if isinstance(size, FileNotFoundError):
             problem = "lacks"
         elif isinstance(size, OSError):

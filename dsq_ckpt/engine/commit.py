@@ -39,7 +39,7 @@ from dsq_ckpt.storage.names import is_plain
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.predecessors import replaced_at
 from dsq_ckpt.storage.references import completed_meanwhile
-from dsq_ckpt.storage.runs import canonical, run_of
+from dsq_ckpt.storage.runs import run_of
 from dsq_ckpt.storage.shard import Written
 from dsq_ckpt.version import __version__
 
@@ -115,8 +115,9 @@ def commit(
     config = plan.config
     _check_complete(path, contents)
     files = _data_files(path, context, contents, parent)
-    found = sizes([file.path_in(path) for file in files])
-    absent = [file for file in files if found[file.path_in(path)] != file.size]
+    places = [file.path_in(path) for file in files]
+    found = sizes(places)
+    absent = [file for file, place in zip(files, places, strict=True) if found[place] != file.size]
     if absent:
         raise SaveFailed(_incomplete(path, absent, contents.results))
     index = _index(context, contents, plan)
@@ -349,10 +350,12 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     if previous is None:
         return None, None
     path = expanded(previous.path)
-    if canonical(path) == canonical(directory):
+    if run_of(path) != run_of(directory):
+        return previous.save_id, None
+    if path.absolute().name == directory.absolute().name:
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name
-    return previous.save_id, _name_of(path) if run_of(path) == run_of(directory) else None
+    return previous.save_id, _name_of(path)
 
 
 def _name_of(path: Path) -> str | None:

@@ -43,15 +43,16 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
     for name in sorted(names):
         if not is_plain(name):
             raise CorruptCheckpoint(f"a data file in '{source}' requires {name!r}, which is not a plain file name")
-        if (target / name).exists():
+        goal = target / name
+        if goal.exists():
             continue
         try:
-            link_or_copy(source / name, target / name, fsync)
+            link_or_copy(source / name, goal, fsync)
         except FileNotFoundError as error:
             files = Manifest.read(source).files
             held = {file.name: file.path_in(source) for file in files if file.held_by is not None}
             if name in held:  # the run was copied from an object store, as it lies there
-                link_or_copy(held[name], target / name, fsync)
+                link_or_copy(held[name], goal, fsync)
                 continue
             raise CorruptCheckpoint(
                 f"'{source / name}' is missing, but the new checkpoint is coded against it: save again, which writes a "
@@ -190,9 +191,10 @@ def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
 
     None: the new one has the file itself, by a link or a copy, as it always does on a local file system.
     """
+    if not is_remote(target):
+        return None
     holder = file.path_in(parent).parent
-    shared = is_remote(target) and holder != target and holder.parent == run_of(target)
-    return holder.name if shared else None
+    return holder.name if holder != target and holder.parent == run_of(target) else None
 
 
 def transfer(
