@@ -258,7 +258,7 @@ class DSQStorageReader(Located, StorageReader):
             if target.dtype != saved and not self._allow_cast:
                 raise LossyTensor(
                     f"'{fqn}' was saved as {saved} and is loaded into {target.dtype}; "
-                    "load into the saved dtype, or pass allow_cast=True"
+                    "load into the saved dtype, or pass allow_cast=True, under dcp.load to DSQStorageReader"
                 )
 
     def _check_guards(self, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter, LossyTensor, SaveFailed
@@ -169,6 +170,9 @@ def test_dtype_must_match(tmp_path):
         dsq_ckpt.load(half, tmp_path / "a")
     dsq_ckpt.load(half, tmp_path / "a", allow_cast=True)
     assert same(half["b"], state["b"].bfloat16())
+    with pytest.raises(CheckpointException, match=r"allow_cast=True, under dcp\.load to DSQStorageReader"):
+        dcp.load(half, storage_reader=DSQStorageReader(tmp_path / "a"))
+    dcp.load(half, storage_reader=DSQStorageReader(tmp_path / "a", allow_cast=True))
 
 
 def test_names_and_shapes_must_match(tmp_path):
