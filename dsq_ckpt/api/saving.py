@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
-from dsq_ckpt.api.stateful import only_module, state_of, told_state, warn_of_objects
+from dsq_ckpt.api.stateful import saved_model, state_of, told_state, warn_of_objects
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.interrupts import held_signals
@@ -64,8 +64,8 @@ def save(
     export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
-    A module stands for its state dict. In its place, or as the only module of a state dict's values, it is taken for
-    the `model` too.
+    A module stands for its state dict. In its place, or as a value of a state dict, it is taken for the `model` too;
+    several modules are taken together.
 
     Returns:
         What was written, the same on every rank; rank 0 logs it.
@@ -100,7 +100,7 @@ def _begun(
     def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
         state = state_of(given, _SAVE)
-        return DSQStorageWriter(path, model=only_module(given, state) if model is None else model, **options), state
+        return DSQStorageWriter(path, model=saved_model(given, state) if model is None else model, **options), state
 
     return begin
 

@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
 
 from dsq_ckpt.api.buffers import leaving
+from dsq_ckpt.api.several import as_one
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.quantization.groups import is_of_optimizers
+from dsq_ckpt.quantization.groups import in_tree, is_of_optimizers, layer_types
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
@@ -73,35 +74,41 @@ def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
     return told
 
 
-def only_module(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
-    """Return the module that is saved, if nothing beside it may hold weights that are named like its own.
+def saved_model(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
+    """Return the module that is saved, or several as one, if nothing beside it may hold weights named like its own.
 
-    These would be matrices in dicts or lists, other than an optimizer's. A tensor beside it has a name of its own.
+    These would be matrices in dicts or lists, other than an optimizer's. A tensor beside it has a name of its own. With
+    several modules the keys count as parts of names.
     """
     if isinstance(given, nn.Module):
         return given
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
-    if len(modules) != 1:
+    modules = [(str(key), value) for key, value in state.items() if isinstance(value, nn.Module)]
+    if not modules:
         return None
-    names = {unwrapped(name) for name in own_state(modules[0])}
-    others = (value for key, value in state.items() if not is_of_optimizers(str(key)))
-    return None if any(map(_has_matrices, others)) or not names.isdisjoint(map(str, state)) else modules[0]
+    beside = [
+        name for key, value in state.items() if not is_of_optimizers(str(key)) for name in _matrices(str(key), value)
+    ]
+    if len(modules) == 1:
+        names = {unwrapped(name) for name in own_state(modules[0][1])}
+        return None if beside or not names.isdisjoint(map(str, state)) else modules[0][1]
+    model = as_one(modules)
+    types = layer_types(model) if beside else {}
+    return None if any(in_tree(name, types) is not None for name in beside) else model
 
 
-def _has_matrices(value: Any) -> bool:
-    """Return whether there are float tensors of two or more dimensions in dicts or lists."""
-    left, seen = [value] if isinstance(value, Mapping | list | tuple) else [], set[int]()
+def _matrices(name: str, value: Any) -> Iterator[str]:
+    """Yield the names of float tensors of two or more dimensions in dicts or lists."""
+    left, seen = [(name, value)] if isinstance(value, Mapping | list | tuple) else [], set[int]()
     while left:
-        node = left.pop()
+        name, node = left.pop()
         if id(node) in seen:  # it contains itself, which is refused later
             continue
         seen.add(id(node))
-        for one in node.values() if isinstance(node, Mapping) else node:
+        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
             if isinstance(one, Mapping | list | tuple):
-                left.append(one)
+                left.append((f"{name}.{key}", one))
             elif isinstance(one, torch.Tensor) and one.ndim > 1 and one.is_floating_point():
-                return True
-    return False
+                yield f"{name}.{key}"
 
 
 def warn_of_objects(state: dict[Any, Any], rank: int) -> None:

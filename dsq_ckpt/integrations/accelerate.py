@@ -108,7 +108,7 @@ class DSQAccelerator(Accelerator):
         run_on_all_ranks(communicator(None), check)
         with StagedCheckpoint(goal, self.dsq_config or DSQConfig(), self.dsq_on_save) as staged:
             state = TrainingState(self._models, self._plain_optimizers())
-            staged.save(state.collect, model=self._models[0] if len(self._models) == 1 else None)
+            staged.save(state.collect, model=state.model)
             save = super().save_state
             with self._without_models():
                 staged.write(lambda path: save(str(path), safe_serialization, **save_model_func_kwargs))

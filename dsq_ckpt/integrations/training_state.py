@@ -22,6 +22,7 @@ from dsq_ckpt.api.buffers import Given, lacks, leaving
 from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.optimizer_state import OF_TORCH, beside, joined_state, split_state
+from dsq_ckpt.api.several import as_one
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
@@ -68,6 +69,12 @@ class TrainingState:
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         self._models = {_key("model", number): model for number, model in enumerate(models)}
         self._optimizers = {_key("optimizer", number): one for number, one in enumerate(optimizers)}
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The models as one, by the names that their tensors have in the state of optimizers too."""
+        models = [(_prefix(key), model) for key, model in self._models.items()]
+        return as_one(models) if models else None
 
     def collect(self) -> dict[str, Any]:
         """Return the state dict, whose tensors are those of models and optimizers.
@@ -195,8 +202,8 @@ class TrainingState:
         """Return the parameters of all models by names that no two of them share; a tied one has several."""
         found: dict[str, nn.Parameter] = {}
         for key, model in self._models.items():
-            prefix = "" if key == "model" else f"{key}."
-            found |= {prefix + name: parameter for name, parameter in names_of(model).items()}
+            prefix = _prefix(key)
+            found |= {f"{prefix}.{name}" if prefix else name: own for name, own in names_of(model).items()}
         return found
 
     def _reshard(self) -> None:
@@ -209,6 +216,11 @@ class TrainingState:
 
 def _key(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
+
+
+def _prefix(key: str) -> str:
+    """Return the name before those of a model's parameters."""
+    return "" if key == "model" else key
 
 
 def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

@@ -189,3 +189,18 @@ def test_a_module_beside_other_weights_is_not_the_model(tmp_path):
     assert Manifest.read(tmp_path / "3").kinds["weights"].logical == 2 * 4 * 128 * 128
     dsq_ckpt.save({"model": state["model"], "weight": torch.randn(128, 128)}, tmp_path / "4")
     assert Manifest.read(tmp_path / "4").kinds["weights"].logical == 2 * 4 * 128 * 128
+
+
+def test_several_modules_are_known_beside_what_is_not_named_like_theirs(tmp_path):
+    """With their keys; else an average of one would be taken for the frozen one."""
+    frozen, trained = nn.Linear(128, 128).requires_grad_(False), nn.Linear(128, 128)
+    average = {"weight": torch.randn(128, 128)}
+    for number, (beside, known) in enumerate((
+        (average, True), ([average], True), ({"G": average}, False), ([{"G.weight": average["weight"]}], False),
+    )):
+        dsq_ckpt.save({"G": frozen, 1: trained, "average": beside, "step": 3}, tmp_path / str(number))
+        found = {}
+        dsq_ckpt.load(found, tmp_path / str(number))
+        assert found["G"]["weight"].equal(frozen.weight) == known
+        assert not found[1]["weight"].equal(trained.weight)
+        assert Manifest.read(tmp_path / str(number)).kinds["weights"].logical == (2 if known else 3) * 4 * 128 * 128

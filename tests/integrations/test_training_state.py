@@ -177,3 +177,23 @@ def test_a_model_that_does_not_take_all_is_refused(tmp_path):
     dsq_ckpt.save(TrainingState([hooked(3)]).collect(), tmp_path / "a", config="exact")
     with pytest.raises(LoadFailed, match=r"has '2.bias', '2.weight' in its model, which this model does not have"):
         TrainingState([hooked(2)]).restore(tmp_path / "a")
+
+
+def test_several_models_are_known_by_the_names_of_their_tensors(tmp_path):
+    """One of several was as good as none: what is rounded, frozen or a buffer was lossy."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(type("BitLinear", (nn.Linear,), {})(64, 64)), nn.Linear(64, 64), nn.Linear(64, 64)]
+    models[0].register_buffer("codebook", torch.randn(80, 64))
+    models[1].weight.requires_grad_(False)
+    optimizers = [torch.optim.AdamW(models[0].parameters()), torch.optim.AdamW(models[2].parameters())]
+    for model, optimizer in zip((models[0], models[2]), optimizers, strict=True):
+        model(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+    state = TrainingState(models, optimizers)
+    dsq_ckpt.save(state.collect(), tmp_path / "a", model=state.model)
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    state.restore(tmp_path / "a")
+    assert models[0].state_dict().keys() == before[0].keys()
+    assert all(value.equal(before[0][name]) for name, value in models[0].state_dict().items())
+    assert models[1].weight.equal(before[1]["weight"]) and not models[2].weight.equal(before[2]["weight"])
+    assert TrainingState([models[1]]).model is models[1] and TrainingState([]).model is None

@@ -284,6 +284,30 @@ def plain_states(output: Path) -> None:
     assert not (output / "hooked").exists()
 
 
+def several_models(output: Path) -> None:
+    """A generator whose weights are rounded, with a codebook, beside a discriminator: exact, as with one model."""
+    forget()
+    accelerator = integration.attach(Accelerator(cpu=True))
+    torch.manual_seed(0)
+    rounding = type("BitLinear", (nn.Linear,), {})
+    models = [nn.Sequential(rounding(96, 96), nn.Linear(96, 96)), nn.Sequential(nn.Linear(96, 64))]
+    models[0].register_buffer("codebook", torch.randn(300, 32))
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    models, optimizers = [accelerator.prepare(model) for model in models], list(map(accelerator.prepare, optimizers))
+    for number in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            accelerator.backward(model(torch.ones(2, 96)).square().mean())
+            optimizer.step()
+        models[0].module.codebook.mul_(0.9)
+        before = [{name: value.clone() for name, value in model.module.state_dict().items()} for model in models]
+        accelerator.save_state(str(output / str(number)))
+        accelerator.load_state(str(output / str(number)))
+        found = [model.module.state_dict() for model in models]
+        assert all(found[0][name].equal(before[0][name]) for name in ("0.weight", "codebook"))
+        assert not found[0]["1.weight"].equal(before[0]["1.weight"])
+        assert not found[1]["0.weight"].equal(before[1]["0.weight"])
+
+
 def urls_are_refused(accelerator: Any) -> None:
     """Given as a directory, or as that of automatic naming; nothing is written below the working directory."""
     project = accelerator.project_configuration
@@ -300,8 +324,10 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", UserWarning)
     Accelerator(cpu=True)
     run(
-        [ddp, ddp_in_background, rank_counts, rank_fails, plain_states, ddp_states, fsdp2_states, trainer_fsdp2], ROOT,
-        rank(),
+        [
+            ddp, ddp_in_background, rank_counts, rank_fails, plain_states, ddp_states, several_models, fsdp2_states,
+            trainer_fsdp2,
+        ], ROOT, rank(),
     )
     dist.barrier()
     os._exit(0)  # an ordinary end aborts now and then after collectives of DTensor, without this package too

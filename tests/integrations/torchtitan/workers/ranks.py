@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import MODEL, CheckpointManager
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -235,6 +236,23 @@ def errors(out: Path) -> None:
     job.end()  # it is told once
 
 
+def several_parts(out: Path) -> None:
+    """As a rank has with pipeline parallelism: what each part tells of its buffers and frozen weights is known."""
+    for mode in ("disabled", "async"):
+        job = Job(out / f"parts-{mode}", compression="default", async_mode=mode, interval=1)
+        parts = [nn.ModuleDict({name: nn.Linear(96, 96)}) for name in ("first", "second")]
+        parts[0].register_buffer("codebook", torch.randn(300, 32))
+        parts[1].second.weight.requires_grad_(False)
+        job.manager.states[MODEL] = ModelWrapper(parts)
+        job.manager.save(1)
+        job.manager.close()
+        state: dict[str, Any] = {}
+        dsq_ckpt.load(state, out / f"parts-{mode}" / "checkpoints" / "step-1")
+        if RANK == 0:
+            assert state["codebook"].equal(parts[0].codebook) and state["second.weight"].equal(parts[1].second.weight)
+            assert not state["first.weight"].equal(parts[0].first.weight)
+
+
 def loads_on_one_rank(out: Path) -> None:
     job = Job(out / "whole", exclude_from_loading=["dataloader"])
     assert job.manager.load() and job.step == 3
@@ -250,7 +268,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     checks = (
         resumes_are_exact_and_old_checkpoints_go, later_steps_do_not_push_out_a_restart, default_compression,
-        runs_change_over, the_last_and_the_first, errors,
+        runs_change_over, the_last_and_the_first, several_parts, errors,
     )
     for check in checks if RANKS > 1 else (loads_on_one_rank,):
         check(out)
