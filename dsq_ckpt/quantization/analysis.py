@@ -100,7 +100,7 @@ class GlobalSketch:
     turn: int = 0
     undefined: bool = False
     uneven: bool = False
-    loads: Loads = Loads()
+    loads: Loads = field(default_factory=Loads)
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.
