@@ -239,7 +239,7 @@ class _Sketching:
         if options.config.quantize.frozen != "exact":
             return set()
         tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
-        doubtful = may_be_untrained(layout.weights(), layout.shapes, tied)
+        doubtful = may_be_untrained(layout.weights(), layout.shapes, tied, options.layer_types)
         if not self._may_learn():
             doubtful = {name: may_be for name, may_be in doubtful.items() if not may_be}
         idle = self._without_steps([chunk for chunk in weights if chunk.key.fqn not in doubtful])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
@@ -14,10 +16,11 @@ from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.groups import in_tree, kind_of
+from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_of
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO
+from dsq_ckpt.quantization.whose import of_models
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
@@ -79,6 +82,7 @@ def report(
     _warn_of_rounded(doubts.rounded, comm.rank)
     _warn_of_curvature(doubts.fitted_to, comm.rank)
     _warn_of_rounding(sketches.layout.rounding, options.history.said, comm.rank)
+    _warn_of_keys(sketches.layout, options, comm.rank)
     if doubts.are_gathered(sketches):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
@@ -184,6 +188,26 @@ def _warn_of_rounding(rounding: Collection[str], said: set[str], rank: int) -> N
         )
 
 
+def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
+    """Warn, once for a run, of weights that are exact since a module has a name as optimizers' state has it."""
+    config, said = options.config.quantize, options.history.said
+    if options.layer_types is not None or config.weights.method == "exact":
+        return
+    new = sorted(
+        name for name in of_models(layout.shapes, layout.weights()) - said
+        if kind_of(name) == EXACT and len(layout.shapes[name]) > 1
+        and math.prod(layout.shapes[name]) >= config.min_elements
+        and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
+    )
+    if new:
+        said.update(new)
+        warn(
+            f"{named(new)} is stored exactly, as state of an optimizer is, for the name '{key_of_optimizer(new[0])}'. "
+            "If it is a weight of a model, give the module too (model=), so that it is made smaller; if not, "
+            'quantize.rules: [{"pattern": NAME, "exact": true}] says so. This is said once for a run', rank=rank,
+        )
+
+
 def _optimizers(fitted_to: Collection[str]) -> str:
     rprop = {name.endswith(".step_size") for name in fitted_to}
     return " and ".join(name for name, of_rprop in (("L-BFGS", False), ("Rprop", True)) if of_rprop in rprop)
@@ -255,8 +279,9 @@ def _warn_of_doubtful(
 
 def _untrained(layout: Layout) -> set[str]:
     """Return weights of shapes that no state of an optimizer has; nothing where state has shapes of its own."""
-    weights = {layout.shapes[fqn] for fqn in layout.shapes if kind_of(fqn) == "weights"}
-    state = [fqn for fqn in layout.shapes if kind_of(fqn) != "weights"]
+    own = of_models(layout.shapes, layout.weights())
+    weights = {layout.shapes[fqn] for fqn in own}
+    state = layout.shapes.keys() - own
     trained = {layout.shapes[fqn] for fqn in state if len(layout.shapes[fqn]) > 1}
     if not trained or not trained <= weights:
         return set()

@@ -3,9 +3,9 @@
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
 kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
 one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
-moment we know, the points that parametrizations of torch start from, parameters that say they lie on a manifold, what
-is known to be frozen, or rounded by the model, and what no training leaves in weights (see `nature`). All other float
-tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+moment we know or known to be the model's, the points that parametrizations of torch start from, parameters that say
+they lie on a manifold, what is known to be frozen, or rounded by the model, and what no training leaves in weights (see
+`nature`). All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
 """
 
 from __future__ import annotations
@@ -201,6 +201,18 @@ def second_moment_of(fqn: str) -> str | None:
     return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
 
 
+@functools.lru_cache(1 << 14)
+def key_of_optimizer(fqn: str) -> str:
+    """Return the beginning of a name up to its first key that tells of an optimizer; empty if none does."""
+    parts = fqn.split(".")
+    ends = (end for end, part in enumerate(parts, 1) if _tells_of_state(part))
+    return ".".join(parts[: next(ends, 0)])
+
+
+def _tells_of_state(part: str) -> bool:
+    return is_of_optimizers(part) or part.lower() in _MOMENTS
+
+
 def is_of_optimizers(key: str) -> bool:
     """Return whether what lies below a key is taken for state of optimizers."""
     return _OPTIMIZER_PART.fullmatch(key.lower()) is not None
@@ -235,7 +247,7 @@ def is_inner(fqn: str) -> bool:
 def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
     """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight).
 
-    `own`: it is known to be a tensor of the model, which may have the name of a moment.
+    `own`: it is known to be a tensor of the model, whose modules may have the names of moments and optimizers.
     """
     parent, _, leaf = fqn.rpartition(".")
     if is_inner(fqn):
@@ -250,20 +262,19 @@ def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
         parts.pop()
     if leaf == "base" and "parametrizations" in parts:
         return EXACT, fqn  # a point of `orthogonal` of torch, which no step would bring back to its manifold
-    if any(is_of_optimizers(part) or part in _MOMENTS for part in parts):
+    if not own and any(map(_tells_of_state, parts)):
         return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
     return "weights", fqn
 
 
 def _is_own(fqn: str, types: Mapping[str, str] | None) -> bool:
-    """Return whether a tensor with the name of a moment is a parameter or buffer of the model, and no moment of one."""
-    leaf = fqn.rpartition(".")[2]
-    if leaf not in _MOMENTS or not types:
+    """Return whether a tensor that its name takes for an optimizer's is a parameter or buffer of the model."""
+    if not types or _kind(fqn)[0] == "weights":
         return False
     parts = unwrapped(fqn).split(".")
     for start in range(len(parts)):
         if ".".join(parts[start:]) in types:
-            return not any(map(is_of_optimizers, parts[:start]))
+            return not any(map(_tells_of_state, parts[:start]))
         if ".".join(parts[start:-1]) in types:
             return False
     return False

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.quantization.groups import is_of_optimizers
+from dsq_ckpt.quantization.whose import of_models
 
 Shape = tuple[int, ...]
 
@@ -22,7 +23,18 @@ _NUMBERED = re.compile(r"(?P<optimizer>(.*\.)?state)\.(?P<number>\d+)\.\w+")
 def numbered(name: str) -> tuple[str, int] | None:
     """Return the optimizer and the number of the parameter whose state has a name; None if it has no number."""
     found = _NUMBERED.fullmatch(name)
-    return None if found is None else (found["optimizer"], int(found["number"]))
+    if found is None or _is_of_parameter(found["optimizer"]):
+        return None
+    return found["optimizer"], int(found["number"])
+
+
+def _is_of_parameter(optimizer: str) -> bool:
+    """Return whether a name goes on below a key `state`: that of a parameter does, as of `self.state[0]`."""
+    *outer, _ = optimizer.split(".")
+    while outer:
+        if is_of_optimizers(part := outer.pop()):
+            return part == "state"
+    return False
 
 
 def is_numbered(name: str) -> bool:
@@ -30,12 +42,15 @@ def is_numbered(name: str) -> bool:
     return numbered(name) is not None
 
 
-def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, str]:
+def state_by_weight(
+    state: Iterable[str], shapes: Mapping[str, Shape], weights: Collection[str] = ()
+) -> dict[str, str]:
     """Return the name of the state that belongs to a weight, by the name of the weight, where that can be told.
 
     Args:
         state: names of one kind of state, such as `exp_avg_sq`; those without a number are left out.
         shapes: shapes of all tensors of the save, in the order of its state dict.
+        weights: names of tensors that are known to be weights.
 
     Returns:
         Weights of two or more dimensions. Those that state of several optimizers fits have no entry; copies of a model,
@@ -48,18 +63,19 @@ def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[s
     if not optimizers:
         return {}
     models: dict[str, dict[Shape, list[str]]] = defaultdict(lambda: defaultdict(list))
+    of_model = of_models(shapes, weights)
     for name, shape in shapes.items():
-        if len(shape) > 1 and kind_of(name) == "weights":
+        if len(shape) > 1 and name in of_model:
             models[name.partition(".")[0]][shape].append(name)
     fitting: dict[str, set[str]] = defaultdict(set)
     for own_state in optimizers.values():
-        for weights in models.values():
-            others = [shape for shape in weights if len(weights[shape]) != len(own_state.get(shape, ()))]
-            for shape in weights.keys() & own_state.keys():
+        for model in models.values():
+            others = [shape for shape in model if len(model[shape]) != len(own_state.get(shape, ()))]
+            for shape in model.keys() & own_state.keys():
                 own = [name for _, name in sorted(own_state[shape])]
-                if others == [shape] and (len(own), len(weights[shape])) == (1, 2):
+                if others == [shape] and (len(own), len(model[shape])) == (1, 2):
                     own *= 2  # all else is trained once, so that these are one parameter, a tied one
-                if len(own) == len(weights[shape]):
-                    for weight, name in zip(weights[shape], own, strict=True):
+                if len(own) == len(model[shape]):
+                    for weight, name in zip(model[shape], own, strict=True):
                         fitting[weight].add(name)
     return {weight: found.pop() for weight, found in fitting.items() if len(found) == 1}

@@ -15,6 +15,7 @@ import numpy as np
 
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.arrays import F64, Counts
+from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
@@ -143,11 +144,11 @@ def gauges_of(layout: Layout) -> dict[str, Gauge]:
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
     state = [fqn for fqn, found in layout.state.items() if found == kind]
-    numbered = state_by_weight(state, layout.shapes)
+    numbered = state_by_weight(state, layout.shapes, weights)
     by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered(fqn)}
     gauges = {}
     for fqn in weights:
-        tail = parameter_of(fqn)
+        tail = unwrapped(fqn)
         while tail and tail not in by_parameter:
             tail = tail.partition(".")[2]
         if name := by_parameter.get(tail) or numbered.get(fqn):

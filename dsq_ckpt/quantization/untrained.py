@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.numbered import Shape, numbered
+from dsq_ckpt.quantization.whose import of_models
 
 _MODEL = "model"
 
 
 def may_be_untrained(
-    weights: Collection[str], shapes: Mapping[str, Shape], tied: Mapping[str, Collection[str]]
+    weights: Collection[str], shapes: Mapping[str, Shape], tied: Mapping[str, Collection[str]],
+    types: Mapping[str, str] | None = None,
 ) -> dict[str, bool]:
     """Return the weights that the state of optimizers does not name, and whether they may be trained all the same.
 
@@ -29,18 +31,21 @@ def may_be_untrained(
         weights: names of lossy weights.
         shapes: shapes of all tensors of the save.
         tied: other names of the memory of a weight, by its name.
+        types: layer types of the model; None: names alone tell what is the model's.
     """
-    state = [name for name in shapes if kind_of(name) != "weights" and _state(name)]
+    own = of_models(shapes, weights, types)
+    state = [name for name in shapes if name not in own and kind_of(name) != "weights" and _state(name)]
     if not weights or not state:
         return {}
     by_number = {name: found for name in state if (found := numbered(name)) is not None}
     if not by_number:
-        return _by_name(weights, shapes, state, tied)
-    return _by_number(weights, shapes, by_number, tied) if len(by_number) == len(state) else {}
+        return _by_name(weights, shapes, own, state, tied)
+    return _by_number(weights, shapes, own, by_number, tied) if len(by_number) == len(state) else {}
 
 
 def _by_name(
-    weights: Collection[str], shapes: Mapping[str, Shape], state: Collection[str], tied: Mapping[str, Collection[str]]
+    weights: Collection[str], shapes: Mapping[str, Shape], own: Collection[str], state: Collection[str],
+    tied: Mapping[str, Collection[str]],
 ) -> dict[str, bool]:
     """Return the weights by whose name no state goes, if all state of matrices goes by the name of some weight."""
     owners = {name: _owner(name) for name in state}
@@ -51,7 +56,7 @@ def _by_name(
     named = {other for others in tied.values() for other in others}
     fitting: dict[str, list[str]] = {}
     for name in shapes:
-        if kind_of(name) == "weights" and (tail := next((one for one in _tails(unwrapped(name)) if one in sizes), "")):
+        if name in own and (tail := next((one for one in _tails(unwrapped(name)) if one in sizes), "")):
             fitting.setdefault(tail, []).append(name)
     matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
     if not fitting or any(fitting.keys().isdisjoint(_beginnings(owner)) for owner in matrices):
@@ -60,23 +65,23 @@ def _by_name(
     for tail, names in fitting.items():
         alike = [name for name in names if shapes[name] in sizes[tail]] or names
         alone = [name for name in alike if name not in named]
-        own = [name for name in alone if _last(unwrapped(name).removesuffix(tail).rstrip(".")) in ("", _MODEL)]
-        trained.update(alike if len(alone) < 2 else own)
+        likely = [name for name in alone if _last(unwrapped(name).removesuffix(tail).rstrip(".")) in ("", _MODEL)]
+        trained.update(alike if len(alone) < 2 else likely)
     fit = {name for names in fitting.values() for name in names}
     return {name: name in fit for name in weights if trained.isdisjoint((name, *tied.get(name, ())))}
 
 
 def _by_number(
-    weights: Collection[str], shapes: Mapping[str, Shape], state: Mapping[str, tuple[str, int]],
-    tied: Mapping[str, Collection[str]],
+    weights: Collection[str], shapes: Mapping[str, Shape], own: Collection[str],
+    state: Mapping[str, tuple[str, int]], tied: Mapping[str, Collection[str]],
 ) -> dict[str, bool]:
     """Return the weights of shapes that more weights have than state is there for."""
     named = {other for others in tied.values() for other in others}
-    there = [name for name in shapes if kind_of(name) == "weights" and name not in named]
-    own: dict[tuple[str, int], set[Shape]] = {}
+    there = [name for name in own if name not in named]
+    by_number: dict[tuple[str, int], set[Shape]] = {}
     for name, number in state.items():
-        own.setdefault(number, set()).add(shapes[name])
-    kept = [found - {()} or found for found in own.values()]
+        by_number.setdefault(number, set()).add(shapes[name])
+    kept = [found - {()} or found for found in by_number.values()]
     trained = Counter(shape for found in kept for shape in found)
     whole = Counter(shapes[name] for name in there)
     if any(len(found) > 1 for found in kept) or trained - whole:  # it is not kept in the parameter's shape

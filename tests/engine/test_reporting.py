@@ -46,6 +46,33 @@ def test_it_names_both(tmp_path):
         dsq_ckpt.save({"encoder": {"w": torch.randn(128, 128)}}, tmp_path / "a", model=model)
 
 
+@pytest.mark.parametrize("key", ["opt", "state", "exp_avg"])
+def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_path, key):
+    """They are exact where no model is given: once for a run, and not if a rule says so."""
+    model = nn.ModuleDict({key: net(128, 128), "head": net(128, 64)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["head"](model[key](torch.randn(32, 128))).square().mean().backward()
+    optimizer.step()
+    rule = {"quantize": {"rules": [{"pattern": "model.*.0.weight", "exact": True}]}}
+    exact = {"quantize": {"weights": {"method": "exact"}}}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for name, more, expected in (
+        ("none", {}, 1), ("model", {"model": model}, 0), ("rule", {"config": rule}, 0), ("exact", {"config": exact}, 0),
+    ):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            history = dsq_ckpt.SaveHistory()
+            for number in range(2):
+                dsq_ckpt.save(state, tmp_path / name / str(number), history=history, **more)
+        found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", told)
+        assert len(found) == expected, name
+        assert not told_of("has its shape", told)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")
+    assert not told_of("is stored exactly, as state", told)
+
+
 def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = net(128, 128, 64)
     optimizer = torch.optim.AdamW(model.parameters())

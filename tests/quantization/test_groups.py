@@ -97,13 +97,33 @@ def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
     model.register_buffer("exp_avg_sq", torch.zeros(80, 80))
     kinds = {
         "momentum_buffer": "weights", "net.exp_avg_sq": "weights", "net.module.momentum_buffer": "weights",
-        "net.state.exp_avg": "exact", "net.exp_avg": "exp_avg", "net.w.exp_avg_sq": "exp_avg_sq",
+        "net.state.exp_avg": "weights", "net.exp_avg": "exp_avg", "net.w.exp_avg_sq": "exp_avg_sq",
         "o.state.momentum_buffer.momentum_buffer": "momentum", "o.state.w.exp_avg_sq": "exp_avg_sq",
         "o.state.0.exp_avg_sq": "exp_avg_sq", "o.state.0.momentum_buffer": "momentum",
     }
     types = layer_types(model)
     assert {name: assign(name, (80, 80), F32, CONFIG, types).kind for name in kinds} == kinds
     assert {name: kind_of(name, types) for name in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    "name", ["state", "opt", "optimizer", "adam", "optimizer_states", "exp_avg", "Momentum_Buffer"]
+)
+def test_modules_may_have_names_that_optimizers_state_has(name):
+    """Under any key but those; an optimizer's state below its own key stays that."""
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(80, 80), nn.LayerNorm(80))})
+    model.inner = nn.ModuleDict({name: nn.ParameterList([torch.zeros(80, 80)])})
+    kinds = {
+        f"{name}.0.weight": "weights", f"net.module.{name}.0.weight": "weights", f"model.inner.{name}.0": "weights",
+        f"{name}.1.weight": "exact", f"{name}.0.bias": "exact", f"{name}.0.hessian": "exact",
+        f"optimizer.{name}.0.weight": "exact", f"optimizer.state.{name}.0.weight": "exact",
+        f"exp_avg.{name}.0.weight": "exact", f"optimizer.state.{name}.0.weight.basis": "exact",
+        f"optimizer.state.{name}.0.weight.exp_avg": "exp_avg", f"state.{name}.0.weight.exp_avg_sq": "exp_avg_sq",
+        f"{name}.0.weight.momentum_buffer": "momentum", "optimizer.state.0.exp_avg": "exp_avg",
+    }
+    types = layer_types(model)
+    shapes = {one: (80,) if ".1." in one or "bias" in one else (80, 80) for one in kinds}
+    assert {one: assign(one, shapes[one], F32, CONFIG, types).kind for one in kinds} == kinds
 
 
 def test_ranks_agree_on_first_moments_whose_update_is_not_known():

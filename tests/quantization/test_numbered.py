@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.numbered import Shape, state_by_weight
+from dsq_ckpt.quantization.numbered import Shape, numbered, state_by_weight
 from dsq_ckpt.quantization.scales import gauges_of
 
 MATRIX = (64, 128)
@@ -91,6 +91,20 @@ def test_weights_are_stored_as_with_names(tmp_path: Path, kind: str) -> None:
         assert torch.equal(got["names"][key], got["numbers"][key])
         assert torch.equal(got["names"][key], got["object"][key])
     assert any(not torch.equal(got["names"][key], got["alone"][key]) for key in weights)
+
+
+def test_modules_named_like_keys_of_optimizers_have_theirs() -> None:
+    """By numbers and by names; a parameter `state.0` has a name, not the number 0."""
+    weights = {"m.a": MATRIX, "m.opt.0.weight": MATRIX, "m.state.0.weight": (64, 64), "m.state.1": (96, 64)}
+    by_number = {f"o.state.{number}": shape for number, shape in enumerate(weights.values())}
+    by_name = {f"o.state.{name.removeprefix('m.')}": shape for name, shape in weights.items()}
+    for owners in (by_number, by_name):
+        state = {f"{name}.exp_avg_sq": "exp_avg_sq" for name in owners}
+        layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, owners))
+        gauges = {weight: gauge.name for weight, gauge in gauges_of(layout).items()}
+        assert gauges == dict(zip(weights, state, strict=True))
+    assert [numbered(f"{name}.m") for name in ("state.0", "app.opt.state.2", "state.opt.state.3", "state.b.state.4")] \
+        == [("state", 0), ("app.opt.state", 2), ("state.opt.state", 3), None]
 
 
 def test_each_of_two_optimizers_tells_of_its_model() -> None:

@@ -8,13 +8,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
 
 M, T, V = (80, 80), (70, 80), (9, 90)
 
 
 def doubtful(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> dict[str, bool]:
-    weights = {name for name in shapes if ".state." not in name and name not in (tied or {})}
+    weights = {name for name in shapes if kind_of(name) == "weights" and name not in (tied or {})}
     return may_be_untrained(weights, shapes, other_names((tied or {}).items()))
 
 
@@ -57,9 +58,72 @@ def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optim
     ({"m.a.weight": M, "m.a.bias": (80,)} | state("0", shape=(80,), leaf="exp_avg_sq_row")
      | state("0", shape=(80,), leaf="exp_avg_sq_col") | state("1", shape=(80,), leaf="exp_avg_sq"), {}),
     ({"m.a.weight": M, "m.b.weight": T} | state("0") | state("a.weight", optimizer="other"), {}),  # both ways
+    # Modules whose names are like keys of optimizers.
+    ({"m.state.0.weight": M, "m.b.weight": M} | state("state.0.weight"), sure("m.b.weight")),
+    ({"state.0.weight": M, "b.weight": M} | state("state.0.weight"), sure("b.weight")),
+    ({"m.opt.0.weight": M, "m.b.weight": M} | state("opt.0.weight"), sure("m.b.weight")),
+    ({"model.exp_avg.0": M, "model.b.weight": M} | state("exp_avg.0"), sure("model.b.weight")),
+    ({"model.a.state": M, "model.b.weight": M} | state("a.state"), sure("model.b.weight")),
+    ({"m.state": M, "m.b.weight": M} | state("state"), sure("m.b.weight")),
+    ({"model.state.0": M, "model.b.weight": M} | state("state.0"), sure("model.b.weight")),  # not the number 0
+    ({"model.state.0.weight": M, "model.b.weight": T} | state("0"), sure("model.b.weight")),
+    ({"m.opt.0.weight": M, "m.b.weight": M, "m.c.weight": T} | state("0") | state("1"), sure("m.c.weight")),
+    ({"m.opt.0.weight": M, "m.b.weight": M} | state("0"), perhaps("m.b.weight")),  # one of them
+    ({"m.a.weight": M, "optimizer.masters.0": M} | state("0"), {}),
+    ({"m.a.weight": M, "optimizer.masters.a.weight": M} | state("a.weight"), {}),
+    ({"m.a.weight": M, "model.optimizer.masters.a.weight": M} | state("a.weight", optimizer="model.optimizer"), {}),
 ])
 def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: dict[str, bool]) -> None:
     assert doubtful(shapes) == expected
+
+
+def test_a_model_that_is_given_tells_what_is_its_own() -> None:
+    shapes = {"m.state.table": M, "m.b.weight": M} | state("state.table")
+    types = {"state.table": "other", "b.weight": "linear"}
+    assert may_be_untrained({"m.state.table", "m.b.weight"}, shapes, {}, types) == sure("m.b.weight")
+    assert may_be_untrained({"m.b.weight"}, shapes, {}, types) == sure("m.b.weight"), "though it is stored exactly"
+
+
+class Net(nn.Module):
+    """Three layers, the second of which has a name to be chosen."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(80, 80)
+        self.add_module(name, nn.Sequential(nn.Linear(80, 80)))
+        self.head = nn.Linear(80, 80)
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.get_submodule(self.name)(self.backbone(x)))
+
+
+@pytest.mark.parametrize("how", ["compressor", "names", "numbers", "flat"])
+@pytest.mark.parametrize("name", ["state", "opt", "exp_avg", "momentum", "param_groups"])
+def test_no_name_of_a_module_makes_what_rests_lossy_or_its_own_weights_large(tmp_path, name: str, how: str) -> None:
+    """The backbone has no state of the optimizer; the module of that name is trained, small where the model tells."""
+    torch.manual_seed(0)
+    model = Net(name)
+    optimizer = torch.optim.AdamW([one for own, one in model.named_parameters() if "backbone" not in own])
+    history = dsq_ckpt.SaveHistory()
+    compressor = dsq_ckpt.Compressor(model, optimizer, history=history)
+    for number in range(3):
+        model(torch.randn(30, 80)).square().sum().backward()
+        optimizer.step()
+        path = tmp_path / str(number)
+        if how == "compressor":
+            compressor.save(path)
+        else:
+            own = get_state_dict(model, optimizer)[1] if how != "numbers" else optimizer.state_dict()
+            weights = model.state_dict() if how == "flat" else {"model": model.state_dict()}
+            dsq_ckpt.save({**weights, "optimizer": own}, path, history=history)
+    found = {} if how == "flat" else {"model": {}}
+    dsq_ckpt.load(found, path)
+    loaded = found if how == "flat" else found["model"]
+    assert loaded["backbone.weight"].equal(model.backbone.weight)
+    assert not loaded["head.weight"].equal(model.head.weight)
+    if how == "compressor":
+        assert not loaded[f"{name}.0.weight"].equal(model.get_submodule(name)[0].weight)
 
 
 @pytest.mark.parametrize("owner", ["a.weight", "b.weight", "0"])

@@ -1,0 +1,48 @@
+"""Tensors that are of models, told by the names of all that is saved.
+
+A module may be named as the keys are that optimizers' state lies below: `self.state`, `self.opt`. How its tensors are
+stored is decided by their own names, and by the model where it is given (see `groups`). Which weights an optimizer
+trains is asked of all tensors; there a key is an optimizer's only if there is state below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from dsq_ckpt.quantization.groups import EXACT, MODELS, key_of_optimizer, kind_of
+
+_PARAMETERS = (".weight", ".bias")
+
+
+def of_models(
+    names: Collection[str], weights: Collection[str], types: Mapping[str, str] | None = None
+) -> set[str]:
+    """Return the names of parameters and buffers of models.
+
+    Args:
+        names: of all tensors of a save.
+        weights: those that are known to be weights.
+        types: layer types of the model; None: names alone tell.
+    """
+    found = {name for name in names if name in weights or kind_of(name, types) == "weights"}
+    below: dict[str, list[str]] = {}
+    for name in names:
+        if name not in found and (key := key_of_optimizer(name)):
+            below.setdefault(key, []).append(name)
+    for key, own in below.items():
+        if _is_module(key, own):
+            found.update(own)
+    return found
+
+
+def _is_module(key: str, names: Sequence[str]) -> bool:
+    """Return whether names below a key of an optimizer are those of a module: no moments, and no `state` of anything.
+
+    An optimizer that we do not know gives other names to its state than `weight` and `bias`.
+    """
+    if any(kind_of(name) != EXACT for name in names):
+        return False
+    if key.partition(".")[0].lower() in MODELS:
+        return True
+    named = any(name == key or name.endswith(_PARAMETERS) for name in names)
+    return named and not any(".state." in name[len(key):] for name in names)

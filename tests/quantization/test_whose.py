@@ -1,0 +1,49 @@
+"""Whose a tensor is, told by the names of all that is saved."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from dsq_ckpt.quantization.groups import layer_types
+from dsq_ckpt.quantization.whose import of_models
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@pytest.mark.parametrize("word", ["state", "opt", "optim", "optimizer", "adam", "exp_avg", "momentum_buffer", "fp32"])
+@pytest.mark.parametrize("model", ["model.", "net.", "app.net.", ""])
+def test_modules_named_like_keys_of_optimizers_are_of_models(word: str, model: str) -> None:
+    weights = {f"{model}{word}.0.weight", f"{model}{word}.0.bias", f"{model}a.{word}.table.weight", f"{model}b.weight"}
+    key = "optimizer" if word != "optimizer" else "o"
+    for owner in ("0", f"{word}.0.weight", f"a.{word}.table.weight"):
+        state = {f"{key}.state.{owner}.{leaf}" for leaf in MOMENTS}
+        assert of_models(weights | state, ()) == weights
+
+
+@pytest.mark.parametrize("names", [
+    [f"{key}{owner}.{leaf}" for owner in ("0", "1") for leaf in MOMENTS] + ([f"{key}0.hessian"] if more else [])
+    for key in ("state.", "optimizer.state.", "app.optim.state.", "model.optimizer.state.", "muon.state.")
+    for more in (True, False)
+] + [
+    ["optimizer.state.a.weight.step"],
+    ["optimizer.state.a.weight.GG.0", "optimizer.state.a.weight.GG.1"],  # lists of SOAP
+    ["app.optimizer.state.a.weight.hessian"],
+    ["muon.state.0.m", "muon.state.1.m"],
+    ["optimizer.a.weight.momentum_buffer", "optimizer.a.weight.hessian"],
+    ["optimizer.state.a.weight.exp_avg", "optimizer.masters.a.weight", "optimizer.fp32.0"],
+    ["model.opt.state.a.weight.exp_avg", "model.opt.masters.a.weight"],
+    ["optimizer.0.state.0.m", "optimizer.0.masters.a.weight"],
+    ["a.weight.exp_avg", "b.exp_avg_sq"],  # moments beside their parameters
+])
+def test_state_of_optimizers_is_not(names: list[str]) -> None:
+    assert of_models(["m.a.weight", *names], ()) == {"m.a.weight"}
+
+
+def test_what_is_known_is_known() -> None:
+    model = nn.Module()
+    model.state = nn.ParameterDict({"exp_avg": nn.Linear(2, 2).weight, "table": nn.Linear(2, 2).weight})
+    names = ["net.state.exp_avg", "net.state.table", "o.state.state.table.exp_avg"]
+    assert of_models(names, ()) == set()
+    assert of_models(names, names[:1]) == {names[0]}
+    assert of_models(names, (), layer_types(model)) == {*names[:2]}
