@@ -22,7 +22,6 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_o
 from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
-from dsq_ckpt.engine.kinship import Kinship
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
@@ -105,12 +104,10 @@ def stage_codes(
                 if chunk.base is None or not context.shared:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
             cache.values |= exact_values(found.unquantized, context.layout)
-            kinship = Kinship(options.history, context)
-            kinship.look_at(payload.codes for payload in payloads.values() if isinstance(payload, QuantizedChunk))
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
         names = frozenset(map(name_of, [*mine, *objects]))
-        staged = StagedCodes(context, found.plan, names, found.alone, kinship.found)
+        staged = StagedCodes(context, found.plan, names, found.alone, found.related)
         state = staged_state_dict(state_dict, mine, payloads)
         return state, staged, cache
 

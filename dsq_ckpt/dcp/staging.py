@@ -89,7 +89,7 @@ class StagedCodes:
         plan: how the state is stored.
         staged: chunks and names of objects of this rank.
         alone: whether it may need no file of a parent; see `QuantizedState`.
-        related: what `Kinship` found.
+        related: whether its weights depend on the checkpoint before; see `QuantizedState`.
     """
 
     context: SaveContext

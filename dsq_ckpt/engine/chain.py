@@ -16,18 +16,10 @@ from dsq_ckpt.core.interrupts import heard_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import rank_in_job
-from dsq_ckpt.engine.history import (
-    ChunkCache,
-    ParentRef,
-    SaveHistory,
-    Shapes,
-    continues,
-    has_shapes,
-    shapes_of,
-    shared,
-)
+from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, has_shapes
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.removed_ancestors import a_keyframe_pays
+from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of, shared
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,13 +11,14 @@ from functools import partial
 import torch
 
 from dsq_ckpt.core.arrays import F32
+from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chain import BaseRecord, Parent
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization import device
-from dsq_ckpt.quantization.analysis import Analysis
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import (
     Chunk,
     ChunkKey,
@@ -32,6 +34,7 @@ from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame, ScaledFrame, UpdateFrame
+from dsq_ckpt.quantization.plan import QuantizationPlan
 
 _Load = Callable[[], torch.Tensor]
 
@@ -153,7 +156,25 @@ def _frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | No
     return UpdateFrame(item.second_moment.fqn, squares)
 
 
-def quantized(
+def quantized_lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
+    """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
+    fitted = plan.analysis.fitted
+    chunks = deque(chunk for chunk in sketches.chunks if chunk.group in fitted)
+    bases, tables = loader.bases, DeviceTableCache()
+
+    def generate() -> Iterator[QuantizedChunk]:
+        while chunks:
+            let_signals_through()
+            chunk = chunks.popleft()
+            bits, compensation = fitted[chunk.group].refinement_bits, plan.compensations.get(chunk.key)
+            if bits != chunk.refinement_bits or compensation is not None:
+                chunk = replace(chunk, refinement_bits=bits, compensation=compensation)
+            yield _quantized(chunk, bases, plan.analysis, tables)
+
+    return generate()
+
+
+def _quantized(
     chunk: Chunk, bases: Mapping[ChunkKey, BaseRecord], analysis: Analysis, tables: DeviceTableCache
 ) -> QuantizedChunk:
     """Return a chunk's codes, made as they are written, or on its device."""

@@ -8,12 +8,10 @@ so that `dsq_ckpt.load` and a `Compressor` know of each other.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +22,8 @@ import torch
 
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.engine import other_jobs
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen import Watch
 from dsq_ckpt.quantization.layout import ParentModel
@@ -32,9 +31,6 @@ from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import run_of
 from dsq_ckpt.storage.shard import RecordRef
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of every tensor of a state, of all ranks, by fully qualified name."""
 
 _MOST = 64
 """Checkpoints known at once, over all run directories; the next save of a state beyond them is a keyframe."""
@@ -178,6 +174,7 @@ class SaveHistory:
             parent: save id of the checkpoint it is coded against.
         """
         other_jobs.note_own(new.path, new.save_id)
+        new.watch.saves.add(new.save_id)
         with self._lock:
             self._known[:] = [one for one in self._known if one.save_id != new.save_id]
             for other in self.checkpoints(new.run):
@@ -226,7 +223,8 @@ class SaveHistory:
                     one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))
                 ]
                 new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
-                new.watch = next((one.watch for one in replaced), new.watch)
+                new.watch = next((one.watch for one in replaced if save_id in one.watch.saves), new.watch)
+                new.watch.saves.add(save_id)
                 new.lossy = next((one.lossy for one in replaced if one.save_id == save_id), None)
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
             self._bound()
@@ -349,40 +347,9 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def continues(newer: Shapes, older: Shapes) -> bool:
-    """Return whether a state is a later one of the training that an older checkpoint is of.
-
-    It is if at least half of the older one's elements, or most of its tensors, are there, by the same names and in the
-    same shapes: layers may come, go and change, but neither the discriminator in place of the generator, nor a part of
-    a state in place of the whole, makes what was saved before superfluous. Tensors count too, since one whose shape
-    changes at every save, such as an encoded text, may have more elements than a small model.
-    """
-    if not older:
-        return not newer
-    same = [name for name, shape in older.items() if newer.get(name) == shape]
-    return 2 * shared(newer, older) >= shared(older, older) or 2 * len(same) > len(older)
-
-
-def shared(one: Shapes, other: Shapes) -> int:
-    """Return how many elements two states have in tensors of the same names and shapes; a scalar counts as one."""
-    return sum(max(1, math.prod(shape)) for name, shape in one.items() if other.get(name) == shape)
-
-
 def _same(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
     own, others = one.shapes, other.shapes
     return own is not None and others is not None and continues(own, others) and continues(others, own)
-
-
-def shapes_of(files: CheckpointFiles) -> Shapes:
-    """Return the shapes of the tensors in an opened checkpoint.
-
-    Raises:
-        CorruptCheckpoint: its index is not as documented.
-    """
-    try:
-        return {str(name): tuple(tensor["shape"]) for name, tensor in files.index["tensors"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"'{files.directory}': the index is not as documented ({error!r})") from error
 
 
 def has_shapes(one: KnownCheckpoint) -> bool:

@@ -6,65 +6,103 @@ independent of each other, while those of one training stay alike for long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from functools import cache
 
 import numpy as np
+import torch
 
 from dsq_ckpt.core.arrays import F64, Codes, Counts
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.quantization.chunk import ChunkKey, CodeSource
+from dsq_ckpt.quantization.chunk import ChunkKey, settle_streams
+from dsq_ckpt.quantization.frozen import Watch
+from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.quantization.restored import Loads
 
 _SAMPLE = 4096
 """Elements of a chunk that tell."""
+_LEVELS = 16
 _SHUFFLES = 8
 _SPREADS, _AT_LEAST = 2.0, 20.0
 """How much more codes tell of each other than shuffled ones do by chance, if they are related: ranges of that, nats."""
 _RARE = 64
 """Codes other than the most frequent one that a sample needs to tell anything."""
 _UNRELATED = 16
-"""Chunks without any relation after which the others are not looked at."""
+"""Chunks without any relation after which the others are not looked at; exact ones that are noted."""
 
 
-class Kinship:
-    """A look at the weights of one rank as they are quantized, until one of them is related to what it was.
+def is_related(
+    tensors: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, context: SaveContext
+) -> bool | None:
+    """Return whether any weights depend on the checkpoint before; these are looked at until one of them does.
+
+    None: that cannot be told, or differences are stored.
 
     Args:
+        tensors: chunks of this rank that may be lossy.
         history: checkpoints whose codes are in memory.
         context: of the save.
-
-    Attributes:
-        found: whether any weights depend on the checkpoint before; None where that cannot be told.
     """
+    before = (context.previous, context.parent) if not context.layout.residual else ()
+    known = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
+    earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in known if one.cache.codes), {})
+    exact = known[0].watch.exact if known else {}
+    unrelated = 0
+    for key, tensor in tensors.items():
+        codes = exact.get(key, earlier.get(key))
+        if codes is None or not _tells(key) or (now := _sample(tensor)) is None:
+            continue
+        if key in exact and np.array_equal(now, codes):  # frozen, maybe in several trainings
+            continue
+        found = are_related(now, codes[:: max(1, len(codes) // _SAMPLE)][:_SAMPLE])
+        unrelated += found is False
+        if found or unrelated == _UNRELATED:
+            return found
+    return False if unrelated else None
 
-    def __init__(self, history: SaveHistory, context: SaveContext) -> None:
-        self._earlier: Mapping[ChunkKey, Codes] = {}
-        self._unrelated = 0
-        self.found: bool | None = None
-        before = (context.previous, context.parent) if not context.layout.residual else ()
-        for known in (history.find(one.save_id) for one in before if one is not None):
-            if known is not None and known.cache.codes:
-                self._earlier = known.cache.codes
-                break
 
-    def wants(self, key: ChunkKey, group: str) -> bool:
-        """Return whether a chunk can tell more."""
-        undecided = self.found is not True and self._unrelated < _UNRELATED
-        return undecided and group.startswith("weights/") and key in self._earlier and key.elements >= _SAMPLE
+def watch_for(related: bool | None, history: SaveHistory, context: SaveContext) -> tuple[Watch, Loads]:
+    """Return the looks at the training that a save continues, and this rank's loads since the last of them.
 
-    def look(self, key: ChunkKey, codes: Codes) -> None:
-        """Compare the codes of a chunk that is wanted with its earlier ones."""
-        found = None if self.found else are_related(codes, self._earlier[key])
-        self.found = self.found if found is None else found
-        self._unrelated += found is False
+    New ones, if its weights are not `related`: what was seen of another training tells nothing. Its moments look as if
+    gradients had renewed these, and its frozen layers as if these had changed.
+    """
+    known = None if context.previous is None else history.find(context.previous.save_id)
+    watch = Watch() if known is None or related is False else known.watch
+    return watch, watch.spread.begin(known is not None and known.loaded, context.parent is None)
 
-    def look_at(self, sources: Iterable[CodeSource]) -> None:
-        """Look at staged chunks, until one of them tells; of those on a device only what is looked at is waited for."""
-        for source in sources:
-            if self.wants(source.key, source.group):
-                source.block(slice(0, 0))  # codes of a device are valid from here on
-                self.look(source.key, source.codes)
+
+def note_exact(watch: Watch, tensors: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
+    """Note samples of weights that are exact for now, for the next save, if none is lossy, whose codes tell more.
+
+    Args:
+        watch: is given them.
+        tensors: chunks of this rank that may be lossy.
+        lossy: keys of those that are.
+    """
+    told = [key for key in tensors if _tells(key)]
+    if any(key in lossy for key in told):
+        told = []
+    found = {key: _sample(tensors[key]) for key in told[:: -(-len(told) // _UNRELATED) or 1]}
+    watch.exact = {key: codes for key, codes in found.items() if codes is not None}
+
+
+def _tells(key: ChunkKey) -> bool:
+    return kind_of(key.fqn) == "weights" and key.elements >= _SAMPLE
+
+
+def _sample(tensor: torch.Tensor) -> Codes | None:
+    """Return codes of some elements, each as frequent as the others; None: there is no memory to look."""
+    tensor = tensor.detach()
+    try:
+        settle_streams([tensor])
+        places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() // _SAMPLE)
+        values = tensor[torch.unravel_index(places, tensor.shape)].to("cpu", torch.float32).numpy()
+    except torch.OutOfMemoryError:  # of a device: no save fails for want of a look
+        return None
+    limits = np.sort(values)[_SAMPLE // _LEVELS :: _SAMPLE // _LEVELS]
+    return np.searchsorted(limits, values).astype(np.uint8)
 
 
 def are_related(codes: Codes, earlier: Codes) -> bool | None:

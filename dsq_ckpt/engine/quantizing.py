@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import torch
 
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.autocast import without_autocast
-from dsq_ckpt.core.interrupts import let_signals_through, shielded
+from dsq_ckpt.core.interrupts import shielded
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.core.wrappers import unwrapped
@@ -22,8 +21,9 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_o
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
 from dsq_ckpt.engine.chain import Parent
-from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized, small_on_host
+from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized_lazily, small_on_host
 from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.kinship import is_related, note_exact, watch_for
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.reporting import Doubts, report
@@ -31,7 +31,6 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.averages import averages
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.frozen import Watch, some_of
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.groups import in_tree
@@ -59,7 +58,7 @@ class QuantizedState:
         objects: names and bytes of its objects; iterated once.
         staged: whether the next save was given what it needs of the chunks when they were staged.
         alone: whether it may need no file of a parent: there is none, or it was found damaged.
-        related: what `Kinship` found when the chunks were staged; None: it was not asked, or cannot tell.
+        related: whether any weights of this rank depend on the checkpoint before; None: that cannot be told.
         watch: looks at weights that no optimizer has state for, for the next save.
     """
 
@@ -147,9 +146,10 @@ def quantize(
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
         exact = [replace(item, config=None) for item in exact]  # not as bf16 either
+    note_exact(sketching.watch, sketching.tensors, written)
     return QuantizedState(
-        _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied,
-        local.objects, alone=context.parent is None, watch=sketching.watch,
+        quantized_lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items},
+        local.tied, local.objects, alone=context.parent is None, related=sketching.related, watch=sketching.watch,
     )
 
 
@@ -160,8 +160,8 @@ class _Sketching:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
-        watch: looks at weights that no optimizer has state for.
-        loads: of this rank since its last save.
+        tensors: chunks that may be lossy, and measures of gradients, once `load` was called.
+        related, watch: as in `QuantizedState`, once `load` was called.
     """
 
     def __init__(
@@ -174,11 +174,10 @@ class _Sketching:
         self.loader = self._loader()
         self.undefined: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
-        known = None if context.previous is None else options.history.find(context.previous.save_id)
-        self.watch = Watch() if known is None else known.watch
-        self.loads = self.watch.spread.begin(known is not None and known.loaded, context.parent is None)
         self._asked: set[ChunkKey] = set()
-        self._tensors: dict[ChunkKey, torch.Tensor] = {}
+        self.tensors: dict[ChunkKey, torch.Tensor] = {}
+        self.related: bool | None = None
+        self.watch = Watch()
 
     def __enter__(self) -> _Sketching:
         return self
@@ -189,7 +188,7 @@ class _Sketching:
 
     def load(self) -> Loaded:
         """Return the chunks of this rank; called inside the collective."""
-        context, items = self._context, self._local.items
+        context, items, history = self._context, self._local.items, self._options.history
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
         nan = hold_nan(item.load() for item in others)
@@ -197,7 +196,6 @@ class _Sketching:
         if lossy:
             warmup.wait("save")
         if context.parent is not None and context.model is not None:
-            history = self._options.history
             self._parent = Parent(context.parent, context.model, self._workers, history, context.shared)
             self.loader = self._loader()
         wanted, chunks = [*lossy, *_measured(items, context.layout)], []
@@ -206,14 +204,15 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        self._tensors = {chunk.key: chunk.tensor for chunk in chunks}
+        self.tensors = {chunk.key: chunk.tensor for chunk in chunks}
+        self.related = is_related(self.tensors, history, context)
+        self.watch, loads = watch_for(self.related, history, context)
         self._asked = self._may_be_exact(wanted)
         weights = [chunk for chunk in chunks if chunk.key in self._asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one} | self._untrained(weights)
-        chunks = [chunk for chunk in chunks if chunk.key not in left_out]
-        chunks = self.with_all_rows(chunks)
-        return Loaded(chunks, len(self.undefined), len(self.lost_rows), *self.loads)
+        chunks = self.with_all_rows([chunk for chunk in chunks if chunk.key not in left_out])
+        return Loaded(chunks, len(self.undefined), len(self.lost_rows), *loads)
 
     def _may_be_exact(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that are stored exactly if what they hold asks for it.
@@ -250,7 +249,7 @@ class _Sketching:
         if others:
             left, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = some_of([item for item in self._local.items if item.key not in left])
-            beside = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
+            beside = [one for key, one in self.tensors.items() if key.fqn in lossy and key not in left]
             seen = ((chunk.key, chunk.tensor) for chunk in others)
             self.watch.look((item.load() for item in trained), seen, lambda changed: averages(changed, beside))
         return {
@@ -278,8 +277,8 @@ class _Sketching:
     def _without_steps(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
         """Return the chunks whose squared gradients are zero throughout, where others here have some."""
         known = {
-            chunk.key: self._tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
-            and (key := chunk.key._replace(fqn=gauge.name)) in self._tensors
+            chunk.key: self.tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
+            and (key := chunk.key._replace(fqn=gauge.name)) in self.tensors
         }
         zero = set(compress(known, are_zero(list(known.values()))))
         return zero if len(zero) < len(known) else set()
@@ -326,7 +325,7 @@ class _Sketching:
         """Return the squared gradients of a chunk of weights, as far as the state of the save tells them."""
         gradient = self._gradients.get(chunk.key)
         if gauge is not None and gradient is None:
-            gradient = self._tensors.get(chunk.key._replace(fqn=gauge.name))
+            gradient = self.tensors.get(chunk.key._replace(fqn=gauge.name))
         if gauge is None or gradient is None:
             return None
         squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
@@ -345,24 +344,6 @@ class _Sketching:
 
     def _loader(self) -> ChunkLoader:
         return ChunkLoader(self._parent, self._gradients, self._context.layout.residual, self._workers)
-
-
-def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
-    """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
-    fitted = plan.analysis.fitted
-    chunks = deque(chunk for chunk in sketches.chunks if chunk.group in fitted)
-    bases, tables = loader.bases, DeviceTableCache()
-
-    def generate() -> Iterator[QuantizedChunk]:
-        while chunks:
-            let_signals_through()
-            chunk = chunks.popleft()
-            bits, compensation = fitted[chunk.group].refinement_bits, plan.compensations.get(chunk.key)
-            if bits != chunk.refinement_bits or compensation is not None:
-                chunk = replace(chunk, refinement_bits=bits, compensation=compensation)
-            yield quantized(chunk, bases, plan.analysis, tables)
-
-    return generate()
 
 
 def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:

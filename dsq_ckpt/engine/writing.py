@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -19,7 +18,6 @@ from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
-from dsq_ckpt.engine.kinship import Kinship
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
@@ -81,17 +79,14 @@ def write_rank(
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
-    kinship = Kinship(history, context) if state.related is None else None
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
-        keys, undecided = list[ChunkKey](), dict[int, Codes]()
+        keys = list[ChunkKey]()
 
         def chunks() -> Iterator[ChunkRecord]:
             for chunk in state.chunks:
                 source, base = chunk.codes, chunk.base
-                if kinship is not None and kinship.wants(source.key, source.group):
-                    undecided[len(keys)] = source.codes
                 keys.append(source.key)
                 if source.second_moment is not None:
                     result.units.append(source.key._replace(fqn=source.second_moment))
@@ -109,8 +104,6 @@ def write_rank(
             result.written[keys[place]] = written
             cache.refs[keys[place]] = written.ref
             by_kind[state.items[keys[place]].kind].append(written)
-            if kinship is not None and (codes := undecided.pop(place, None)) is not None:
-                kinship.look(keys[place], codes)
         for item in state.unquantized:
             let_signals_through()
             stored = None
@@ -135,7 +128,7 @@ def write_rank(
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
             storage_of(path).flush(path)
     result.files.append(base_file)
-    result.related = state.related if kinship is None else kinship.found
+    result.related = state.related
     for key, first in state.tied.items():
         result.written[key] = result.written[first]
         result.tied[key.fqn] = first.fqn

@@ -19,9 +19,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.averages import averages
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.restored import Spread
 
@@ -75,10 +77,14 @@ class Watch:
 
     Attributes:
         spread: weights and moments that no longer lie where a restore has put them.
+        exact: codes of some elements of exact weights at the last save, where no lossy ones tell trainings apart.
+        saves: ids of the saves that were looked at.
     """
 
     def __init__(self) -> None:
         self.spread = Spread()
+        self.exact: Mapping[ChunkKey, Codes] = {}
+        self.saves: set[str] = set()
         self._trained: Hashable = None
         self._seen: dict[Hashable, _Seen] = {}
 

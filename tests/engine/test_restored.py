@@ -12,8 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.quantization import restored as restored_weights
-from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.states import loaded, relative_error
+from tests.helpers.states import loaded, relative_error, symbols
 
 LAYERS = {
     "wide.weight": (512, 128), "tall.weight": (64, 700), "stacked.weight": (4, 96, 64), "turned.weight": (300, 90),
@@ -31,17 +30,6 @@ def weights(dtype=torch.float32):
     state["tall.weight"][:20] = 0
     state["turned.weight"] = state["turned.weight"].t()
     return state
-
-
-def symbols(path):
-    """The refinement bits of each tensor."""
-    found = {}
-    with Checkpoint(path) as checkpoint:
-        for chunk, ref in checkpoint.chunks():
-            layer = path / ref.file.replace(".dsq", ".refinement")
-            records = checkpoint.reader(layer.name).contents["records"] if layer.exists() else {}
-            found[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
-    return found
 
 
 def layouts(state):
@@ -299,8 +287,8 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
 def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
     """Whether it is the first, or one after others."""
     def state(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(90, 100, generator=generator) for name in ("w", "w.momentum_buffer")}
+        seeds = {"w": 0, "w.momentum_buffer": 1 + seed}
+        return {name: torch.randn(90, 100, generator=torch.Generator().manual_seed(one)) for name, one in seeds.items()}
 
     def bits(number):
         dsq_ckpt.save(state(number), tmp_path / str(number))

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.storage.checkpoint import Checkpoint
 
 KEEP_ONE = {"refinement": {"keep_last": 1}}
 FINE = {"quantize": {
@@ -87,6 +88,17 @@ def loaded(path: Path | str, like: dict[str, Any], **options: Any) -> dict[str, 
     state = blank(like)
     dsq_ckpt.load(state, path, **options)
     return state
+
+
+def symbols(path: Path) -> dict[str, int]:
+    """The refinement bits of each tensor of a checkpoint."""
+    found: dict[str, int] = {}
+    with Checkpoint(path) as checkpoint:
+        for chunk, ref in checkpoint.chunks():
+            layer = path / ref.file.replace(".dsq", ".refinement")
+            records = checkpoint.reader(layer.name).contents["records"] if layer.exists() else {}
+            found[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
+    return found
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:

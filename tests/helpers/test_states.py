@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.engine.history import continues, default_history
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.shapes import continues
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, differences, loaded
 

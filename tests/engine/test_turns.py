@@ -1,0 +1,86 @@
+"""Trainings of one architecture, saved in one directory by turns or one after the other, know nothing of each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from tests.helpers.states import loaded, symbols
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing in common")
+
+
+@pytest.mark.parametrize("way", ["save", "Compressor"])
+def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Path, way: str) -> None:
+    """Both are restored every third time; between that, few steps renew little of their momentum."""
+    trainings = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.99)
+        trainings.append((model, optimizer, dsq_ckpt.Compressor(model, optimizer)))
+    for number in range(7):
+        for turn, (model, optimizer, compressor) in enumerate(trainings):
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.randn(16, 96)) - 1).square().mean().backward()
+                optimizer.step()
+            path, state = tmp_path / f"{turn}-{number}", {"model": model, "optimizer": optimizer}
+            if way == "Compressor":
+                compressor.save(path)
+            else:
+                dsq_ckpt.save(state, path)
+            if number > 2:
+                bits = {name: found for name, found in symbols(path).items() if "momentum" in name}
+                assert len(bits) == 2 and set(bits.values()) == {8}, (turn, number)
+            if number % 3 == 2 and way == "Compressor":
+                compressor.load(path)
+            elif number % 3 == 2:
+                dsq_ckpt.load(state, path)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one after the other", "by turns"])
+@pytest.mark.parametrize("alike", [False, True], ids=["only frozen layers in doubt", "all layers in doubt"])
+def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
+    tmp_path: Path, turns: bool, alike: bool
+) -> None:
+    """Where no model is given, in each checkpoint; numbers tell the optimizer's layers only by their shapes."""
+    models, optimizers = list[nn.Sequential](), list[torch.optim.Optimizer]()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 80 if alike else 64)))
+        optimizers.append(torch.optim.AdamW(models[-1][2].parameters(), 1e-3))
+    order = [(fold, number) for fold in range(3) for number in range(3)]
+    for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
+        for _ in range(3):
+            optimizers[fold].zero_grad()
+            models[fold](torch.randn(32, 80)).square().mean().backward()
+            optimizers[fold].step()
+        path = tmp_path / f"{fold}-{number}"
+        weights = models[fold].state_dict()
+        dsq_ckpt.save({"model": weights, "optimizer": optimizers[fold].state_dict()}, path)
+        found = loaded(path, {"model": weights}, history=dsq_ckpt.SaveHistory())["model"]
+        assert found["0.weight"].equal(weights["0.weight"]), (fold, number)
+
+
+def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
+    """Of the training itself: the average of its weights is lossy from the second checkpoint on."""
+    torch.manual_seed(0)
+    model, average = nn.Linear(80, 80), nn.Linear(80, 80)
+    average.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for number in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(32, 80)).square().mean().backward()
+        optimizer.step()
+        average.weight.data.lerp_(model.weight.data, 0.5)
+        state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
+        dsq_ckpt.save(state, tmp_path / str(number))
+        found = loaded(tmp_path / str(number), state, history=dsq_ckpt.SaveHistory())
+        assert found["average"]["weight"].equal(average.weight) is (number == 0), number
+        if number == 3:
+            dsq_ckpt.load({}, tmp_path / "1")
