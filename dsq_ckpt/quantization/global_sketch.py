@@ -176,7 +176,7 @@ def build_global_sketch(
     return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, *map(bool, told[:2]), Loads(*map(int, told[2:])),
+        _sizes(kept, layout, comm), parent.depth, bool(told[0]), bool(told[1]), Loads(int(told[2]), int(told[3])),
     )
 
 
