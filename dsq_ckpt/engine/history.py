@@ -14,7 +14,6 @@ import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,9 +103,8 @@ class KnownCheckpoint:
     lossy: frozenset[str] | None = None
     watch: Watch = field(default_factory=Watch)
 
-    @cached_property
+    @property
     def run(self) -> Path:
-        """Its run directory, which is asked for at each save of any run; a checkpoint moves within it alone."""
         return run_of(self.path)
 
 

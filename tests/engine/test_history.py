@@ -13,7 +13,6 @@ from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.runs import run_of
 from tests.helpers.saving import save_parts
 
 CONFIG = {"storage": {"fsync": False}}
@@ -51,18 +50,6 @@ def test_every_way_to_save_takes_a_history(tmp_path, save):
     save(tmp_path / "a", history)
     assert [one.path.name for one in history.checkpoints()] == ["a"]
     assert not default_history().checkpoints()
-
-
-def test_a_save_does_not_look_up_the_runs_of_all_others_again(tmp_path, monkeypatch):
-    """As where each checkpoint has a run directory of its own, and a process has saved many."""
-    looked_up, history = [], dsq_ckpt.SaveHistory()
-    monkeypatch.setattr("dsq_ckpt.engine.history.run_of", lambda path: looked_up.append(path) or run_of(path))
-    found = []
-    for number in range(8):
-        looked_up.clear()
-        dsq_ckpt.save(state(number), tmp_path / f"{number}" / "step", config=CONFIG, history=history)
-        found.append(len(looked_up))
-    assert found[-1] <= found[1], found
 
 
 def known_there(history, names, answers):
