@@ -52,6 +52,18 @@ def test_every_way_to_save_takes_a_history(tmp_path, save):
     assert not default_history().checkpoints()
 
 
+def test_a_run_that_is_moved_with_a_link_in_its_place_goes_on(tmp_path):
+    """As to a larger disk, while training goes on."""
+    history = dsq_ckpt.SaveHistory()
+    for number in range(4):
+        if number == 2:
+            (tmp_path / "run").rename(tmp_path / "moved")
+            (tmp_path / "run").symlink_to("moved")
+        dsq_ckpt.save(state(number), tmp_path / "run" / f"{number}", config=CONFIG, history=history)
+        manifest = Manifest.read(tmp_path / "run" / f"{number}")
+        assert (manifest.depth, manifest.previous_name) == (number, f"{number - 1}" if number else None)
+
+
 def known_there(history, names, answers):
     for name in names:
         history.adopt([*history.outline(), *pickle.loads(name)])
