@@ -25,7 +25,9 @@ def as_one(models: Models) -> nn.Module:
 
 
 class _Several(nn.Module):
-    """A module of several, which it does not keep alive.
+    """A module of several, which it does not keep alive: for its `named_modules` and what calls these.
+
+    So it has parameters and buffers, but no children and no state dict.
 
     What was seen of a model at earlier saves is kept as long as the model lives (see `quantization.frozen`), so this is
     kept as long as its models, and must not keep them itself.

@@ -86,7 +86,7 @@ class KnownCheckpoint:
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
         model: what its index tells a child, where this process wrote that; None: the index is to be read.
         lossy: names of its lossy weights, where this process saved it.
-        watch: looks at weights that no optimizer has state for, at it and at those before it.
+        watch: what was seen of its training, at it and at those before it.
     """
 
     save_id: str

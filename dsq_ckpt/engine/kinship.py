@@ -17,7 +17,6 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.quantization.chunk import ChunkKey, settle_streams
 from dsq_ckpt.quantization.frozen import Watch
-from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.restored import Loads
 
 _SAMPLE = 4096
@@ -32,30 +31,28 @@ _UNRELATED = 16
 """Chunks without any relation after which the others are not looked at; exact ones that are noted."""
 
 
-def is_related(
-    tensors: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, context: SaveContext
-) -> bool | None:
+def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, context: SaveContext) -> bool | None:
     """Return whether any weights depend on the checkpoint before; these are looked at until one of them does.
 
     None: that cannot be told, or differences are stored.
 
     Args:
-        tensors: chunks of this rank that may be lossy.
+        weights: chunks of this rank that may be lossy.
         history: checkpoints whose codes are in memory.
         context: of the save.
     """
     before = (context.previous, context.parent) if not context.layout.residual else ()
     known = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
     earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in known if one.cache.codes), {})
-    exact = known[0].watch.exact if known else {}
+    exact = known[0].watch.exact if known else {}  # of the previous save, which leaves no codes of these
     unrelated = 0
-    for key, tensor in tensors.items():
+    for key, tensor in weights.items():
         codes = exact.get(key, earlier.get(key))
-        if codes is None or not _tells(key) or (now := _sample(tensor)) is None:
+        if codes is None or key.elements < _SAMPLE or (now := _sample(tensor)) is None:
             continue
         if key in exact and np.array_equal(now, codes):  # frozen, maybe in several trainings
             continue
-        found = are_related(now, codes[:: max(1, len(codes) // _SAMPLE)][:_SAMPLE])
+        found = are_related(now, codes[:: len(codes) // _SAMPLE][:_SAMPLE])
         unrelated += found is False
         if found or unrelated == _UNRELATED:
             return found
@@ -70,36 +67,35 @@ def watch_for(related: bool | None, history: SaveHistory, context: SaveContext) 
     """
     known = None if context.previous is None else history.find(context.previous.save_id)
     watch = Watch() if known is None or related is False else known.watch
-    return watch, watch.spread.begin(known is not None and known.loaded, context.parent is None)
+    return watch, watch.spread.loads_since(known is not None and known.loaded)
 
 
-def note_exact(watch: Watch, tensors: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
+def note_exact(watch: Watch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
     """Note samples of weights that are exact for now, for the next save, if none is lossy, whose codes tell more.
 
     Args:
         watch: is given them.
-        tensors: chunks of this rank that may be lossy.
+        weights: chunks of this rank that may be lossy.
         lossy: keys of those that are.
     """
-    told = [key for key in tensors if _tells(key)]
+    told = [key for key in weights if key.elements >= _SAMPLE]
     if any(key in lossy for key in told):
         told = []
-    found = {key: _sample(tensors[key]) for key in told[:: -(-len(told) // _UNRELATED) or 1]}
+    found = {key: _sample(weights[key]) for key in told[:: -(-len(told) // _UNRELATED) or 1]}
     watch.exact = {key: codes for key, codes in found.items() if codes is not None}
 
 
-def _tells(key: ChunkKey) -> bool:
-    return kind_of(key.fqn) == "weights" and key.elements >= _SAMPLE
-
-
 def _sample(tensor: torch.Tensor) -> Codes | None:
-    """Return codes of some elements, each as frequent as the others; None: there is no memory to look."""
+    """Return codes of some elements, each as frequent as the others; None: they cannot be read.
+
+    That raises nothing, where other ranks would wait: there may be no memory for it.
+    """
     tensor = tensor.detach()
     try:
         settle_streams([tensor])
         places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() // _SAMPLE)
         values = tensor[torch.unravel_index(places, tensor.shape)].to("cpu", torch.float32).numpy()
-    except torch.OutOfMemoryError:  # of a device: no save fails for want of a look
+    except (RuntimeError, MemoryError):
         return None
     limits = np.sort(values)[_SAMPLE // _LEVELS :: _SAMPLE // _LEVELS]
     return np.searchsorted(limits, values).astype(np.uint8)
@@ -131,7 +127,10 @@ def _shuffles() -> list[Counts]:
 
 
 def _information(one: Codes, other: Codes) -> float:
-    """Return the mutual information of two lists of codes, in nats per code, but for what no order of them changes."""
+    """Return the mutual information of two lists of codes, in nats per code, less a part that no order of them changes.
+
+    So it is negative. Codes are bytes.
+    """
     counts = np.bincount(one.astype(np.int64) << 8 | other)
     pairs: F64 = counts[counts > 0] / len(one)
     return float((pairs * np.log(pairs)).sum())

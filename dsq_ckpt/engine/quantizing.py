@@ -59,7 +59,7 @@ class QuantizedState:
         staged: whether the next save was given what it needs of the chunks when they were staged.
         alone: whether it may need no file of a parent: there is none, or it was found damaged.
         related: whether any weights of this rank depend on the checkpoint before; None: that cannot be told.
-        watch: looks at weights that no optimizer has state for, for the next save.
+        watch: what was seen of the training, for the next save.
     """
 
     chunks: Iterator[QuantizedChunk]
@@ -124,7 +124,7 @@ def quantize(
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with shielded():  # a search puts trial weights into the model, and takes them out again
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
-    sketching.watch.spread.note(sketches.loads)
+    sketching.watch.spread.begin(sketches.loads, context.parent is None)
     fitted = with_parts_for(sketches.chunks, plan.analysis.fitted, sketching.watch.spread, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
     worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
@@ -146,7 +146,7 @@ def quantize(
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
         exact = [replace(item, config=None) for item in exact]  # not as bf16 either
-    note_exact(sketching.watch, sketching.tensors, written)
+    note_exact(sketching.watch, sketching.weights, written)
     return QuantizedState(
         quantized_lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items},
         local.tied, local.objects, alone=context.parent is None, related=sketching.related, watch=sketching.watch,
@@ -160,7 +160,7 @@ class _Sketching:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
-        tensors: chunks that may be lossy, and measures of gradients, once `load` was called.
+        weights: their chunks that may be lossy, once `load` was called.
         related, watch: as in `QuantizedState`, once `load` was called.
     """
 
@@ -175,7 +175,8 @@ class _Sketching:
         self.undefined: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
         self._asked: set[ChunkKey] = set()
-        self.tensors: dict[ChunkKey, torch.Tensor] = {}
+        self._tensors: dict[ChunkKey, torch.Tensor] = {}
+        self.weights: dict[ChunkKey, torch.Tensor] = {}
         self.related: bool | None = None
         self.watch = Watch()
 
@@ -204,8 +205,9 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        self.tensors = {chunk.key: chunk.tensor for chunk in chunks}
-        self.related = is_related(self.tensors, history, context)
+        self._tensors = {chunk.key: chunk.tensor for chunk in chunks}
+        self.weights = {chunk.key: chunk.tensor for chunk in chunks if chunk.group.startswith("weights/")}
+        self.related = is_related(self.weights, history, context)
         self.watch, loads = watch_for(self.related, history, context)
         self._asked = self._may_be_exact(wanted)
         weights = [chunk for chunk in chunks if chunk.key in self._asked]
@@ -249,7 +251,7 @@ class _Sketching:
         if others:
             left, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = some_of([item for item in self._local.items if item.key not in left])
-            beside = [one for key, one in self.tensors.items() if key.fqn in lossy and key not in left]
+            beside = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
             seen = ((chunk.key, chunk.tensor) for chunk in others)
             self.watch.look((item.load() for item in trained), seen, lambda changed: averages(changed, beside))
         return {
@@ -277,8 +279,8 @@ class _Sketching:
     def _without_steps(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
         """Return the chunks whose squared gradients are zero throughout, where others here have some."""
         known = {
-            chunk.key: self.tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
-            and (key := chunk.key._replace(fqn=gauge.name)) in self.tensors
+            chunk.key: self._tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
+            and (key := chunk.key._replace(fqn=gauge.name)) in self._tensors
         }
         zero = set(compress(known, are_zero(list(known.values()))))
         return zero if len(zero) < len(known) else set()
@@ -325,7 +327,7 @@ class _Sketching:
         """Return the squared gradients of a chunk of weights, as far as the state of the save tells them."""
         gradient = self._gradients.get(chunk.key)
         if gauge is not None and gradient is None:
-            gradient = self.tensors.get(chunk.key._replace(fqn=gauge.name))
+            gradient = self._tensors.get(chunk.key._replace(fqn=gauge.name))
         if gauge is None or gradient is None:
             return None
         squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()

@@ -20,7 +20,7 @@ from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO
-from dsq_ckpt.quantization.whose import of_models
+from dsq_ckpt.quantization.whose import of_models, without_twins
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
@@ -199,10 +199,11 @@ def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
         and math.prod(layout.shapes[name]) >= config.min_elements
         and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
     )
-    if new:
-        said.update(new)
+    said.update(new)
+    if new and (new := without_twins(new, layout.shapes)):
+        are, key = "is" if len(new) == 1 else "are", key_of_optimizer(new[0])
         warn(
-            f"{named(new)} is stored exactly, as state of an optimizer is, for the name '{key_of_optimizer(new[0])}'. "
+            f"{named(new)} {are} stored exactly, as state of an optimizer is, for the name '{key}'. "
             "If it is a weight of a model, give the module too (model=), so that it is made smaller; if not, "
             'quantize.rules: [{"pattern": NAME, "exact": true}] says so. This is said once for a run', rank=rank,
         )

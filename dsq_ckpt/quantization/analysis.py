@@ -84,7 +84,7 @@ class GlobalSketch:
         turn: number of deltas since the keyframe before this save.
         undefined: whether tensors that are not quantized hold NaN on some rank.
         uneven: whether the user is to be told of weights with rows that one step for all loses.
-        loads: of checkpoints, by any rank since the last save.
+        loads: since the last save, summed over all ranks.
     """
 
     chunks: list[Chunk]

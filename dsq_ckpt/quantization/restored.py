@@ -102,28 +102,28 @@ class Spread:
     def __init__(self) -> None:
         self.chunks: set[ChunkKey] = set()
         self.samples: dict[ChunkKey, F32 | None] | None = None
-        self._loads = Loads()
+        self._loads = self._asked = Loads()
 
-    def begin(self, loaded: bool, keyframe: bool) -> Loads:
-        """Begin a save; return whether this rank has loaded checkpoints since the last one, and lossy moments.
-
-        A rank may load for all, and give them what it has read: `note` tells the others.
+    def loads_since(self, loaded: bool) -> Loads:
+        """Return this rank's loads since the last save that began; each counts once, however many there were.
 
         Args:
-            loaded: whether the checkpoint that it comes after was loaded.
+            loaded: whether the checkpoint that the save comes after was loaded.
+        """
+        self._asked = _loads
+        return Loads(int(loaded or self._loads != _loads), int(self._loads.of_moments != _loads.of_moments))
+
+    def begin(self, loads: Loads, keyframe: bool) -> None:
+        """Begin a save, after `loads_since`.
+
+        Args:
+            loads: sums over all ranks, as one may load for all, and give them what it has read.
             keyframe: whether it is one; then weights may have come from elsewhere.
         """
-        since = Loads(loaded or self._loads != _loads, self._loads.of_moments != _loads.of_moments)
-        self._loads = _loads
-        if keyframe:
-            self.chunks.clear()
-        return since
-
-    def note(self, since: Loads) -> None:
-        """Note what any rank has loaded since the last save."""
-        if since.of_moments:
+        self._loads = self._asked
+        if loads.of_moments:
             self.samples = {}
-        if since.all:
+        if loads.all or keyframe:
             self.chunks.clear()
 
 

@@ -87,11 +87,11 @@ def step_lengths_on_device(
         held = lengths > 0  # no NaN, of values that are stored exactly
         lengths = torch.where(held, lengths, 0.0)
         dims = 1 if by_row else (0, 1)
-        rows = torch.stack([lengths.sum(dims), held.sum(dims)]).view(2, -1)
+        rows = torch.stack([lengths.sum(dims, dtype=torch.float64), held.sum(dims)]).view(2, -1)
         if by_column:
             if by_row:
                 lengths *= (rows[1] / torch.where(rows[0] > 0, rows[0], 1.0))[:, None]
-            by_columns += torch.stack([lengths.sum(0), held.sum(0)])
+            by_columns += torch.stack([lengths.sum(0, dtype=torch.float64), held.sum(0)])
         by_rows.append(rows)
     rows = torch.cat(by_rows, 1)
     return torch.cat([rows if by_row else rows.sum(1, keepdim=True), by_columns], 1)

@@ -9,12 +9,12 @@ the other, or a frozen reference. Of these the one below the key `model` is take
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.numbered import Shape, numbered
-from dsq_ckpt.quantization.whose import of_models
+from dsq_ckpt.quantization.whose import of_models, tails
 
 _MODEL = "model"
 
@@ -56,7 +56,7 @@ def _by_name(
     named = {other for others in tied.values() for other in others}
     fitting: dict[str, list[str]] = {}
     for name in shapes:
-        if name in own and (tail := next((one for one in _tails(unwrapped(name)) if one in sizes), "")):
+        if name in own and (tail := next((one for one in tails(unwrapped(name)) if one in sizes), "")):
             fitting.setdefault(tail, []).append(name)
     matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
     if not fitting or any(fitting.keys().isdisjoint(_beginnings(owner)) for owner in matrices):
@@ -115,13 +115,6 @@ def _beginnings(name: str) -> list[str]:
     """Return the names that a name begins with."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _tails(name: str) -> Iterator[str]:
-    """Yield the names that a name ends with, the longest first."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
 
 
 def other_names(tied: Iterable[tuple[str, str]]) -> dict[str, set[str]]:

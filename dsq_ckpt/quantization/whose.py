@@ -7,11 +7,11 @@ trains is asked of all tensors; there a key is an optimizer's only if there is s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from dsq_ckpt.quantization.groups import EXACT, MODELS, key_of_optimizer, kind_of
 
-_PARAMETERS = (".weight", ".bias")
+_ENDS = (".weight", ".bias")
 
 
 def of_models(
@@ -35,6 +35,26 @@ def of_models(
     return found
 
 
+def without_twins(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the names below a key of an optimizer that do not end as a tensor of the same shape is called elsewhere.
+
+    State of an optimizer that goes by the names of weights (`opt_state.mu.layer.weight` beside `model.layer.weight`)
+    does, and weights of a module do not.
+    """
+    called = {(part, shape) for name, shape in shapes.items() for part in (name, name.partition(".")[2])}
+    return [
+        name for name in names
+        if called.isdisjoint((tail, shapes[name]) for tail in tails(name.removeprefix(key_of_optimizer(name))[1:]))
+    ]
+
+
+def tails(name: str) -> Iterator[str]:
+    """Yield the names that a name ends with, the longest first."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
 def _is_module(key: str, names: Sequence[str]) -> bool:
     """Return whether names below a key of an optimizer are those of a module: no moments, and no `state` of anything.
 
@@ -44,5 +64,5 @@ def _is_module(key: str, names: Sequence[str]) -> bool:
         return False
     if key.partition(".")[0].lower() in MODELS:
         return True
-    named = any(name == key or name.endswith(_PARAMETERS) for name in names)
+    named = any(name == key or name.endswith(_ENDS) for name in names)
     return named and not any(".state." in name[len(key):] for name in names)

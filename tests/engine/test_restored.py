@@ -54,6 +54,30 @@ def test_what_was_restored_is_saved_as_it_is(tmp_path, config, dtype):
     assert not state["tall.weight"][:20].any()
 
 
+def test_a_save_that_fails_forgets_no_load(tmp_path):
+    model, fails = nn.Linear(128, 96), False
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(32, 128)
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+    def evaluate():
+        if fails:
+            raise KeyboardInterrupt
+        with torch.no_grad():
+            return float(model(batch).square().mean())
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
+    compressor.save(tmp_path / "0")
+    compressor.load(tmp_path / "0")
+    fails = True
+    with pytest.raises(KeyboardInterrupt):
+        compressor.save(tmp_path / "1")
+    fails = False
+    compressor.save(tmp_path / "1")
+    assert symbols(tmp_path / "1")["optimizer.state.weight.exp_avg"] == 8
+
+
 MOMENTS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
     "adam": lambda parameters: torch.optim.AdamW(parameters, 1e-3),

@@ -14,7 +14,7 @@ from tests.helpers.states import loaded, symbols
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing in common")
 
 
-@pytest.mark.parametrize("way", ["save", "Compressor"])
+@pytest.mark.parametrize("way", ["save", "Compressor", "Compressor, a module named opt"])
 def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Path, way: str) -> None:
     """Both are restored every third time; between that, few steps renew little of their momentum."""
     trainings = []
@@ -22,7 +22,8 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.99)
-        trainings.append((model, optimizer, dsq_ckpt.Compressor(model, optimizer)))
+        saved = nn.ModuleDict({"opt": model}) if way.endswith("opt") else model
+        trainings.append((model, optimizer, dsq_ckpt.Compressor(saved, optimizer)))
     for number in range(7):
         for turn, (model, optimizer, compressor) in enumerate(trainings):
             for _ in range(3):
@@ -30,14 +31,14 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
                 (model(torch.randn(16, 96)) - 1).square().mean().backward()
                 optimizer.step()
             path, state = tmp_path / f"{turn}-{number}", {"model": model, "optimizer": optimizer}
-            if way == "Compressor":
+            if way != "save":
                 compressor.save(path)
             else:
                 dsq_ckpt.save(state, path)
             if number > 2:
                 bits = {name: found for name, found in symbols(path).items() if "momentum" in name}
                 assert len(bits) == 2 and set(bits.values()) == {8}, (turn, number)
-            if number % 3 == 2 and way == "Compressor":
+            if number % 3 == 2 and way != "save":
                 compressor.load(path)
             elif number % 3 == 2:
                 dsq_ckpt.load(state, path)
