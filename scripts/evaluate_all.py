@@ -210,6 +210,9 @@ resume-deepspeed        evaluate.py resume-deepspeed --seed 0 --seed 1 --seed 2
 oneshot                 evaluate.py oneshot vit llama lstm moe resnet
 transfer                evaluate.py transfer llama vit
 ablations-resnet-seed0  evaluate.py ablations resnet
+ablations-llama-seed0   evaluate.py ablations llama --part coders --part components
+-                       evaluate.py record vit
+ablations-vit-seed0     evaluate.py ablations vit --part coders --part components
 ablations-timings       evaluate.py ablations resnet --part timings
 ablations-ranks         evaluate.py ablations resnet --part ranks
 rework-mlr-seed0        evaluate.py rework mlr --systems lc,topn,scar --rate 0.005
