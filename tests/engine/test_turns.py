@@ -49,7 +49,7 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
 def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
     tmp_path: Path, turns: bool, alike: bool
 ) -> None:
-    """Where no model is given, in each checkpoint; numbers tell the optimizer's layers only by their shapes."""
+    """In each checkpoint, without a model; numbers tell the layers of the optimizer by their shapes alone."""
     models, optimizers = list[nn.Sequential](), list[torch.optim.Optimizer]()
     for seed in range(3):
         torch.manual_seed(seed)
@@ -69,7 +69,7 @@ def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
 
 
 def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
-    """Of the training itself: the average of its weights is lossy from the second checkpoint on."""
+    """The average of the weights in training is lossy from the second checkpoint on."""
     torch.manual_seed(0)
     model, average = nn.Linear(80, 80), nn.Linear(80, 80)
     average.load_state_dict(model.state_dict())
