@@ -21,7 +21,8 @@ from dsq_ckpt.quantization.restored import Loads
 
 _SAMPLE = 4096
 """Elements of a chunk that tell."""
-_LEVELS = 16
+_LEVELS = 4
+"""Ranges of values whose relation to codes is looked for; of more, samples tell less."""
 _SHUFFLES = 8
 _SPREADS, _AT_LEAST = 2.0, 20.0
 """How much more codes tell of each other than shuffled ones do by chance, if they are related: ranges of that, nats."""
@@ -37,7 +38,7 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
     None: that cannot be told, or differences are stored.
 
     Args:
-        weights: chunks of this rank that may be lossy.
+        weights: chunks of this rank that may be lossy, and may be trained.
         history: checkpoints whose codes are in memory.
         context: of the save.
     """
@@ -75,7 +76,7 @@ def note_exact(watch: Watch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Se
 
     Args:
         watch: is given them.
-        weights: chunks of this rank that may be lossy.
+        weights: chunks of this rank that may be lossy, and may be trained.
         lossy: keys of those that are.
     """
     told = [key for key in weights if key.elements >= _SAMPLE]

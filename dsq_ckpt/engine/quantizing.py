@@ -160,7 +160,7 @@ class _Sketching:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
         lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
             once `load` was called; without those that the user was told of since the last keyframe.
-        weights: their chunks that may be lossy, once `load` was called.
+        weights: their chunks that may be lossy and trained, once `load` was called.
         related, watch: as in `QuantizedState`, once `load` was called.
     """
 
@@ -206,7 +206,10 @@ class _Sketching:
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
         self._tensors = {chunk.key: chunk.tensor for chunk in chunks}
-        self.weights = {chunk.key: chunk.tensor for chunk in chunks if chunk.group.startswith("weights/")}
+        self.weights = {  # of this training: what no optimizer trains, such as a replay buffer, may be others each time
+            chunk.key: chunk.tensor for chunk in chunks
+            if chunk.group.startswith("weights/") and self._doubtful.get(chunk.key.fqn) is not False
+        }
         self.related = is_related(self.weights, history, context)
         self.watch, loads = watch_for(self.related, history, context)
         self._asked = self._may_be_exact(wanted)
@@ -239,8 +242,7 @@ class _Sketching:
         options, layout = self._options, self._context.layout
         if options.config.quantize.frozen != "exact":
             return set()
-        tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
-        doubtful = may_be_untrained(layout.weights(), layout.shapes, tied, options.layer_types)
+        doubtful = self._doubtful
         if not self._may_learn():
             doubtful = {name: may_be for name, may_be in doubtful.items() if not may_be}
         idle = self._without_steps([chunk for chunk in weights if chunk.key.fqn not in doubtful])
@@ -318,6 +320,13 @@ class _Sketching:
             if needed is not False and self._options.history.told.get(name) is not (chunk.key in left_out):
                 self.lost_rows[name] = chunk.key in left_out
         return [chunk for chunk in chunks if chunk.key not in left_out]
+
+    @cached_property
+    def _doubtful(self) -> Mapping[str, bool]:
+        """The weights that the state of optimizers does not name, and whether they may be trained all the same."""
+        layout = self._context.layout
+        tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
+        return may_be_untrained(layout.weights(), layout.shapes, tied, self._options.layer_types)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import loaded, symbols
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing in common")
@@ -85,3 +86,22 @@ def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
         assert found["average"]["weight"].equal(average.weight) is (number == 0), number
         if number == 3:
             dsq_ckpt.load({}, tmp_path / "1")
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["state dicts", "Compressor"])
+def test_data_that_changes_beside_a_small_model_is_of_no_other_training(tmp_path: Path, given: bool) -> None:
+    """A replay buffer is overwritten between two saves, and no other tensor is large enough to tell."""
+    model = nn.Linear(48, 48)
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    for number in range(4):
+        model(torch.randn(8, 48)).square().mean().backward()
+        optimizer.step()
+        replay, path = torch.randn(300, 128), tmp_path / str(number)
+        if given:
+            compressor.save(path, extra={"replay": replay})
+        else:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "replay": replay}
+            dsq_ckpt.save(state, path)
+        assert Manifest.read(path).previous_name == (f"{number - 1}" if number else None)
+    assert symbols(path)["replay"], "it is lossy once it has changed"
