@@ -41,7 +41,10 @@ def without_twins(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -
     State of an optimizer that goes by the names of weights (`opt_state.mu.layer.weight` beside `model.layer.weight`)
     does, and weights of a module do not.
     """
-    called = {(part, shape) for name, shape in shapes.items() for part in (name, name.partition(".")[2])}
+    called = {
+        (part, shape) for name, shape in shapes.items() if not key_of_optimizer(name)
+        for part in (name, name.partition(".")[2]) if "." in part  # `weight` alone is the end of most names
+    }
     return [
         name for name in names
         if called.isdisjoint((tail, shapes[name]) for tail in tails(name.removeprefix(key_of_optimizer(name))[1:]))

@@ -67,6 +67,8 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_p
         found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", told)
         assert len(found) == expected, name
         assert not told_of("has its shape", told)
+    with pytest.warns(UserWarning, match=f"'{key}.0.weight' is stored exactly, as state of an optimizer"):
+        dsq_ckpt.save(model.state_dict(), tmp_path / "flat")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")

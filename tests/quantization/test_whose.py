@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from dsq_ckpt.quantization.groups import layer_types
-from dsq_ckpt.quantization.whose import of_models
+from dsq_ckpt.quantization.whose import of_models, without_twins
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -47,3 +47,11 @@ def test_what_is_known_is_known() -> None:
     assert of_models(names, ()) == set()
     assert of_models(names, names[:1]) == {names[0]}
     assert of_models(names, (), layer_types(model)) == {*names[:2]}
+
+
+@pytest.mark.parametrize("model", ["", "model.", "app.net."])
+def test_weights_of_modules_have_no_twins_and_state_by_the_names_of_weights_has(model: str) -> None:
+    own = [f"{model}opt.0.weight", f"{model}state.0.weight"]
+    state = ["opt_state.mu.0.a.weight", "opt_state.nu.0.a.weight", "optimizer.masters.a.weight"]
+    beside = {"m.0.a.weight": (9, 9), "a.weight": (9, 9), "m.0.weight": (9, 8), "b": (9, 9)}
+    assert without_twins([*own, *state], dict.fromkeys([*own, *state], (9, 9)) | beside) == own

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt.quantization import restored
-from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import symbols
 
 
 def state_of(size: int) -> dict[str, Any]:
@@ -67,14 +67,6 @@ def check(run: Path, rank: int, size: int, background: bool) -> None:
         assert equal == (number >= 2)
 
 
-def parts(path: Path, name: str) -> int:
-    """The refinement bits of a tensor that lies in one chunk."""
-    with Checkpoint(path) as checkpoint:
-        [ref] = [ref for chunk, ref in checkpoint.chunks() if chunk.fqn == name]
-        layer = checkpoint.reader(Path(ref.file.replace(".dsq", ".refinement")).name)
-        return int(layer.contents["records"][str(ref.record)]["bits"])
-
-
 def loaded_by_one(run: Path, rank: int) -> None:
     """One rank loads for all, whichever it is: moments have the narrowest parts on the rank that writes them."""
     state = {
@@ -91,7 +83,7 @@ def loaded_by_one(run: Path, rank: int) -> None:
         for tensor in state.values():
             dist.broadcast(tensor, reader)
         dsq_ckpt.save(state, second)
-        assert parts(second, "state.w.exp_avg") == 8, reader
+        assert symbols(second)["state.w.exp_avg"] == 8, reader
 
 
 def main() -> None:
