@@ -31,7 +31,6 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
 from dsq_ckpt.core.interrupts import held_signals, in_users_function
-from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
@@ -46,6 +45,7 @@ from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.refinement import Refinement
 
 
 class Compressor:

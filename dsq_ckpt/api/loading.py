@@ -26,7 +26,7 @@ from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import loading, refuse_cycles
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
-from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
+from dsq_ckpt.dcp.reader import DSQStorageReader
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.errors import DSQError, LoadFailed
@@ -34,6 +34,7 @@ from dsq_ckpt.storage.attachments import hint_of_attachments, refuse_without_ten
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import existing_path
+from dsq_ckpt.storage.refinement import Refinement
 
 
 @held_signals()

@@ -28,13 +28,13 @@ from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.convert.causes import cause_of
 from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.dcp.reader import Refinement
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.errors import CorruptCheckpoint, DSQError
 from dsq_ckpt.storage.atomic_io import new_directory, new_file, sync_directory
 from dsq_ckpt.storage.attachments import attachments, refuse_without_tensors, warn_of_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import expanded, local_path
 from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.refinement import Refinement, checked_refinement, is_refined
 from dsq_ckpt.storage.target_directory import refuse_existing
 
 StrPath = str | os.PathLike[str]
@@ -231,13 +231,7 @@ class Opened:
             if done is not None:
                 refuse_without_tensors(self.checkpoint, done, ExportError)
                 warn_of_attachments(self.checkpoint, done)
-            state = self.checkpoint.manifest.refinement
-            if refinement is True and state != "kept":
-                raise CheckpointNotFound(
-                    f"'{path}' has no refinement layer ({state}); only the newest checkpoints of a run keep theirs "
-                    "(refinement.keep_last). Export one of those, which `dsq log` shows, or the base layer alone"
-                )
-            self.refined = refinement is not False and state == "kept"
+            self.refined = is_refined(self.checkpoint.manifest, checked_refinement(refinement), path)
             with self.checkpoint.naming():
                 self.paths = Nesting.from_json(self.checkpoint.index)
                 self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from io import BytesIO
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -50,7 +50,7 @@ from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.restored import note_load
@@ -58,11 +58,10 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.refinement import Refinement, checked_refinement, is_refined
 from dsq_ckpt.storage.shard import RecordRef
 
 logger = logging.getLogger(__name__)
-
-Refinement = Literal["auto"] | bool
 
 
 class DSQStorageReader(Located, StorageReader):
@@ -103,9 +102,7 @@ class DSQStorageReader(Located, StorageReader):
         history: SaveHistory | None = None,
     ) -> None:
         self.path = None if path is None else checkpoint_path(path)
-        if refinement not in (True, False, "auto"):
-            raise ConfigError(f"refinement is {refinement!r}, expected True, False (the base layer alone) or 'auto'")
-        self._refinement = refinement
+        self._refinement = checked_refinement(refinement)
         self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
@@ -268,18 +265,7 @@ class DSQStorageReader(Located, StorageReader):
                 raise LoadFailed(f"exact: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
 
     def _refined(self, checkpoint: Checkpoint) -> bool:
-        state = checkpoint.manifest.refinement
-        if self._refinement is True and state == "none" and checkpoint.manifest.groups:
-            raise CheckpointNotFound(
-                f"'{checkpoint.directory}' was saved without a refinement layer; pass refinement=False, or save with "
-                "refinement_bits above 0"
-            )
-        if self._refinement is True and state == "dropped":
-            raise CheckpointNotFound(
-                f"'{checkpoint.directory}' dropped its refinement layer when a newer checkpoint was committed; load "
-                "the newest checkpoint, or pass refinement=False for the base layer"
-            )
-        return self._refinement is not False and state == "kept"
+        return is_refined(checkpoint.manifest, self._refinement, checkpoint.directory)
 
     def _open(self) -> Checkpoint:
         if self.path is None:

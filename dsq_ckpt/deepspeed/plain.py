@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, StrPath
-from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import flush, new_directory, sync_directory
 from dsq_ckpt.storage.attachments import attachments
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.paths import expanded, local_path
+from dsq_ckpt.storage.refinement import Refinement
 from dsq_ckpt.storage.target_directory import refuse_existing
 
 

@@ -30,11 +30,11 @@ from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.nesting import Nesting, Path, Step, put
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import class_in
-from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import names_of
+from dsq_ckpt.storage.refinement import Refinement
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Options of parameter groups that schedules keep too, in the order of the groups."""
