@@ -129,13 +129,14 @@ def ask_for_saved(
             plain = [("optimizer", "param_groups", *option) for option in groups.new]
             found, own = found._replace(groups=groups, plain=plain), groups.parameters
             left = (groups.saved - groups.own) & with_state
-            frozen = {name for name in groups.own & with_state if name in own and not own[name].requires_grad}
             if with_state:
                 new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
         unsaved = set[str]()
         if "optimizer" in state:
             lacking, unsaved = _ask(state["optimizer"], own, directory, nesting, tensors)
             found = found._replace(plain=[*found.plain, *lacking])
+            if found.groups is not None:
+                frozen = (found.groups.own & with_state & own.keys()) - state["optimizer"]["state"].keys()
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         placed = () if found.groups is None else found.groups.placed
@@ -161,9 +162,9 @@ def ask_for_saved(
         )
     if frozen:
         warn(
-            f"the optimizer state of {named(frozen)} in '{directory}' is not loaded, since these parameters need no "
-            "gradient now: let them need one (requires_grad_) until they are loaded, if they are to be trained again",
-            rank=comm.rank,
+            f"the optimizer state of {named(frozen)} in '{directory}' is not loaded: these parameters need no gradient "
+            "now, and the optimizer has nothing that tells how their state is sharded. Load it into an optimizer that "
+            "has it, if they are to be trained again", rank=comm.rank,
         )
     if placed:
         warn(
@@ -209,7 +210,7 @@ class _Asked(NamedTuple):
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
         more: names at the top level of what was saved that the state dict lacks.
         unsaved: what the optimizer tells beside its state and its groups, and was not saved.
-        frozen: parameters whose state was saved, and that need no gradient now.
+        frozen: parameters that need no gradient now, and whose state was saved and cannot be loaded.
         placed: parameters whose state was saved, and that are in no saved group.
     """
 
@@ -287,12 +288,14 @@ def _ask(
         del state[name]
     for name in sorted(names):
         parameter, entry = parameters.get(name), _entry(("optimizer", "state", name))
-        if parameter is None or not parameter.requires_grad:  # whose state torch leaves out
+        if parameter is None:
             continue
         keys = {str(path[3]) for path in (*saved.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
         if name in state and not {str(key) for key in state[name]} <= keys:  # the load names those that were not saved
             continue
         found = fit({"state": {name: state.get(name, {})}}, entry, parameter)
+        if found.unshared and not parameter.requires_grad:
+            continue
         if found.unshared:
             raise LoadFailed(
                 f"'{directory}' has {named(sorted(set(found.unshared)))} in the optimizer's state of '{name}', which "

@@ -8,7 +8,8 @@ torch here, and an optimizer is given what it told, with numbers in place of nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.gradients.sensitivity import names_of
 
 OF_NO_PARAMETER = "state_of_no_parameter"
 """Key of the entries of an optimizer's `state` that are of no parameter, whose names could be those of parameters."""
@@ -54,7 +56,21 @@ def set_optimizer_state(
     """
     told = _Told(optimizer, beside(state))
     of_torch = {key: state[key] for key in OF_TORCH}
-    set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
+    with _needing_gradients(model, state["state"]):
+        set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
+
+
+@contextmanager
+def _needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]:
+    """Let frozen parameters need a gradient for a while: torch drops the state of those that need none."""
+    frozen = [one for name, one in names_of(model).items() if name in names and not one.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def beside(state: Mapping[Any, Any]) -> Tree:

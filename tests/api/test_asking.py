@@ -1,5 +1,6 @@
 """A load of a `Compressor` fills all that was saved of model and optimizer; saves and failed loads change neither."""
 
+import copy
 import threading
 import warnings
 
@@ -43,6 +44,43 @@ def test_parameters_that_no_step_has_changed_yet(tmp_path, target, frozen):
     step(model, optimizer, "b", "c")
     step(model_too, restored, "b", "c")
     assert all(one.equal(other) for one, other in zip(model.parameters(), model_too.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("target", ["same", "new"])
+def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
+    """A layer that is frozen and trained again has the moments of before, however often the run is restored between.
+
+    torch drops them at a load: after restores every ten steps, layers frozen for 40 steps kept 0.68 of their movement.
+    """
+    def made():
+        model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b")})
+        return model, torch.optim.AdamW([{"params": model[name].parameters()} for name in ("a", "b")])
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model["b"](model["a"](torch.ones(4, 80))).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    model_too, restored = model, optimizer
+    step(model, optimizer)
+    model["a"].requires_grad_(False)
+    step(model, optimizer)
+    weights, moments = bits_of(model), copy.deepcopy(optimizer.state_dict()["state"])
+    for number in range(2):
+        dsq_ckpt.Compressor(model_too, restored, config="exact").save(tmp_path / str(number))
+        if target == "new":
+            model_too, restored = made()
+            model_too["a"].requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dsq_ckpt.Compressor(model_too, restored).load(tmp_path / str(number))
+        assert not any(one.requires_grad for one in model_too["a"].parameters())
+        assert all(one.requires_grad for one in model_too["b"].parameters())
+        assert same_bits(model_too, weights) and restored.state_dict()["state"].keys() == moments.keys()
+        for key, state in restored.state_dict()["state"].items():
+            assert state.keys() == moments[key].keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(state[name].equal(value) for name, value in moments[key].items())
 
 
 def test_moments_under_other_names_are_not_left_out(tmp_path):
@@ -168,23 +206,6 @@ def test_another_dtype(tmp_path, saved, own):
     assert compressor.model.weight.equal(model.weight.to(own))
     moment = compressor.optimizer.state[compressor.model.weight]["exp_avg"]
     assert moment.equal(optimizer.state[model.weight]["exp_avg"].to(own))
-
-
-def test_moments_of_parameters_that_need_no_gradient_now_are_told_of(tmp_path):
-    """torch leaves out the state of such parameters, which began anew once they were trained again."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-    compressor = dsq_ckpt.Compressor(model, optimizer)
-    compressor.save(tmp_path / "a")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compressor.load(tmp_path / "a")
-    model[0].requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"'0\.bias', '0\.weight' in .*a' is not loaded, since these parameters need"):
-        compressor.load(tmp_path / "a")
 
 
 def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
