@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import typer.testing
 from _pytest.unraisableexception import gc_collect_iterations_key
 
 import dsq_ckpt
@@ -37,6 +39,8 @@ _MEMORY, _ENOUGH = Path("/dev/shm"), 8 << 30
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushes to a disk take time
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # where pytest makes temporary directories
 
+# It would make all commands anew, with their arguments and help, for each that a test runs: 11 ms.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy
 hypothesis.settings.load_profile("tests")
 
