@@ -103,6 +103,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
         assert "-abi3-" in wheel.name
 
 
+@pytest.mark.slow
 def test_it_works_with_what_it_requires_alone(environment, tmp_path):
     """The installed package saves, loads and verifies, without any package that only development needs."""
     def run(*command: str) -> str:
