@@ -36,9 +36,10 @@ TEARDOWN = "DSQ_TEST_TEARDOWN"
 EXECUTABLE = "DSQ_TEST_EXECUTABLE"
 """What `sys.executable` is in a fork with this variable: an `interpreter`, so that what it starts are forks, too."""
 _USED_LATE = (  # prefixes of variables that nothing reads when it is imported, or that are others in every process
-    "AWS_", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GFORTRAN_", "GLOO_", "HYD", "LINES=", "MPI", "NCCL_SOCKET_IFNAME",
-    "OLDPWD", "OMPI_", "PMI", "PRTE_", "PWD", "PYTEST_", "PYTHON=", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL",
-    "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=", "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN,
+    "AWS_", "COLUMNS=", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GFORTRAN_", "GLOO_", "HYD", "LINES=", "MPI",
+    "NCCL_SOCKET_IFNAME", "OLDPWD", "OMPI_", "PMI", "PRTE_", "PWD", "PYTEST_", "PYTHON=",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=",
+    "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN,
     EXECUTABLE,
 )
 _USED_BY_PRELOADED = ("CXX=", "DS_ACCELERATOR=")
