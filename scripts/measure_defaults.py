@@ -3,15 +3,19 @@
     python scripts/measure_defaults.py record  /tmp/record            # train once, keep exact checkpoints
     python scripts/measure_defaults.py offline /tmp/record --json out.json   # all configurations on that run
     python scripts/measure_defaults.py restores --json out.json              # ten restores, per configuration
+    python scripts/measure_defaults.py strengths llama vit --json out.json   # of steps by gradients, per workload
 
 `offline` compresses a recorded chain of checkpoints, and evaluates each decoded base layer: ratio against harm to a
 single checkpoint. `restores` kills and resumes a run ten times from its own compressed checkpoints: harm to training,
-which the first does not show. Everything is in one process, with fixed seeds.
+which the first does not show. `strengths` compresses runs that `evaluate.py record` keeps with steps that follow the
+gradients more or less, each at several fixed steps, without a search, and compares ratios at equal harm. Everything is
+in one process, with fixed seeds.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import platform
 import statistics
@@ -25,6 +29,9 @@ from typing import Any
 
 import torch
 import typer
+from evaluation.offline import summary
+from evaluation.recording import default_directory
+from evaluation.replay import replay
 from gpt import GPT, GPTConfig, StdlibText, evaluate, loss_sum
 from rich.console import Console
 from rich.table import Table
@@ -78,6 +85,12 @@ RESTORES: dict[str, dict[str, Any]] = {
     "weights 4, moments 0 and 0": bits(4, 0, 0),
     "everything exact": {"quantize.weights.method": "exact"} | EXACT_MOMENTS,
 }
+
+
+STRENGTHS = (0.0, 0.125, 0.1875, 0.25)
+STEPS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+HARMS = (0.005, 0.01, 0.02, 0.05)
+"""Mean degradations that ratios are compared at."""
 
 
 class Run:
@@ -213,6 +226,48 @@ def _restore_row(
     return row
 
 
+@app.command()
+def strengths(
+    workloads: list[str], json_path: Path = typer.Option(..., "--json"), seed: list[int] = typer.Option([0]),
+) -> None:
+    """Compress recorded runs with steps by gradients of several strengths; ratios of weights at equal degradation."""
+    torch.set_num_threads(1)
+    rows = []
+    for workload, number in ((name, one) for name in workloads for one in seed):
+        run: dict[str, Any] = {"workload": workload, "seed": number}
+        for strength in STRENGTHS:
+            points = [_point(default_directory(workload, number), strength, step) for step in STEPS]
+            rows.append(run | {"strength": strength, "points": points} | _at_equal_harm(points))
+            console.print({key: value for key, value in rows[-1].items() if key != "points"})
+    _report("strengths", rows, json_path, {"steps": STEPS})
+
+
+def _point(recording: Path, strength: float, step: float) -> dict[str, Any]:
+    values = {"sensitivity": strength, "step": step}
+    config = dsq_ckpt.DSQConfig.create({"storage": {"threads": 1}}).with_values(
+        **{f"quantize.weights.codebook.{key}": value for key, value in values.items()}
+    )
+    with _quiet():
+        found = summary(replay(recording, config, choices={}))
+    return {"step": step} | {
+        key: found[key] for key in ("ratio_weights", "ratio_weights_deltas", "degradation_mean", "degradation_final")
+    }
+
+
+def _at_equal_harm(points: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the ratio at each of `HARMS`, between the neighbouring steps, linear in logarithms; None beyond them."""
+    found: dict[str, float | None] = {}
+    for harm in HARMS:
+        found[f"ratio_at_{harm:g}"] = None
+        for finer, coarser in itertools.pairwise(points):
+            low, high = (max(point["degradation_mean"], 1e-5) for point in (finer, coarser))
+            if low <= harm < high:
+                part = math.log(harm / low) / math.log(high / low)
+                ratios = [math.log(point["ratio_weights"]) for point in (finer, coarser)]
+                found[f"ratio_at_{harm:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))
+    return found
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -222,7 +277,7 @@ def _quiet() -> Iterator[None]:
 
 def _report(title: str, rows: list[dict[str, Any]], path: Path, about: dict[str, Any]) -> None:
     table = Table(title=title)
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != "points"))
     for key in keys:
         table.add_column(key)
     for row in rows:
