@@ -52,7 +52,7 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
-from dsq_ckpt.errors import ConfigError, DSQError, SaveFailed
+from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.frozen import Frozen, known, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
@@ -239,34 +239,28 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         self._planner = type(planner).__name__
         self._written = pipeline = self._pipeline
         staged, self._staged = self._staged, None
-        with pipeline.workers() as workers:
-            if not isinstance(staged, StagedCodes):
+        # DCP itself tells no writer that another rank failed.
+        with undone_together(comm, self.discard), pipeline.workers() as workers:
+            if isinstance(staged, StagedCodes):
+                items = items_of_plan(plan.items, planner, self._options, context.layout)
+                state = staged_payloads(items, staged, objects_of(plan.items, planner), context.save_id)
+            else:
                 state = self._quantized(context, plan, planner, comm, workers)
-            with undone_together(comm, self.discard):  # DCP itself tells no writer that another rank failed
-                if isinstance(staged, StagedCodes):
-                    items = items_of_plan(plan.items, planner, self._options, context.layout)
-                    state = staged_payloads(items, staged, objects_of(plan.items, planner), context.save_id)
-                if not plan.items:  # no manifest would ever name this rank's file
-                    storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
-                    return finished([])
-                result = pipeline.write(context, self._rank, state, workers)
-        return finished(write_results(plan.items, result))
+            if not plan.items:  # no manifest would ever name this rank's file
+                storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
+                return finished([])
+            return finished(write_results(plan.items, pipeline.write(context, self._rank, state, workers)))
 
     def _quantized(
         self, context: SaveContext, plan: SavePlan, planner: SavePlanner, comm: Communicator, workers: Workers
     ) -> QuantizedState:
         """Return the items of this rank's plan, tensors quantized; collective."""
-        try:
-            items = items_of_plan(plan.items, planner, self._options, context.layout)
-            tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
-            stored, tied = tied_items.stored(items), tied_items.stored_as
-            objects = objects_of(plan.items, planner)
-            local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
-            return self._pipeline.quantize(context, local, comm, workers)
-        except BaseException as error:
-            if context.ranks == 1 or isinstance(error, DSQError):  # all ranks are told of these, and none writes
-                self.discard()
-            raise
+        items = items_of_plan(plan.items, planner, self._options, context.layout)
+        tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
+        stored, tied = tied_items.stored(items), tied_items.stored_as
+        objects = objects_of(plan.items, planner)
+        local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
+        return self._pipeline.quantize(context, local, comm, workers)
 
     @step_of_dcp(SaveFailed)
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -226,28 +226,21 @@ def keep_groups() -> None:
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:
-    """All-reduce `counts`; a rank that failed takes part too, and then every rank raises.
+    """Return the sum of `counts` over all ranks; a rank that failed takes part too, and then every rank raises.
 
     Raises:
         DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
         BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
-    message = np.zeros(counts.size + 1, np.int64)
-    if failure is None:
-        message[1:] = counts.reshape(-1)
-    else:
-        message[0] = 1 + (comm.rank << 32)
-    comm.sum(message)
-    failed = int(message[0] & 0xFFFFFFFF)
-    if isinstance(failure, DSQError) or not isinstance(failure, Exception | None):
-        raise failure
-    if failure is not None:
-        where = f"rank {comm.rank}, " if comm.size > 1 else ""
-        raise SaveFailed(f"{where}before the sketches were merged: {described(failure)}") from failure
-    if failed:
-        culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
-        raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
-    return message[1:]
+
+    def status() -> None:
+        if failure is not None:
+            raise failure
+
+    run_on_all_ranks(comm, status)  # first: a rank that failed may not know what the others sum up
+    total = counts.flatten()
+    comm.sum(total)
+    return total
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
@@ -290,21 +283,69 @@ def gather_from_all_ranks(
     failure: BaseException | None = None
     result: _T | None = None
     try:
-        result = work()
+        with inside():
+            result = work()
     except RankUnreachable:
         raise  # no rank can be notified
     except BaseException as error:
         failure = error
-    # A rank that was only notified of a failure, in a collective within the work, receives its text here.
-    heard = isinstance(failure, Elsewhere)
-    everywhere = comm.gather((heard, None if failure is None else described(failure), result))
+    heard, everywhere = isinstance(failure, Elsewhere), told(comm, failure, result)
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
         raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
-    failed = [(rank, *status) for rank, (*status, _) in enumerate(everywhere) if status[1] is not None]
+    failed = [(rank, status.heard, status.text) for rank, status in enumerate(everywhere) if status.text is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:
         elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere
         raise elsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
-    return [result for *_, result in everywhere]
+    return [status.result for status in everywhere]
+
+
+class _Depth(threading.local):
+    """How many works that must succeed on all ranks this thread is in, one in the other."""
+
+    depth = 0
+
+
+_here = _Depth()
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Do the work of the block inside a work of all ranks, whose end is `told`."""
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+class Status(NamedTuple):
+    """How the work of a rank ended.
+
+    Attributes:
+        depth: of the work.
+        heard: whether the rank was only notified of a failure, in a collective within the work; it receives its text
+            once more.
+        text: text of a failure; None: there was none.
+        result: result of the work.
+    """
+
+    depth: int
+    heard: bool
+    text: str | None
+    result: Any
+
+
+def told(comm: Communicator, failure: BaseException | None, result: Any = None) -> list[Status]:
+    """Tell all ranks how the work of this one ended, and return how that of each did, in rank order; collective.
+
+    A rank that failed between two collectives within its work comes here while the others are still in such a one, and
+    fails that; so it tells them again, until they come here too.
+    """
+    own = Status(_here.depth, isinstance(failure, Elsewhere), None if failure is None else described(failure), result)
+    everywhere = comm.gather(own)
+    while any(status.depth > own.depth for status in everywhere):
+        everywhere = comm.gather(own)
+    return everywhere

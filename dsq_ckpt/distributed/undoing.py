@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from dsq_ckpt.core.interrupts import let_signals_through
-from dsq_ckpt.distributed.comm import Communicator, RankUnreachable
+from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, inside, told
 
 
 @contextmanager
@@ -26,18 +24,17 @@ def undone_together(comm: Communicator, undo: Callable[[], None]) -> Iterator[No
         RankUnreachable: another rank is gone.
     """
 
-    def conclude(failed: bool) -> None:
-        failures = np.array([failed], np.int64)
-        comm.sum(failures)
-        if failures[0]:
+    def conclude(failure: BaseException | None) -> None:
+        if any(status.text is not None for status in told(comm, failure)):
             undo()
 
     try:
-        yield
-        let_signals_through()  # what a handler raises later is not counted
+        with inside():
+            yield
+            let_signals_through()  # what a handler raises later is not counted
     except RankUnreachable:
         raise
-    except BaseException:
-        conclude(True)
+    except BaseException as error:
+        conclude(error)
         raise
-    conclude(False)
+    conclude(None)

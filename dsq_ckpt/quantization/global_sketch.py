@@ -17,7 +17,7 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, sum_with_status
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, sum_with_status
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
@@ -185,7 +185,7 @@ def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[
     groups = [group for group, config in layout.groups.items() if config.codebook.turns]
     if not groups:
         return {}
-    everywhere = comm.gather([(chunk.group, chunk.key.elements) for chunk in chunks])
+    everywhere = gather_from_all_ranks(comm, lambda: [(chunk.group, chunk.key.elements) for chunk in chunks])
     return {group: [size for rank in everywhere for name, size in rank if name == group] for group in groups}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsq_ckpt.core import figures
 from dsq_ckpt.core.interrupts import let_signals_through
-from dsq_ckpt.distributed.comm import FailedElsewhere
+from dsq_ckpt.distributed.comm import FailedElsewhere, gather_from_all_ranks
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.search.candidates import SaveSearch
@@ -52,7 +52,8 @@ def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | No
     except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
         stopped = error
     save.evaluations[fold.name] += -(-len(trials) // comm.size) if parallel else len(trials)
-    gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
+    status = found, failure, changed, None if stopped is None else described(stopped)
+    gathered = gather_from_all_ranks(comm, lambda: status)
     if stopped is not None:
         raise stopped
     for rank, (*_, text) in enumerate(gathered):

@@ -53,6 +53,11 @@ def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path)) == 9
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_that_is_short_on_one_rank(tmp_path, ranks):
+    assert checks(torchrun("exhausted", ranks, tmp_path)) == 6
+
+
 def test_a_disk_that_is_full_on_one_rank(tmp_path):
     assert checks(torchrun("full_disk", 2, tmp_path)) == 7
 

@@ -26,6 +26,7 @@ def check(comm: Communicator) -> None:
     for culprit in {0, comm.size - 1}:
         _failures(comm, culprit)
         _undone(comm, culprit)
+        _between(comm, culprit)
     assert comm.gather("still there") == ["still there"] * comm.size
 
 
@@ -93,7 +94,7 @@ def _failures(comm: Communicator, culprit: int) -> None:
             says = f"rank {culprit} failed: {type(error).__name__}"
             assert caught.value is error if mine else says in str(caught.value)
     if comm.size > 1:
-        failed = "rank 1 failed" if comm.size == 2 else f"{comm.size - 1} ranks failed"
+        failed = "^" + "; ".join(f"rank {rank} failed: ValueError: a bug" for rank in range(1, comm.size)) + "$"
         with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):
             sum_with_status(comm, counts, ValueError("a bug") if comm.rank else None)
     assert run_on_all_ranks(comm, lambda: comm.rank) == comm.rank
@@ -120,3 +121,31 @@ def _undone(comm: Communicator, culprit: int) -> None:
     with pytest.raises(RankUnreachable):  # no rank is asked, since one is gone
         work(RankUnreachable("gone"))
     assert not undone
+
+
+def _between(comm: Communicator, culprit: int) -> None:
+    """A rank that fails between two collectives of its work fails the one that others are in, however deep."""
+    mine, undone = comm.rank == culprit, list[int]()
+
+    def work(depth: int, place: int, sums: bool) -> int:
+        for number in range(3):
+            if mine and (depth, number) == (1, place):
+                raise MemoryError("no room")
+            if sums:
+                sum_with_status(comm, np.ones(number + 1, np.int64), None)
+            else:
+                run_on_all_ranks(comm, lambda: work(depth + 1, place, True) if depth < 2 else None)
+        return 1
+
+    def undoing(place: int, sums: bool) -> None:
+        with undone_together(comm, lambda: undone.append(place)):
+            work(1, place, sums)
+
+    for place in range(3):
+        for sums in (False, True):
+            says = "MemoryError: no room" if mine else f"^rank {culprit} failed: MemoryError: no room$"
+            with pytest.raises(SaveFailed, match=says):
+                run_on_all_ranks(comm, lambda: work(1, place, sums))  # noqa: B023
+            with pytest.raises(MemoryError if mine else FailedElsewhere, match="no room"):
+                undoing(place, sums)
+            assert undone.pop() == place and not undone

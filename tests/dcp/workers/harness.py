@@ -73,8 +73,11 @@ def error_of(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-300))
 
 
-def fails_everywhere(work: Callable[[], Any], says: str) -> None:
-    """All ranks get an error, soon, and on at least one of them it says `says`; collective."""
+def fails_everywhere(work: Callable[[], Any], says: str, culprit: int | None = None) -> None:
+    """All ranks get an error, soon, and on at least one of them it says `says`; collective.
+
+    `culprit`: all of them say it, and the others name this rank.
+    """
     start, text = time.monotonic(), None
     try:
         work()
@@ -85,6 +88,8 @@ def fails_everywhere(work: Callable[[], Any], says: str) -> None:
     dist.all_gather_object(texts, (text, seconds))
     assert all(one is not None for one, _ in texts), texts
     assert any(says in one for one, _ in texts), texts
+    for rank, (one, _) in enumerate(texts):
+        assert culprit is None or (says in one and (rank == culprit or f"rank {culprit}" in one.lower())), texts
     assert all(took < HANG / 2 for _, took in texts), texts
 
 
