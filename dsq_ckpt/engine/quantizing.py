@@ -326,7 +326,8 @@ class _Sketching:
         """The weights that the state of optimizers does not name, and whether they may be trained all the same."""
         layout = self._context.layout
         tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
-        return may_be_untrained(layout.weights(), layout.shapes, tied, self._options.layer_types)
+        types, own = self._options.layer_types, layout.of_models
+        return may_be_untrained(layout.weights(), layout.shapes, tied, types, own)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:

@@ -20,7 +20,7 @@ from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO
-from dsq_ckpt.quantization.whose import of_models, without_twins
+from dsq_ckpt.quantization.whose import without_twins
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
@@ -194,7 +194,7 @@ def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
     if options.layer_types is not None or config.weights.method == "exact":
         return
     new = sorted(
-        name for name in of_models(layout.shapes, layout.weights()) - said
+        name for name in layout.of_models - said
         if kind_of(name) == EXACT and len(layout.shapes[name]) > 1
         and math.prod(layout.shapes[name]) >= config.min_elements
         and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
@@ -280,9 +280,8 @@ def _warn_of_doubtful(
 
 def _untrained(layout: Layout) -> set[str]:
     """Return weights of shapes that no state of an optimizer has; nothing where state has shapes of its own."""
-    own = of_models(layout.shapes, layout.weights())
-    weights = {layout.shapes[fqn] for fqn in own}
-    state = layout.shapes.keys() - own
+    weights = {layout.shapes[fqn] for fqn in layout.of_models}
+    state = layout.shapes.keys() - layout.of_models
     trained = {layout.shapes[fqn] for fqn in state if len(layout.shapes[fqn]) > 1}
     if not trained or not trained <= weights:
         return set()

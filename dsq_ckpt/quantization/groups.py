@@ -30,6 +30,8 @@ from dsq_ckpt.quantization.manifolds import on_manifold
 _T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
+_MOST = 1 << 17
+"""Names that are remembered. A cache that holds fewer than a save asks for, one after the other, holds none in time."""
 _SMALL = QuantizeConfig.model_fields["min_elements"].default
 
 # Names that optimizers of PyTorch and DeepSpeed give to the state they keep per parameter.
@@ -172,7 +174,6 @@ class Assignments:
 
 
 _last: Assignments | None = None
-_MOST = 1 << 17
 
 
 def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
@@ -201,7 +202,7 @@ def second_moment_of(fqn: str) -> str | None:
     return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
 
 
-@functools.lru_cache(1 << 14)
+@functools.lru_cache(_MOST)
 def key_of_optimizer(fqn: str) -> str:
     """Return the beginning of a name up to its first key that tells of an optimizer; empty if none does."""
     parts = fqn.split(".")
@@ -243,7 +244,7 @@ def is_inner(fqn: str) -> bool:
     return any(map(is_part, fqn.split(".")))
 
 
-@functools.lru_cache(1 << 14)
+@functools.lru_cache(_MOST)
 def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
     """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from dsq_ckpt.config.schema import TensorConfig
@@ -12,6 +13,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.updates import beside_first_moments, finer, fitted_to_weights
+from dsq_ckpt.quantization.whose import of_models
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
@@ -137,6 +139,11 @@ class Layout:
     def weights(self) -> frozenset[str]:
         """Return the names of lossy weights."""
         return frozenset(fqn for fqn, group in self.tensors.items() if group.startswith("weights/"))
+
+    @cached_property
+    def of_models(self) -> frozenset[str]:
+        """The names of parameters and buffers of models, told by all names of the save."""
+        return frozenset(of_models(self.shapes, self.weights()))
 
     def rows(self) -> list[str]:
         """Return the names of all tensors and gauges whose octaves are counted."""

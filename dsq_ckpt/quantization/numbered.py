@@ -43,14 +43,14 @@ def is_numbered(name: str) -> bool:
 
 
 def state_by_weight(
-    state: Iterable[str], shapes: Mapping[str, Shape], weights: Collection[str] = ()
+    state: Iterable[str], shapes: Mapping[str, Shape], of_model: Collection[str] | None = None
 ) -> dict[str, str]:
     """Return the name of the state that belongs to a weight, by the name of the weight, where that can be told.
 
     Args:
         state: names of one kind of state, such as `exp_avg_sq`; those without a number are left out.
         shapes: shapes of all tensors of the save, in the order of its state dict.
-        weights: names of tensors that are known to be weights.
+        of_model: names of parameters and buffers of models; None: names alone tell.
 
     Returns:
         Weights of two or more dimensions. Those that state of several optimizers fits have no entry; copies of a model,
@@ -63,7 +63,7 @@ def state_by_weight(
     if not optimizers:
         return {}
     models: dict[str, dict[Shape, list[str]]] = defaultdict(lambda: defaultdict(list))
-    of_model = of_models(shapes, weights)
+    of_model = of_models(shapes, ()) if of_model is None else of_model
     for name, shape in shapes.items():
         if len(shape) > 1 and name in of_model:
             models[name.partition(".")[0]][shape].append(name)

@@ -144,7 +144,7 @@ def gauges_of(layout: Layout) -> dict[str, Gauge]:
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
     state = [fqn for fqn, found in layout.state.items() if found == kind]
-    numbered = state_by_weight(state, layout.shapes, weights)
+    numbered = state_by_weight(state, layout.shapes, layout.of_models)
     by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered(fqn)}
     gauges = {}
     for fqn in weights:

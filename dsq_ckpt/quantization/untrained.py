@@ -21,7 +21,7 @@ _MODEL = "model"
 
 def may_be_untrained(
     weights: Collection[str], shapes: Mapping[str, Shape], tied: Mapping[str, Collection[str]],
-    types: Mapping[str, str] | None = None,
+    types: Mapping[str, str] | None = None, of_model: Collection[str] | None = None,
 ) -> dict[str, bool]:
     """Return the weights that the state of optimizers does not name, and whether they may be trained all the same.
 
@@ -32,8 +32,9 @@ def may_be_untrained(
         shapes: shapes of all tensors of the save.
         tied: other names of the memory of a weight, by its name.
         types: layer types of the model; None: names alone tell what is the model's.
+        of_model: what they tell, where it is known already.
     """
-    own = of_models(shapes, weights, types)
+    own = of_models(shapes, weights, types) if types or of_model is None else of_model
     state = [name for name in shapes if name not in own and kind_of(name) != "weights" and _state(name)]
     if not weights or not state:
         return {}

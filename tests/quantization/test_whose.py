@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from dsq_ckpt.quantization.groups import layer_types
+import dsq_ckpt
+from dsq_ckpt.quantization.groups import _kind, key_of_optimizer, kind_of, layer_types
 from dsq_ckpt.quantization.whose import of_models, without_twins
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -55,3 +57,35 @@ def test_weights_of_modules_have_no_twins_and_state_by_the_names_of_weights_has(
     state = ["opt_state.mu.0.a.weight", "opt_state.nu.0.a.weight", "optimizer.masters.a.weight"]
     beside = {"m.0.a.weight": (9, 9), "a.weight": (9, 9), "m.0.weight": (9, 8), "b": (9, 9)}
     assert without_twins([*own, *state], dict.fromkeys([*own, *state], (9, 9)) | beside) == own
+
+
+def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
+    """Names are many: a model of 20,000 weights has 80,000 with its optimizer."""
+    asked = []
+
+    def counted(*arguments):
+        asked.append(arguments)
+        return of_models(*arguments)
+
+    for module in ("layout", "numbered", "untrained"):
+        monkeypatch.setattr(f"dsq_ckpt.quantization.{module}.of_models", counted)
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(80)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for number in range(2):
+        asked.clear()
+        dsq_ckpt.save(state, tmp_path / str(number))
+        assert len(asked) == 1
+
+
+def test_kinds_of_many_names_are_remembered():
+    names = [f"optimizer.state.many.{number}.weight.exp_avg" for number in range(20_000)]
+    for known, cache in ((kind_of, _kind), (key_of_optimizer, key_of_optimizer)):
+        for name in names:
+            known(name)
+        before = cache.cache_info().misses
+        for name in names:
+            known(name)
+        assert cache.cache_info().misses == before
