@@ -259,21 +259,25 @@ class Compressor:
         """
         comm = communicator(self._group)
 
-        def asked() -> dict[str, Any]:
+        def asked() -> tuple[dict[str, Any], Found, set[str]]:
             with made_by_step(self.optimizer):
-                return self._state(extra)
-
-        with given_back(self.optimizer):
-            state = run_on_all_ranks(comm, asked, LoadFailed)
+                state = self._state(extra)
             found = ask_for_saved(path, state, self.model, names_of(self.model), self._frozen, comm)
-            told = set(state["model"])
-            load_with(
-                state, path, plain=found.plain, modules={("model",): self.model}, left_out=self._left_out(),
-                refinement=refinement, allow_cast=allow_cast, process_group=self._group, history=self._history,
-            )
+            return state, found, self._left_out()
+
+        def given() -> None:
             offered = state["model"].keys() - told
             give_model(self.model, state["model"], offered, found.directory, self._frozen, comm)
-            run_on_all_ranks(comm, lambda: self._take(state, found, refinement is not False), LoadFailed)
+            self._take(state, found, refinement is not False)
+
+        with given_back(self.optimizer):
+            state, found, left_out = run_on_all_ranks(comm, asked, LoadFailed)
+            told = set(state["model"])
+            load_with(
+                state, path, plain=found.plain, modules={("model",): self.model}, left_out=left_out,
+                refinement=refinement, allow_cast=allow_cast, process_group=self._group, history=self._history,
+            )
+            run_on_all_ranks(comm, given, LoadFailed)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}

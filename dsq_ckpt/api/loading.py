@@ -115,10 +115,7 @@ def load_with(
     """
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
-    background.wait()
-    reader = DSQStorageReader(
-        path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history
-    )
+    reader: DSQStorageReader
     told: dict[Any, Any] = state_dict
     making = {**(modules or {}), **{(key,): own for key, own in state_dict.items() if isinstance(own, nn.Module)}}
     whole: Whole | None = None
@@ -128,7 +125,9 @@ def load_with(
 
     def prepare() -> tuple[Lacking, Untold]:
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
-        nonlocal told, whole, of_modules, hint
+        nonlocal reader, told, whole, of_modules, hint
+        background.wait()
+        reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history)
         directory = existing_path(path)
         manifest = Manifest.read(directory)
         hint = hint_of_attachments(manifest)

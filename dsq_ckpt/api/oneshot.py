@@ -136,8 +136,9 @@ def compress(
 
     target, chosen, opened = run_on_all_ranks(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
-    background.wait()  # what it commits is for its run to remember
-    with closing(opened):
+
+    def saved() -> None:
+        background.wait()  # what it commits is for its run to remember
         _same(comm, RankSettings.of(target, chosen), {"overwrite": overwrite, "source": [
             (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
         ]})
@@ -151,6 +152,9 @@ def compress(
             history=SaveHistory(),
         )
         save_collectively(target, lambda: _share(opened, comm), options, comm)
+
+    with closing(opened):
+        run_on_all_ranks(comm, saved)
 
     def about() -> dict[str, Any] | None:
         if comm.rank != 0:
@@ -207,7 +211,7 @@ def _same(comm: Communicator, settings: RankSettings, arguments: Mapping[str, An
     """
     # Hashes, since there may be many tensors.
     hashes = {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}
-    gathered = comm.gather((settings, hashes))
+    gathered = gather_from_all_ranks(comm, lambda: (settings, hashes))
     refuse_different([given for given, _ in gathered])
     for rank, (_, hashes) in enumerate(gathered):
         if differing := [name for name in hashes if hashes[name] != gathered[0][1][name]]:

@@ -67,7 +67,7 @@ def stage_codes(
     own_plan, of_model, tied_items, told = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    found = comm.gather((own_plan, of_model, told))
+    found = gather_from_all_ranks(comm, lambda: (own_plan, of_model, told))
     plans = [plan for plan, *_ in found]
     plans = by_lowest_rank(dedup_save_plans(plans), plans)  # as a save without staging: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}

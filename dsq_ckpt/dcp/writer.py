@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -350,7 +351,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
                 copy = run_on_all_ranks(comm, lambda: self._copied(copied_by_name, state_dict))
                 return self._leave(copy, call, save_id)
             release_spare()
-            staged, self._staged = stage_codes(state_dict, self._pipeline, self._gradients, comm)
+            staging = partial(stage_codes, state_dict, self._pipeline, self._gradients, comm)
+            staged, self._staged = run_on_all_ranks(comm, staging)
             return staged
         if searches:
             raise SaveFailed(NO_SEARCH)

@@ -233,12 +233,12 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
         BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
 
-    def status() -> None:
+    def status() -> Counts:
         if failure is not None:
             raise failure
+        return counts.flatten()
 
-    run_on_all_ranks(comm, status)  # first: a rank that failed may not know what the others sum up
-    total = counts.flatten()
+    total = run_on_all_ranks(comm, status)  # first: a rank that failed may not know what the others sum up
     comm.sum(total)
     return total
 

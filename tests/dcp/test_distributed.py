@@ -55,7 +55,7 @@ def test_faults(tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_memory_that_is_short_on_one_rank(tmp_path, ranks):
-    assert checks(torchrun("exhausted", ranks, tmp_path)) == 6
+    assert checks(torchrun("exhausted", ranks, tmp_path)) == 9
 
 
 def test_a_disk_that_is_full_on_one_rank(tmp_path):

@@ -1,6 +1,7 @@
-"""One rank runs out of memory anywhere in a save: between collectives, and while it writes; argv = an empty directory.
+"""One rank runs out of memory anywhere in a save or a load, also between collectives; argv = an empty directory.
 
-All ranks get an error that names the rank and its cause, nothing is left, and the next save works; in each way to save.
+All ranks get an error that names the rank and its cause, nothing is left, and the next one works; in each way to save
+and to load.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from faults import broken, state_at
 from harness import done, fails_everywhere, normal, world
 
 import dsq_ckpt
-from dsq_ckpt import DSQConfig, DSQStorageWriter
-from dsq_ckpt.dcp import writer
+from dsq_ckpt import DSQConfig, DSQStorageReader, DSQStorageWriter
+from dsq_ckpt.api import asking, buffers, compressor, loading, oneshot
+from dsq_ckpt.dcp import quantized_staging, reader, writer
 from dsq_ckpt.distributed.comm import TorchCommunicator
 from dsq_ckpt.engine import chunks, inheritance, pipeline, quantizing
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization import global_sketch
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import ChunkKey, QuantizingChunk
+from dsq_ckpt.search.candidates import SaveSearch
+from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.shard import ShardWriter
 from tests.helpers.saving import save_parts
@@ -37,13 +41,27 @@ QUANTIZING: list[tuple[Any, str]] = [
 WRITING: list[tuple[Any, str]] = [
     (pipeline, "write_rank"), (ShardWriter, "_add_record"), (ShardWriter, "finish"), (inheritance, "link_files"),
 ]
+SEARCHING: list[tuple[Any, str]] = [(SaveSearch, "candidate"), (SaveSearch, "refined"), (TrialModel, "_decoded")]
+OF_WAY: dict[str, list[tuple[Any, str]]] = {
+    "dcp": [(writer, "write_results")], "save": [(writer, "write_results")], "compressor": [(writer, "write_results")],
+    "copy": [(writer, "write_results")], "quantize": [(writer, "write_results"), (quantized_staging, "by_lowest_rank")],
+}
+LOADING: dict[str, list[tuple[Any, str]]] = {
+    "dcp": [(reader, "_in_order"), (reader, "_span")],
+    "load": [(loading, "DSQStorageReader"), (loading.Manifest, "read"), (reader, "_in_order"), (reader, "_span")],
+    "compressor": [
+        (compressor, "ask_for_saved"), (asking, "_on_all"), (asking, "_ask"), (loading, "DSQStorageReader"),
+        (reader, "_in_order"), (buffers, "left_by_all"), (compressor, "filled_groups"),
+    ],
+}
 Save = Callable[[Path], Any]
 
 
-def check(way: str, save: Save, root: Path, places: list[tuple[Any, str]], rank: int, culprits: set[int]) -> None:
-    def exhausted(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("no room")
+def exhausted(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("no room")
 
+
+def check(way: str, save: Save, root: Path, places: list[tuple[Any, str]], rank: int, culprits: set[int]) -> None:
     save(root / way / "first")
     for target, name in places:
         for culprit in culprits:
@@ -57,12 +75,36 @@ def check(way: str, save: Save, root: Path, places: list[tuple[Any, str]], rank:
     done(way)
 
 
-def ways(rank: int, size: int) -> dict[str, Save]:
+def check_loads(root: Path, rank: int, size: int) -> None:
+    model, optimizer = trained()
+    both = dsq_ckpt.Compressor(model, optimizer)
+    both.save(root / "both")
+    dsq_ckpt.save(state_at(2, rank, size), root / "state")
+    loads: dict[str, Callable[[], Any]] = {
+        "dcp": lambda: dcp.load(state_at(1, rank, size), storage_reader=DSQStorageReader(root / "state")),
+        "load": lambda: dsq_ckpt.load(state_at(1, rank, size), root / "state"),
+        "compressor": lambda: both.load(root / "both"),
+    }
+    for way, load in loads.items():
+        for target, name in LOADING[way]:
+            for culprit in {0, size - 1}:
+                with broken(rank == culprit, target, name, exhausted):
+                    fails_everywhere(load, "MemoryError: no room", culprit)
+            load()
+    done("loads")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Linear(80, 80)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(80)).sum().backward()
     optimizer.step()
-    compressor = dsq_ckpt.Compressor(model, optimizer)
+    return model, optimizer
+
+
+def ways(rank: int, size: int) -> dict[str, Save]:
+    model, optimizer = trained()
+    both = dsq_ckpt.Compressor(model, optimizer)
 
     def collectively(path: Path) -> None:
         value = normal(90, 64, seed=rank)
@@ -79,7 +121,7 @@ def ways(rank: int, size: int) -> dict[str, Save]:
         "dcp": lambda path: dcp.save(state_at(2, rank, size), storage_writer=DSQStorageWriter(path)),
         "save": lambda path: dsq_ckpt.save(state_at(2, rank, size), path),
         "collectively": collectively, "copy": in_background("copy"), "quantize": in_background("quantize"),
-        "compressor": compressor.save,
+        "compressor": both.save,
     }
 
 
@@ -87,6 +129,15 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
         for kind, how in ways(me, ranks).items():
-            of_dcp = [] if kind == "collectively" else [(writer, "write_results")]
+            places = [*QUANTIZING, *WRITING, *OF_WAY.get(kind, [])]
             alone = kind == "compressor"  # rank 0 writes all of a small state that ranks have copies of
-            check(kind, how, Path(sys.argv[1]), [*QUANTIZING, *WRITING, *of_dcp], me, {0} if alone else {0, ranks - 1})
+            check(kind, how, Path(sys.argv[1]), places, me, {0} if alone else {0, ranks - 1})
+        one, _ = trained()
+        searching = dsq_ckpt.Compressor(one, evaluate=lambda: float((one(torch.ones(80)) - 1).square().mean()))
+        check("search", searching.save, Path(sys.argv[1]), SEARCHING, me, {0, ranks - 1})
+        whole = dict(one.state_dict())
+        check(
+            "compress", lambda path: dsq_ckpt.compress(whole, path, communicator=TorchCommunicator()),
+            Path(sys.argv[1]), [(oneshot, "xxh3_128_hexdigest"), (oneshot, "SaveOptions")], me, {0, ranks - 1},
+        )
+        check_loads(Path(sys.argv[1]), me, ranks)
