@@ -344,6 +344,9 @@ def told(comm: Communicator, failure: BaseException | None, result: Any = None) 
     A rank that failed between two collectives within its work comes here while the others are still in such a one, and
     fails that; so it tells them again, until they come here too.
     """
+    cause = None if failure is None else failure.__cause__
+    if cause is not None and str(failure) == f"rank {comm.rank}: {described(cause)}":  # made of it by a work within
+        failure = cause
     own = Status(_here.depth, isinstance(failure, Elsewhere), None if failure is None else described(failure), result)
     everywhere = comm.gather(own)
     while any(status.depth > own.depth for status in everywhere):
