@@ -136,7 +136,8 @@ def ask_for_saved(
             lacking, unsaved = _ask(state["optimizer"], own, directory, nesting, tensors)
             found = found._replace(plain=[*found.plain, *lacking])
             if found.groups is not None:
-                frozen = (found.groups.own & with_state & own.keys()) - state["optimizer"]["state"].keys()
+                asked_of = state["optimizer"]["state"]
+                frozen = {name for name in found.groups.own & with_state if not asked_of.get(name)}
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         placed = () if found.groups is None else found.groups.placed

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FlatParameter
 from torch.optim import Optimizer
 
 from dsq_ckpt.core.unchanged import named
@@ -56,14 +57,20 @@ def set_optimizer_state(
     """
     told = _Told(optimizer, beside(state))
     of_torch = {key: state[key] for key in OF_TORCH}
-    with _needing_gradients(model, state["state"]):
+    with needing_gradients(model, state["state"]):
         set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
 
 
 @contextmanager
-def _needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]:
-    """Let frozen parameters need a gradient for a while: torch drops the state of those that need none."""
-    frozen = [one for name, one in names_of(model).items() if name in names and not one.requires_grad]
+def needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]:
+    """Let frozen parameters need a gradient for a while: torch drops the state of those that need none.
+
+    Args:
+        model: has the parameters.
+        names: of parameters that have state; FSDP1's flat parameters, whose names are others, always count as these.
+    """
+    named = names_of(model).items()
+    frozen = [one for name, one in named if not one.requires_grad and (name in names or isinstance(one, FlatParameter))]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.loading import load
-from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
+from dsq_ckpt.api.optimizer_state import get_optimizer_state, needing_gradients, set_optimizer_state
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.interrupts import in_users_function
@@ -174,11 +174,13 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
                 else f"the checkpoint has {rest.optimizers} optimizer(s), the model {len(optimizers)}"
             )
         for number, optimizer in enumerate(optimizers):
-            own, stored = self._optimizer_state(optimizer)["state"], rest.moments(number)
+            stored = rest.moments(number)
+            with needing_gradients(self.model, {name for name, _ in stored}):
+                own = self._optimizer_state(optimizer)["state"]
             _refuse(
                 {f"{name}.{leaf}" for name, leaf in stored if leaf not in own.get(name, ())},
                 f"optimizer {number} lacks", "of the checkpoint (an optimizer that is made of named_parameters() has "
-                "names in any checkpoint)",
+                "names in any checkpoint; one that has stepped has no state of parameters that were frozen)",
             )
             moments: dict[str, dict[str, Any]] = {}
             for name, leaf in stored:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from harness import done, fails_everywhere, whole, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
@@ -168,6 +169,46 @@ def group_left_out(path: Path, rank: int, size: int) -> None:
     done("group left out")
 
 
+def frozen_layers(path: Path, rank: int, size: int) -> None:
+    """Their state comes back, which torch drops; a warning tells where nothing says how it is sharded."""
+    def made(kind: str, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: nn.Module = Net()
+        for layer in model.children():
+            layer.requires_grad_(not (frozen and layer is model.hidden))
+        if kind == "fsdp1":
+            for name, layer in list(model.named_children()):
+                setattr(model, name, FullyShardedDataParallel(layer, device_id=torch.device("cpu")))
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        found = {name: optimizer.state[one] for name, one in model.named_parameters() if one in optimizer.state}
+        local = {f"{name}.{key}": value for name, own in found.items() for key, value in own.items()}
+        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in local.items()}
+
+    for kind in ("fsdp2", "fsdp1"):
+        model, optimizer = made(kind, False)
+        train(model, optimizer, 0, 2, rank)
+        expected = {name: value.clone() for name, value in state(model, optimizer).items()}
+        dsq_ckpt.Compressor(model, optimizer, "exact").save(path / kind)
+        for parameter in (one for name, one in model.named_parameters() if "hidden" in name):
+            parameter.requires_grad_(False)
+        fresh = made(kind, True)
+        for target in ((model, optimizer), fresh):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                dsq_ckpt.Compressor(*target).load(path / kind)
+            told = any("is not loaded: these parameters need no gradient now" in str(one.message) for one in caught)
+            found = state(*target)
+            assert found.keys() <= expected.keys() and all(found[name].equal(expected[name]) for name in found)
+            less = found.keys() < expected.keys()
+            assert less == (kind == "fsdp1" and target is fresh), (kind, found.keys())
+            assert told == (less and rank == 0), (kind, told)
+    done("frozen layers")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
@@ -181,3 +222,4 @@ if __name__ == "__main__":
         functions_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
         check_that_fails_on_one_rank(Path(sys.argv[1]) / "fails" / "a", rank, size)
         group_left_out(Path(sys.argv[1]) / "left" / "a", rank, size)
+        frozen_layers(Path(sys.argv[1]) / "frozen", rank, size)

@@ -145,6 +145,20 @@ def told(directory: Path) -> None:
         }
 
 
+def frozen(directory: Path) -> None:
+    """State of a layer that is frozen before the load comes back, which torch drops."""
+    class Frozen(Sharded):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.net[0].requires_grad_(False)
+
+    one = trainer(ranks=True, epochs=3, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "frozen")])
+    one.fit(Frozen(), ckpt_path=directory / "kept" / "last.ckpt")
+    found = whole(one)
+    assert not any(parameter.requires_grad for parameter in one.lightning_module.net[0].parameters())
+    assert RANK or same(found, torch.load(directory / "expected.pt"))
+
+
 def errors(directory: Path) -> None:
     def loads(path: Path, error: type[Exception], text: str, model: Any = Sharded) -> None:
         one = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "none")])
@@ -183,6 +197,7 @@ def main() -> None:
     fsdp2(directory)
     changes(directory)
     told(directory)
+    frozen(directory)
     errors(directory)
 
 
