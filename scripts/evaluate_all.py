@@ -213,6 +213,10 @@ ablations-resnet-seed0  evaluate.py ablations resnet
 ablations-llama-seed0   evaluate.py ablations llama --part coders --part components
 -                       evaluate.py record vit
 ablations-vit-seed0     evaluate.py ablations vit --part coders --part components
+-                       evaluate.py record moe
+-                       evaluate.py record bert
+-                       evaluate.py record lstm
+strengths               measure_defaults.py strengths llama moe bert lstm
 ablations-timings       evaluate.py ablations resnet --part timings
 ablations-ranks         evaluate.py ablations resnet --part ranks
 rework-mlr-seed0        evaluate.py rework mlr --systems lc,topn,scar --rate 0.005
