@@ -1,5 +1,5 @@
-"""A lock that a checkpointing process holds while it lives, so that no process reads or continues a log that is still
-being written after its training process died.
+"""Locks of a run: one that a checkpointing process holds while it lives, so that no process reads or continues a log
+that is still being written after its training process died, and one of the job that begins a log.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dsq_ckpt.core.interrupts import let_signals_through
@@ -16,6 +18,7 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff.segments import LOG
 
 _SILENT = 5.0
+_STARTING = "starting"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -25,14 +28,24 @@ def lock_path(run: Path, session: str, rank: int) -> Path:
 
 
 class Lock:
-    """An exclusive file lock, held until `release` or the end of this process."""
+    """An exclusive file lock, held until `release` or the end of this process.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: path of the lock file.
+        pause: called again and again while another process holds the lock; None to wait in the system call.
+    """
+
+    def __init__(self, path: Path, pause: Callable[[], None] | None = None) -> None:
         self._path = path
         while True:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if pause is None else fcntl.LOCK_NB))
+            except BlockingIOError:
+                os.close(self._descriptor)
+                assert pause is not None
+                pause()
+                continue
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
@@ -58,24 +71,58 @@ def wait_for_writers(
     Raises:
         SaveFailed: a process still writes after `timeout` seconds. `failed` gives another error class.
     """
-    started, said = time.monotonic(), timeout == 0.0
+    wait = _Wait(run, timeout, failed)
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
         while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path, failed):
-            waited = time.monotonic() - started
-            if waited > min(_SILENT, timeout / 2) and not said:
-                said = True
-                warn_safely(
-                    f"waiting, for {timeout:.0f} s at most, for the checkpointing process that writes into '{run}' and "
-                    f"holds '{path.name}'; if it is of a log in this process, close() that log first"
-                )
-            if waited > timeout:
-                raise failed(
-                    f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
-                    "another job logs there, a log of this process was not closed, or its disk is slow; wait for it, "
-                    "close it, or end it"
-                )
-            let_signals_through()
-            time.sleep(0.02)
+            wait.pause(path.name)
+
+
+@contextmanager
+def starting(run: Path, timeout: float) -> Iterator[None]:
+    """Return a context that one job is in at a time: of jobs that begin a log at once, the later ones see a snapshot.
+
+    A warning says so after some seconds, or half of `timeout`.
+
+    Raises:
+        SaveFailed: another job is still in it after `timeout` seconds, or the lock file cannot be opened.
+    """
+    wait, path = _Wait(run, timeout, SaveFailed), run / LOG / _STARTING
+    try:
+        lock = Lock(path, lambda: wait.pause(path.name))
+    except OSError as error:
+        raise SaveFailed(
+            f"'{path}' cannot be locked: {error}; make it writable for this user, or remove it if no job starts there"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _Wait:
+    """A wait for the process that holds a lock of a run; see `wait_for_writers`."""
+
+    def __init__(self, run: Path, timeout: float, failed: type[DSQError]) -> None:
+        self._run, self._timeout, self._failed = run, timeout, failed
+        self._started, self._said = time.monotonic(), timeout == 0.0
+
+    def pause(self, name: str) -> None:
+        """Wait for a moment, unless the lock file `name` was held for too long."""
+        waited = time.monotonic() - self._started
+        if waited > min(_SILENT, self._timeout / 2) and not self._said:
+            self._said = True
+            warn_safely(
+                f"waiting, for {self._timeout:.0f} s at most, for the checkpointing process that writes into "
+                f"'{self._run}' and holds '{name}'; if it is of a log in this process, close() that log first"
+            )
+        if waited > self._timeout:
+            raise self._failed(
+                f"a checkpointing process still writes into '{self._run}' after {self._timeout:.0f} s, it holds "
+                f"'{name}': another job logs there, a log of this process was not closed, or its disk is slow; wait "
+                "for it, close it, or end it"
+            )
+        let_signals_through()
+        time.sleep(0.02)
 
 
 def _released(path: Path, failed: type[DSQError]) -> bool:

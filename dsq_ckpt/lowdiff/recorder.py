@@ -99,7 +99,7 @@ class Recorder(WorkerGroup):
         ]
         self._reorder_hooks()
         self._last_step, self._waited = time.perf_counter(), 0.0
-        self._begin_first()
+        self._begin_first(resume)
         self._last_step = time.perf_counter()
 
     # Methods that LowDiff and LowDiff+ implement.

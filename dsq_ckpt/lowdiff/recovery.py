@@ -27,7 +27,7 @@ from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.replay import ReplayResult, owned_parameters, replay, updates_independently
 from dsq_ckpt.lowdiff.segments import LogSegment
 from dsq_ckpt.lowdiff.sharing import exchange
-from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
+from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first, sessions
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.quantization.restored import note_load
@@ -54,6 +54,7 @@ class Recovered:
         sent: int64 indices of the elements sent since the snapshot, by parameter; None for all elements.
         tuner: state of the log's tuner; None if it has none.
         merged: True if steps were merged, so that the state equals a replay up to rounding.
+        sessions: sessions of the snapshots that the run had.
     """
 
     step: int
@@ -71,6 +72,7 @@ class Recovered:
     sent: dict[str, torch.Tensor | None] = field(default_factory=dict)
     tuner: dict[str, Any] | None = None
     merged: bool = False
+    sessions: frozenset[str] = frozenset()
 
     @property
     def replayed(self) -> int:
@@ -165,6 +167,7 @@ def recover_train_state(
         with unchanged_on_failure(train_state):
             recovered = run_on_all_ranks(comm, lambda: _restore(train_state, kept, comm, partial), LoadFailed)
         recovered.seconds = (time.perf_counter() - started, 0.0)
+        recovered.sessions = frozenset([*sessions(directory), kept.meta["session"]])
         survivors.dismiss()
         return recovered
     survivors.dismiss()
@@ -172,7 +175,7 @@ def recover_train_state(
     chosen = gather_from_all_ranks(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
-    path, step, ended = chosen
+    path, step, ended, known = chosen
     last, ended = (step, ended) if replay_log else (None, None)
 
     def load() -> Recovered:
@@ -180,7 +183,7 @@ def recover_train_state(
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
             note_load(snapshot.lossy_kinds)
-        recovered.seconds = (time.perf_counter() - started, 0.0)
+        recovered.seconds, recovered.sessions = (time.perf_counter() - started, 0.0), known
         return recovered
 
     with unchanged_on_failure(train_state):
@@ -201,9 +204,9 @@ def _wait(run: Path, timeout: float) -> None:
     wait_for_writers(run, timeout, failed=LoadFailed)
 
 
-def _choose(run: Path) -> tuple[Path, int, str | None] | None:
-    """Return the newest readable snapshot, the last step that can be replayed, and why the log ends there."""
-    problems = []
+def _choose(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:
+    """Return the newest readable snapshot, the last step that can be replayed, why the log ends there, and sessions."""
+    problems, known = [], frozenset(sessions(run))
     for path, _ in newest_first(run) if run.is_dir() else ():
         try:
             with Snapshot(path) as snapshot, snapshot.naming():
@@ -217,7 +220,7 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
         if problems:
             warn(f"an older snapshot is used, '{path}': {problems[0]}")
         log_steps = segments.replayable_steps(run, session, step)
-        return path, step + len(log_steps.segments), log_steps.ended
+        return path, step + len(log_steps.segments), log_steps.ended, known | {session}
     if problems:
         raise CorruptCheckpoint(f"no snapshot of '{run}' can be read: {'; '.join(problems[:3])}")
     return None
@@ -281,13 +284,10 @@ def _restore(
         for name, tensor in wanted.items():
             if name in values:
                 tensor.copy_(values[name])
-    closed = isinstance(snapshot, Snapshot)
-    closed = closed and segments.closed_marker(snapshot.path.parent, meta["session"]).exists()
+    closed = isinstance(snapshot, Snapshot) and segments.closed_marker(snapshot.path.parent, meta["session"]).exists()
     return Recovered(
-        step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path,
-        lossy=bool(snapshot.lossy or meta["lossy"]), ended=None,
-        from_memory=isinstance(snapshot, MemorySnapshot),
-        closed=closed,
+        step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path, ended=None, closed=closed,
+        lossy=bool(snapshot.lossy or meta["lossy"]), from_memory=isinstance(snapshot, MemorySnapshot),
         # Without the optimizer's state nothing can be replayed; without residuals everything can.
         left_out=problems, feedback_lost=bool(lost), seconds=(0.0, 0.0), compressor=meta["compressor"],
         residual=residual, tuner=meta["tuner"],

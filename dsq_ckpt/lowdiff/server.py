@@ -36,7 +36,7 @@ class Server(ABC):
 
     Args:
         channel: channel to the training process.
-        begin: first message, with run, session, rank, ranks, parameters, config, keep and timeout.
+        begin: first message, with run, session, known, rank, ranks, parameters, config, keep and timeout.
         lock: lock of the run, held while the process may write.
     """
 
@@ -46,6 +46,7 @@ class Server(ABC):
         self._sending = threading.Lock()
         self.run = Path(begin["run"])
         self.session: str = begin["session"]
+        self._known: list[str] = begin["known"]
         self.rank, self.ranks = int(begin["rank"]), int(begin["ranks"])
         self.entries = entries_from(begin["parameters"])
         self.config = DSQConfig.create(begin["config"])
@@ -130,8 +131,12 @@ class Server(ABC):
         started = time.perf_counter()
         try:
             if not self._alone:
+                # While this log was down, another job may have gone on with the run, and may still write.
+                # The sessions of one log differ in the last four digits.
+                snapshots.refuse_others(self.run, self._known, self.session[:12])
                 # After a restart, processes of the previous session may still be saving older snapshots.
                 wait_for_writers(self.run, self._timeout.total_seconds(), self.session)
+                snapshots.refuse_others(self.run, self._known, self.session[:12])
                 self._alone = True
             comm = self._communicator()
             if any(other != step for other in comm.gather(step)):

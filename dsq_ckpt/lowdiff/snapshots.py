@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,14 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    ConfigError,
+    CorruptCheckpoint,
+    DSQError,
+    UnsupportedFormat,
+)
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
@@ -239,6 +246,34 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
     with suppress(DSQError), Snapshot(path) as snapshot:
         return snapshot.meta
     return None
+
+
+def sessions(run: Path) -> dict[str, Path]:
+    """Return the sessions that the readable snapshots of a run are of, each with its newest snapshot, newest first."""
+    found: dict[str, Path] = {}
+    for path, _ in newest_first(run) if run.is_dir() else ():
+        if (meta := read_metadata(path)) is not None:
+            found.setdefault(meta["session"], path)
+    return found
+
+
+def refuse_others(run: Path, known: Collection[str], own: str = "-") -> None:
+    """Refuse a run with snapshots of sessions that are not `known` and do not begin with `own`.
+
+    Raises:
+        CheckpointExists: there is such a snapshot, which the log would replace.
+    """
+    for session, path in sessions(run).items():
+        if session not in known and not session.startswith(own):
+            raise CheckpointExists(exists(run, path))
+
+
+def exists(run: Path, newest: Path) -> str:
+    """Return the text of an error for a run that has snapshots from which a log does not go on."""
+    return (
+        f"'{run}' has snapshots from which this log does not go on, the newest '{newest.name}': recover from them and "
+        "pass what `recover` returned as resume=, or log into another directory"
+    )
 
 
 def clear_interrupted(run: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep
 from dsq_ckpt.lowdiff.consensus import Consensus, cpu_group
-from dsq_ckpt.lowdiff.locks import wait_for_writers
+from dsq_ckpt.lowdiff.locks import starting, wait_for_writers
 from dsq_ckpt.lowdiff.memory import SurvivingReplica
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState
@@ -145,32 +146,47 @@ class WorkerGroup(ABC):
         self._consensus = Consensus((*_POSTED, *self._settings()), self._group)
 
     def _prepare(self, resume: Recovered | None) -> None:
-        """Check and clean the run directory before the first start."""
+        """Create the run directory, and check the train state."""
         (self.run / segments.LOG).mkdir(parents=True, exist_ok=True)
-        if resume is None and (found := snapshots.newest_first(self.run)):
-            raise CheckpointExists(
-                f"'{self.run}' has snapshots, the newest '{found[0][0].name}': recover from them and pass what "
-                "`recover` returned as resume=, or log into another directory"
-            )
+        self._known: Collection[str] = () if resume is None else resume.sessions
+        self._train_state.hyper()
+        self._train_state.states_now()
+
+    def _refuse_others(self, resume: Recovered | None) -> None:
+        """Refuse a run with snapshots from which this log does not go on."""
+        if resume is None and (found := snapshots.newest_first(self.run)):  # also those that cannot be read
+            raise CheckpointExists(snapshots.exists(self.run, found[0][0]))
+        snapshots.refuse_others(self.run, self._known)
+
+    def _enter(self, resume: Recovered | None, start: ExitStack) -> None:
+        """Keep other jobs from beginning a log in the run directory until `start` is left."""
+        if self._comm.rank == 0:
+            start.enter_context(starting(self.run, self._timeout))
+            self._refuse_others(resume)
+
+    def _take_over(self, resume: Recovered | None) -> None:
+        """Wait for processes that still write into the run directory, and clean it."""
         SurvivingReplica(self.run, self._comm).dismiss()  # the state was recovered or is not needed
         wait_for_writers(self.run, self._timeout)
         if self._comm.rank == 0:
+            self._refuse_others(resume)  # what was waited for may have saved
             for path in segments.leftovers(self.run):
                 path.unlink(missing_ok=True)
             snapshots.clear_interrupted(self.run)
         other_jobs.share(self.run)
-        self._train_state.hyper()
-        self._train_state.states_now()
 
     @held_signals()
-    def _begin_first(self) -> None:
+    def _begin_first(self, resume: Recovered | None) -> None:
         """Start, and wait until the first snapshot is on disk: from then on every step counts."""
         try:
-            run_on_all_ranks(self._comm, self._start)
-            run_on_all_ranks(self._comm, lambda: self._running().wait("ready", _START))
-            self._join()
-            run_on_all_ranks(self._comm, self._send_snapshot)
-            run_on_all_ranks(self._comm, self._saved)
+            with ExitStack() as start:
+                run_on_all_ranks(self._comm, lambda: self._enter(resume, start))
+                run_on_all_ranks(self._comm, lambda: self._take_over(resume))
+                run_on_all_ranks(self._comm, self._start)
+                run_on_all_ranks(self._comm, lambda: self._running().wait("ready", _START))
+                self._join()
+                run_on_all_ranks(self._comm, self._send_snapshot)
+                run_on_all_ranks(self._comm, self._saved)
         except BaseException:
             for hook in self._hooks:
                 hook.remove()
@@ -195,10 +211,10 @@ class WorkerGroup(ABC):
         self._share_out()
         config = snapshots.with_residuals(self._config) if self._held_back() else self._config
         self._client = WorkerClient({
-            "run": str(self.run), "session": self._session, "rank": self._comm.rank, "ranks": self._comm.size,
+            "run": str(self.run), "session": self._session, "known": [*self._known],
+            "rank": self._comm.rank, "ranks": self._comm.size,
             "parameters": [list(entry) for entry in self._own], "keep": self._keep,
-            "config": config.model_dump(mode="json"),
-            "cores": self._cores,
+            "config": config.model_dump(mode="json"), "cores": self._cores,
             "threads": len(self._cores) or self._threads, "timeout": self._timeout, "loads": loads(),
             **self._begin(),
         }, self._queue, self._timeout)

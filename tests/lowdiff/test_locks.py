@@ -1,0 +1,102 @@
+"""Locks of a run, and jobs that log into the same directory: one of them does, and the others say why they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dsq_ckpt.errors import CheckpointExists, SaveFailed
+from dsq_ckpt.lowdiff import locks, worker_group
+from tests.helpers import forks, processes
+from tests.lowdiff.loops import ADAM, Loop, check_recovers, differences, recorded
+from tests.lowdiff.workers.begins import STEPS
+
+WORKER = Path(__file__).parent / "workers" / "begins.py"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def files(run):
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("method", ["_share_out", "_send_snapshot"])
+def test_two_jobs_begin_at_once(tmp_path, monkeypatch, method):
+    """Before either has a snapshot, whether or not the first has its checkpointing process: the second is refused."""
+    run, told, loop, waited = tmp_path / "run", tmp_path / "told", Loop(ADAM), []
+    os.mkfifo(told)
+    said, output = os.pipe()
+    first = forks.start([str(WORKER), str(run), method, str(told)], processes.environment_of({}), tmp_path, output)
+    os.close(output)
+
+    def second_waits():
+        if not waited:
+            waited.append(told.write_bytes(b"go on"))
+
+    monkeypatch.setattr(locks, "let_signals_through", second_waits)
+    try:
+        with open(said) as lines:
+            assert lines.readline() == "there\n"
+            with pytest.raises(CheckpointExists, match="pass what `recover` returned as resume="):
+                loop.log(run, compressor="none")
+            assert waited and first.wait(processes.PATIENCE) == 0, lines.read()
+    finally:
+        processes.kill(first)
+    truth = Loop(ADAM)
+    for number in range(STEPS):
+        truth.step(number)
+    assert check_recovers(ADAM, run, truth.state(), STEPS).closed
+    assert not (run / "log" / "starting").exists()
+    loop.step(0)  # no hook is left
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_another_job_went_on_since_recovery(tmp_path):
+    table = recorded(ADAM, tmp_path, 2)
+    late, other = Loop(ADAM), Loop(ADAM)
+    resume = late.recover(tmp_path)
+    with other.log(tmp_path, resume=other.recover(tmp_path)) as log:
+        other.step(2)
+        log.step()
+    kept = files(tmp_path)
+    with pytest.raises(CheckpointExists, match=r"does not go on, the newest 'step-000000002': recover from them"):
+        late.log(tmp_path, resume=resume)
+    assert files(tmp_path) == kept and differences(late.state(), table[2]) == []
+    check_recovers(ADAM, tmp_path, other.state(), 3)
+
+
+def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
+    """The log that restarts says so, and leaves the other one alone."""
+    monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
+    loop, other = Loop(ADAM), Loop(ADAM)
+    log = loop.log(tmp_path, compressor="none")
+    process = log._running()._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(processes.PATIENCE)
+    with other.log(tmp_path, compressor="none", resume=other.recover(tmp_path)) as others:
+        other.step(0)
+        others.step()
+    kept = files(tmp_path)
+    with pytest.warns(UserWarning, match="has snapshots from which this log does not go on"):
+        while not any("does not go on" in text for text in log._warned):
+            loop.step(log.steps_done)
+            log.step()
+    with pytest.warns(UserWarning, match="in the log, which has ended"):
+        log.close()
+    check_recovers(ADAM, tmp_path, other.state(), 1)
+    assert files(tmp_path).items() >= kept.items()
+
+
+def test_a_wait_for_a_job_that_begins(tmp_path):
+    (tmp_path / "log").mkdir()
+    with (
+        locks.starting(tmp_path, 1.0),
+        pytest.warns(UserWarning, match=r"waiting, for 0 s at most.*'starting'"),
+        pytest.raises(SaveFailed, match=r"still writes into .*'starting'"),
+        locks.starting(tmp_path, 0.1),
+    ):
+        pass
+    with locks.starting(tmp_path, 0.0):
+        pass
