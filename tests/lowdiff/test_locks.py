@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,10 @@ def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
     with other.log(tmp_path, compressor="none", resume=other.recover(tmp_path)) as others:
         other.step(0)
         others.step()
-    kept = files(tmp_path)
+    kept, deadline = files(tmp_path), time.monotonic() + 240
     with pytest.warns(UserWarning, match="has snapshots from which this log does not go on"):
         while not any("does not go on" in text for text in log._warned):
+            assert time.monotonic() < deadline
             loop.step(log.steps_done)
             log.step()
     with pytest.warns(UserWarning, match="in the log, which has ended"):
