@@ -29,9 +29,6 @@ from typing import Any
 
 import torch
 import typer
-from evaluation.offline import summary
-from evaluation.recording import default_directory
-from evaluation.replay import replay
 from gpt import GPT, GPTConfig, StdlibText, evaluate, loss_sum
 from rich.console import Console
 from rich.table import Table
@@ -231,6 +228,8 @@ def strengths(
     workloads: list[str], json_path: Path = typer.Option(..., "--json"), seed: list[int] = typer.Option([0]),
 ) -> None:
     """Compress recorded runs with steps by gradients of several strengths; ratios of weights at equal degradation."""
+    from evaluation.recording import default_directory
+
     torch.set_num_threads(1)
     rows = []
     for workload, number in ((name, one) for name in workloads for one in seed):
@@ -243,6 +242,9 @@ def strengths(
 
 
 def _point(recording: Path, strength: float, step: float) -> dict[str, Any]:
+    from evaluation.offline import summary
+    from evaluation.replay import replay
+
     values = {"sensitivity": strength, "step": step}
     config = dsq_ckpt.DSQConfig.create({"storage": {"threads": 1}}).with_values(
         **{f"quantize.weights.codebook.{key}": value for key, value in values.items()}
@@ -255,13 +257,13 @@ def _point(recording: Path, strength: float, step: float) -> dict[str, Any]:
 
 
 def _at_equal_harm(points: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the ratio at each of `HARMS`, between the neighbouring steps, linear in logarithms; None beyond them."""
+    """Return the ratio where each of `HARMS` is first passed, linear in logarithms between steps; None beyond them."""
     found: dict[str, float | None] = {}
     for harm in HARMS:
         found[f"ratio_at_{harm:g}"] = None
         for finer, coarser in itertools.pairwise(points):
             low, high = (max(point["degradation_mean"], 1e-5) for point in (finer, coarser))
-            if low <= harm < high:
+            if found[f"ratio_at_{harm:g}"] is None and low <= harm < high:
                 part = math.log(harm / low) / math.log(high / low)
                 ratios = [math.log(point["ratio_weights"]) for point in (finer, coarser)]
                 found[f"ratio_at_{harm:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))

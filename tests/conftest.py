@@ -40,7 +40,8 @@ if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushes t
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # where pytest makes temporary directories
 
 # It would make all commands anew, with their arguments and help, for each that a test runs: 11 ms.
-typer.testing._get_command = functools.cache(typer.testing._get_command)
+if hasattr(typer.testing, "_get_command"):  # private
+    typer.testing._get_command = functools.cache(typer.testing._get_command)
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy
 hypothesis.settings.load_profile("tests")
 

@@ -133,11 +133,11 @@ def ask_for_saved(
                 new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
         unsaved = set[str]()
         if "optimizer" in state:
-            lacking, unsaved = _ask(state["optimizer"], own, directory, nesting, tensors)
+            lacking, unsaved, frozen = _ask(state["optimizer"], own, directory, nesting, tensors)
             found = found._replace(plain=[*found.plain, *lacking])
             if found.groups is not None:
                 asked_of = state["optimizer"]["state"]
-                frozen = {name for name in found.groups.own & with_state if not asked_of.get(name)}
+                frozen |= {name for name in found.groups.own & with_state if not asked_of.get(name)}
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         placed = () if found.groups is None else found.groups.placed
@@ -253,11 +253,12 @@ def _on_all(sets: Iterable[Collection[str]]) -> list[str]:
 def _ask(
     optimizer: dict[Any, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting,
     tensors: Mapping[str, Any],
-) -> tuple[list[Keys], set[str]]:
+) -> tuple[list[Keys], set[str], set[str]]:
     """Let the state dict of an optimizer ask for all that was saved, apart from groups.
 
     Returns:
-        Paths of objects that the optimizer lacks, and keys beside its state and its groups that were not saved.
+        Paths of objects that the optimizer lacks, keys beside its state and its groups that were not saved, and frozen
+        parameters of whose state nothing tells how it is sharded.
     """
     state, saved, empty = optimizer["state"], dict[Keys, dict[str, Keys]](), dict[Keys, list[Keys]]()
     for name, path in nesting.items():
@@ -268,7 +269,7 @@ def _ask(
             empty.setdefault(_entry(path), []).append(path)
     entries = saved.keys() | empty.keys()
     if not any(path[0] == "optimizer" for path in (*nesting.values(), *(nesting.empty or ()))):
-        return [], set()  # as of a model alone, which the load tells
+        return [], set(), set()  # as of a model alone, which the load tells
     everything = {str(path[2]) for path in entries if len(path) > 2}
     names = everything & (state.keys() | parameters.keys())  # of a pipeline other ranks have others
     if everything and not names:
@@ -278,13 +279,13 @@ def _ask(
                 "it, and not by their names: load {'model': model, 'optimizer': optimizer} by dsq_ckpt.load"
             )
         if not any(path[0] == "model" and str(path[-1]) in parameters for path in nesting.values()):
-            return [], set()  # of another model, which the load tells
+            return [], set(), set()  # of another model, which the load tells
 
     def fit(own: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> Fitted:
         below = None if nesting.empty is None else empty.get(entry, [])
         return fitted({"optimizer": own}, saved.get(entry, {}), below, nesting, tensors, parameter)
 
-    new = list[Keys]()
+    new, frozen = list[Keys](), set[str]()
     for name in state.keys() - names:
         del state[name]
     for name in sorted(names):
@@ -296,6 +297,7 @@ def _ask(
             continue
         found = fit({"state": {name: state.get(name, {})}}, entry, parameter)
         if found.unshared and not parameter.requires_grad:
+            frozen.add(name)
             continue
         if found.unshared:
             raise LoadFailed(
@@ -315,7 +317,7 @@ def _ask(
             found = fit({key: value for key, value in own.items() if str(key) == entry[1]}, entry)
             optimizer.update(found.state["optimizer"])
             new += found.new
-    return new, unsaved
+    return new, unsaved, frozen
 
 
 def _entry(path: Keys) -> Keys:

@@ -69,15 +69,19 @@ def needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]
         model: has the parameters.
         names: of parameters that have state; FSDP1's flat parameters, whose names are others, always count as these.
     """
-    named = names_of(model).items()
-    frozen = [one for name, one in named if not one.requires_grad and (name in names or isinstance(one, FlatParameter))]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+    with_state = [one for name, one in names_of(model).items() if name in names or isinstance(one, FlatParameter)]
+    frozen = [one for one in with_state if not one.requires_grad and _may_need_gradients(one)]
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def _may_need_gradients(parameter: torch.Tensor) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
 
 
 def beside(state: Mapping[Any, Any]) -> Tree:

@@ -177,6 +177,7 @@ _inherited: dist.ProcessGroup | None = None  # the default group of the process 
 
 def _forked() -> None:
     global _inherited
+    here.depth = 0
     if dist.is_available() and dist.is_initialized():
         _inherited = dist.group.WORLD
 
@@ -282,13 +283,16 @@ def gather_from_all_ranks(
     """
     failure: BaseException | None = None
     result: _T | None = None
+    before = here.depth
     try:
-        with inside():
-            result = work()
+        here.depth = before + 1
+        result = work()
     except RankUnreachable:
         raise  # no rank can be notified
     except BaseException as error:
         failure = error
+    finally:
+        here.depth = before
     heard, everywhere = isinstance(failure, Elsewhere), told(comm, failure, result)
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
@@ -303,22 +307,16 @@ def gather_from_all_ranks(
 
 
 class _Depth(threading.local):
-    """How many works that must succeed on all ranks this thread is in, one in the other."""
+    """How many works that must succeed on all ranks this thread is in, one in the other.
+
+    Whoever changes it puts back what it was, in a `finally` of its own: an interrupt can come between a context
+    manager's entry and the block, and a depth that stays behind has all later works of this process mismatch.
+    """
 
     depth = 0
 
 
-_here = _Depth()
-
-
-@contextmanager
-def inside() -> Iterator[None]:
-    """Do the work of the block inside a work of all ranks, whose end is `told`."""
-    _here.depth += 1
-    try:
-        yield
-    finally:
-        _here.depth -= 1
+here = _Depth()
 
 
 class Status(NamedTuple):
@@ -342,12 +340,13 @@ def told(comm: Communicator, failure: BaseException | None, result: Any = None) 
     """Tell all ranks how the work of this one ended, and return how that of each did, in rank order; collective.
 
     A rank that failed between two collectives within its work comes here while the others are still in such a one, and
-    fails that; so it tells them again, until they come here too.
+    fails that; so it tells them again, until they come here too. So no work calls `gather` or `broadcast` of a
+    communicator but in a work of its own, and `sum` after one.
     """
     cause = None if failure is None else failure.__cause__
     if cause is not None and str(failure) == f"rank {comm.rank}: {described(cause)}":  # made of it by a work within
         failure = cause
-    own = Status(_here.depth, isinstance(failure, Elsewhere), None if failure is None else described(failure), result)
+    own = Status(here.depth, isinstance(failure, Elsewhere), None if failure is None else described(failure), result)
     everywhere = comm.gather(own)
     while any(status.depth > own.depth for status in everywhere):
         everywhere = comm.gather(own)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dsq_ckpt.core.interrupts import let_signals_through
-from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, inside, told
+from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, RankUnreachable, here, told
 
 
 @contextmanager
@@ -21,20 +21,28 @@ def undone_together(comm: Communicator, undo: Callable[[], None]) -> Iterator[No
         undo: called on each rank.
 
     Raises:
+        FailedElsewhere: another rank failed in a work around this one, and does not come to what follows.
         RankUnreachable: another rank is gone.
     """
 
     def conclude(failure: BaseException | None) -> None:
-        if any(status.text is not None for status in told(comm, failure)):
+        failed = [(rank, one) for rank, one in enumerate(told(comm, failure)) if one.text is not None]
+        if failed:
             undo()
+        if failure is None and any(one.depth < before for _, one in failed):  # and never comes to what follows
+            raise FailedElsewhere("; ".join(f"rank {rank} failed: {one.text}" for rank, one in failed[:3]))
 
+    before = here.depth
     try:
-        with inside():
-            yield
-            let_signals_through()  # what a handler raises later is not counted
+        here.depth = before + 1
+        yield
+        let_signals_through()  # what a handler raises later is not counted
     except RankUnreachable:
         raise
     except BaseException as error:
+        here.depth = before
         conclude(error)
         raise
+    finally:
+        here.depth = before
     conclude(None)

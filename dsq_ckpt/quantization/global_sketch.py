@@ -1,6 +1,6 @@
 """One sketch of the values of a save over all ranks, before any codebook.
 
-One all-reduce per save carries everything: a status word, the octaves of every tensor (2 KiB each, from which outliers,
+One all-reduce per save carries everything: the octaves of every tensor (2 KiB each, from which outliers,
 non-finite values and the size of gradients are known) and the joint sketch of every group. Groups that are refit, whose
 scales changed, or that weigh elements by sensitivity, need a second all-reduce.
 """
