@@ -217,6 +217,16 @@ ablations-vit-seed0     evaluate.py ablations vit --part coders --part component
 -                       evaluate.py record bert
 -                       evaluate.py record lstm
 strengths               measure_defaults.py strengths llama moe bert lstm
+online-strengths        evaluate.py online llama --systems noise,dsq --epsilons 0.05 --config '{}'
+                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
+online-strengths        evaluate.py online bert --systems noise,dsq --epsilons 0.05 --config '{}'
+                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
+online-strengths        evaluate.py online lstm --systems noise,dsq --epsilons 0.05 --config '{}'
+                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
+resume-strengths        evaluate.py resume llama lstm bert
+                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.25}}}}'
+                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
+                          --share 0.3 --share 0.6
 ablations-timings       evaluate.py ablations resnet --part timings
 ablations-ranks         evaluate.py ablations resnet --part ranks
 rework-mlr-seed0        evaluate.py rework mlr --systems lc,topn,scar --rate 0.005

@@ -11,6 +11,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.api.optimizer_state import needing_gradients
 from tests.api.test_compressor import bits_of, same_bits
 from tests.helpers.training import train, trained
 
@@ -81,6 +82,17 @@ def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
         for key, state in restored.state_dict()["state"].items():
             assert state.keys() == moments[key].keys() == {"step", "exp_avg", "exp_avg_sq"}
             assert all(state[name].equal(value) for name, value in moments[key].items())
+
+
+def test_parameters_are_frozen_again_whatever_happens():
+    """One that torch lets need no gradient, as it was made for inference, is left alone."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with torch.inference_mode():
+        model.bias = nn.Parameter(torch.ones(4), requires_grad=False)
+    with pytest.raises(ValueError, match="the end"), needing_gradients(model, {"weight", "bias"}):
+        assert model.weight.requires_grad and not model.bias.requires_grad
+        raise ValueError("the end")
+    assert not model.weight.requires_grad
 
 
 def test_moments_under_other_names_are_not_left_out(tmp_path):

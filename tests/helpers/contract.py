@@ -27,6 +27,7 @@ def check(comm: Communicator) -> None:
         _failures(comm, culprit)
         _undone(comm, culprit)
         _between(comm, culprit)
+        _nested(comm, culprit)
     assert comm.gather("still there") == ["still there"] * comm.size
 
 
@@ -121,6 +122,22 @@ def _undone(comm: Communicator, culprit: int) -> None:
     with pytest.raises(RankUnreachable):  # no rank is asked, since one is gone
         work(RankUnreachable("gone"))
     assert not undone
+
+
+def _nested(comm: Communicator, culprit: int) -> None:
+    """Where a rank failed around a work that is undone together, the others undo it and go no further."""
+    undone, passed = list[int](), list[int]()
+
+    def work() -> None:
+        if comm.rank == culprit:
+            raise MemoryError("no room")
+        with undone_together(comm, lambda: undone.append(1)):
+            pass
+        passed.append(1)
+
+    with pytest.raises(SaveFailed, match="MemoryError: no room"):
+        run_on_all_ranks(comm, work)
+    assert undone == [1] * (comm.rank != culprit) and not passed
 
 
 def _between(comm: Communicator, culprit: int) -> None:
