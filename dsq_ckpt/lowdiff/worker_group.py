@@ -162,6 +162,7 @@ class WorkerGroup(ABC):
         """Keep other jobs from beginning a log in the run directory until `start` is left."""
         if self._comm.rank == 0:
             start.enter_context(starting(self.run, self._timeout))
+        if self._comm.rank == 0 or resume is None:  # each rank says so itself
             self._refuse_others(resume)
 
     def _take_over(self, resume: Recovered | None) -> None:
