@@ -125,7 +125,7 @@ def _undone(comm: Communicator, culprit: int) -> None:
 
 
 def _nested(comm: Communicator, culprit: int) -> None:
-    """Where a rank failed around a work that is undone together, the others undo it and go no further."""
+    """Check that the others undo a work that is undone together, and go no further, if a rank failed around it."""
     undone, passed = list[int](), list[int]()
 
     def work() -> None:
