@@ -14,7 +14,8 @@ import xxhash
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.workers import Workers
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
+"""Elements that are summed together on other devices: it bounds the memory, to 40 MiB."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -32,6 +32,8 @@ _PICKED = 16
 """Vectors of a matrix that are multiplied by all others."""
 _BATCH = 1 << 20
 """Elements that are looked at together."""
+_LONG = _BATCH // _PICKED
+"""Length of rows up to which all of them is copied at once."""
 _CACHED = 1 << 17
 """Elements of glances that are looked at together: they stay in a cache."""
 
@@ -182,25 +184,49 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
     off = _off(matrices.dtype) * math.sqrt(size / length)
     every = slice(None, None, max(1, size // _PICKED))
     for part in matrices.split(max(1, _BATCH // (size * length))):
-        some = part[:, every][:, :_PICKED].double()  # which TF32 does not round
-        scale = some.square().sum(2).mean(1)[:, None]
+        some = part[:, every][:, :_PICKED]
+        if length <= _LONG:
+            some = some.double()  # once for all blocks
+        _, squares = _products(some, some)
+        scale = squares.mean(1)[:, None]
         most = scale * off
-        if not (bool((scale > 0).all()) and _fit(some, [some], scale, most)):
+        if not (bool((scale > 0).all()) and _fit(some, squares, [some], scale, most)):
             return False
-        if size > some.shape[1] and not _fit(some, part.split(max(1, _BATCH // length), 1), scale, most):
+        if size > some.shape[1] and not _fit(some, squares, part.split(max(1, _BATCH // length), 1), scale, most):
             return False
     return True
 
 
-def _fit(some: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, most: torch.Tensor) -> bool:
-    """Return whether all rows are of the squared length `scale`, and their products with others are zero."""
-    products = torch.zeros_like(some[:, :, 0])
+def _fit(
+    some: torch.Tensor, own: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, most: torch.Tensor
+) -> bool:
+    """Return whether all rows are of the squared length `scale`, and products of some with others are zero.
+
+    Args:
+        some: rows of each matrix, whose squared lengths are `own`.
+        all_rows: blocks of all rows of each matrix.
+        scale: a number for each matrix.
+        most: the error that is rounding, for each.
+    """
+    sums = torch.zeros_like(own)
     for block in all_rows:
-        rows = block.double()
-        if not bool(((rows.square().sum(2) - scale).abs() <= most).all()):
+        products, squares = _products(some, block)
+        if not bool(((squares - scale).abs() <= most).all()):
             return False
-        products += (some @ rows.mT).square().sum(2)
-    return bool(((products - some.square().sum(2).square()).clamp(min=0).sqrt() <= most).all())  # without their own
+        sums += products.square().sum(2)
+    return bool(((sums - own.square()).clamp(min=0).sqrt() <= most).all())  # without their own
+
+
+def _products(some: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the products of some rows with others, and the squared lengths of these, in float64.
+
+    TF32 does not round these. A part of long rows at a time is copied.
+    """
+    products = squares = torch.zeros((), dtype=torch.float64, device=some.device)
+    for one, other in zip(some.split(_LONG, 2), rows.split(_LONG, 2), strict=True):
+        wide = other.double()
+        products, squares = products + one.double() @ wide.mT, squares + wide.square().sum(2)
+    return products, squares
 
 
 def _points(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 import dsq_ckpt
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.peak_memory import PeakMemory
 from tests.helpers.states import loaded, relative_error
 
 
@@ -180,3 +181,11 @@ def test_what_was_a_mask_becomes_weights(tmp_path: Path) -> None:
         assert torch.equal(found, state["w"]) == (number in (0, 2))
         assert relative_error(state["w"], found) < 0.02
     assert dsq_ckpt.describe(path)["depth"] == 4
+
+
+def test_long_rows_are_looked_at_in_parts():
+    """Few of them have products as small as those of orthogonal rows, so that all of them is looked at."""
+    weights = [normal(1 << 20, 8), normal(8, 1 << 20)]
+    with PeakMemory() as memory:
+        assert unlike_weights(weights) == [False, False]
+    assert memory.peak <= 16 << 20

@@ -13,6 +13,7 @@ import dsq_ckpt
 from dsq_ckpt.core.unchanged import _weighted_sum, checksum
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.storage.manifest import is_complete
+from tests.helpers.peak_memory import PeakMemory
 from tests.helpers.training import Net, batch, loss_of, train
 
 
@@ -169,6 +170,13 @@ def test_checksums_see_every_change(dtype, of):
     assert of(values) != of(other)
     if dtype != torch.bool:
         assert len({of(values), of(-values), of(values.flip(0)), of(values.flip(1))}) == 4
+
+
+def test_checksums_on_a_device_take_little_memory():
+    values = torch.zeros(1 << 23)
+    with PeakMemory() as memory:
+        _weighted_sum(values)
+    assert memory.peak <= 48 << 20
 
 
 @pytest.mark.parametrize("expanded", [True, False])

@@ -12,6 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
 from tests.quantization.device.test_device import codes_of
 
@@ -72,6 +73,7 @@ def test_on_the_host_the_same_is_stored(tmp_path, stage):
     for number, state in enumerate(states):
         one, other = (tmp_path / name / str(number) for name in ("host", "gpu"))
         assert codes_of(one) == codes_of(other)
+        assert Manifest.read(one).bytes_in("refinement") == Manifest.read(other).bytes_in("refinement")
         assert differences(loaded(one, state), loaded(other, state)) == []
 
 
