@@ -208,7 +208,8 @@ def _manifest(
 ) -> Manifest:
     analysis, config, results = plan.analysis, plan.config, contents.results
     parent = context.parent if contents.required else None
-    previous, previous_name = _previous(path, None if contents.is_of_another_training else context.previous)
+    before = None if contents.is_of_another_training else context.previous or options.after
+    previous, previous_name = _previous(path, before)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
         parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.engine.history import SaveHistory, default_history
+from dsq_ckpt.engine.history import ParentRef, SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.layout import Fractions
@@ -29,6 +29,7 @@ class SaveOptions:
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
+        after: the checkpoint that it comes after if that is none of `history`, on the coordinator.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
     """
 
@@ -42,4 +43,5 @@ class SaveOptions:
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)
+    after: ParentRef | None = None
     on_save: OnSave | None = None

@@ -17,6 +17,7 @@ from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
+from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import (
@@ -117,9 +118,16 @@ def save(
         [_shard(item) for item in own], nesting={item.name: item.path for item in own},
         settings=_settings(meta or {}) if is_lossy(config) else {},
     )
-    options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
+    after = _newest(run) if meta is not None else None
+    options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True, after=after)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
+
+
+def _newest(run: Path) -> ParentRef | None:
+    """Return the snapshot that the next one comes after, also the first one of a process, which knows no others."""
+    found = (ParentRef(one.save_id, str(path), one.depth) for path, one in newest_first(run) if one is not None)
+    return next(found, None)
 
 
 def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.optim import Adam
 
+import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import segments, snapshots, worker_group
 from dsq_ckpt.storage.container import ContainerWriter
@@ -180,6 +181,23 @@ def test_disk_full_when_the_log_is_closed(tmp_path, monkeypatch):
         log.close()
     recovered = Loop(CASE, seed=1).recover(tmp_path)
     assert recovered.step == 0
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_clocks_are_behind(tmp_path, monkeypatch):
+    """Each job goes on from the last step of the one before, whose snapshots leave first."""
+    now, last = time.time(), 0
+    for hours in range(3):
+        dsq_ckpt.forget()  # as a new process, which has saved nothing
+        monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
+        loop = Loop(CASE, seed=hours)
+        resume = loop.recover(tmp_path)
+        assert last == (0 if resume is None else resume.step)
+        with loop.log(tmp_path, resume=resume, keep=2) as log:
+            train(log, loop, lambda done=last + 3: log.steps_done == done)
+        last = log.steps_done
+        check(tmp_path, loop, last)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000003", "step-000000006"]
 
 
 @pytest.mark.usefixtures("in_thread")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -136,6 +137,22 @@ def test_order(tmp_path):
     (snapshots.snapshot_directory(tmp_path, 10) / MANIFEST).write_text(json.dumps({"format": "?"}))
     assert order() == [15, 20, 10, 5]
     assert [manifest is None for _, manifest in snapshots.newest_first(tmp_path)] == [False, False, True, False]
+
+
+def test_order_where_clocks_go_back(tmp_path, monkeypatch):
+    """Snapshots of a process that knows none before it are newer than those that are there; one is replaced."""
+    now = time.time()
+    saved(tmp_path, 5)
+    saved(tmp_path, 20)
+    for hours, step in enumerate((25, 25, 15), 1):
+        dsq_ckpt.forget()
+        monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
+        path = saved(tmp_path, step, session=f"{hours:016x}")
+        assert str(snapshots.newest_first(tmp_path)[0][0]) == dsq_ckpt.latest(tmp_path) == str(path)
+    assert [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)] == [15, 25, 20, 5]
+    assert list(snapshots.sessions(tmp_path)) == ["0" * 15 + "3", "0" * 15 + "2", SESSION]
+    snapshots.retire(tmp_path, 2)
+    assert [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)] == [15, 25]
 
 
 def test_retire(tmp_path):
