@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff import locks
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.log_server import LogServer
@@ -39,7 +40,13 @@ def main(descriptor: int) -> int:
             os.sched_setaffinity(0, begin["cores"])
         torch.set_num_threads(int(begin["threads"]))
         note_loads_elsewhere(begin["loads"])
-        lock = locks.Lock(locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"])))
+        path = locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"]))
+        if not path.parent.is_dir():  # found out here: a file system that hangs must not stop training
+            raise SaveFailed(
+                f"'{path.parent}' is not there any more: its run was moved or removed, or a link to it was changed; "
+                "nothing is logged until it is there again"
+            )
+        lock = locks.Lock(path)
         server = (ReplicaServer if "optimizer" in begin else LogServer)(channel, begin, lock)
         server.serve()
     except ChannelClosed:

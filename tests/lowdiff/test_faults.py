@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import threading
@@ -198,6 +199,38 @@ def test_clocks_are_behind(tmp_path, monkeypatch):
         last = log.steps_done
         check(tmp_path, loop, last)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000003", "step-000000006"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_directory_is_moved(tmp_path, monkeypatch, link):
+    """Or a link to it leads elsewhere. The log says so once, and goes on when it is there again."""
+    monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
+    run, there = tmp_path / "run", tmp_path / "there"
+    if link:
+        there.mkdir()
+        run.symlink_to(there)
+    loop = Loop(CASE)
+    with loop.log(run) as log, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        train(log, loop, lambda: log.steps_done == 3)
+        if link:
+            run.unlink()
+            run.symlink_to(tmp_path)
+        else:
+            run.rename(there)
+        train(log, loop, lambda: log._starts > 3, pause=0.01)
+        assert not log.logging and not (tmp_path / "log").exists()
+        if link:
+            run.unlink()
+            run.symlink_to(there)
+        else:
+            there.rename(run)
+        train(log, loop, lambda: log.logging, pause=0.01)
+        train(log, loop, lambda last=log.steps_done + 2: log.steps_done == last)
+    texts = [str(one.message) for one in told]
+    expected = "run/log' is not there any more: its run was moved or removed.* until it is there again"
+    assert len([text for text in texts if re.search(expected, text)]) == 1 and len(texts) <= 2, texts
+    check(run, loop, log.steps_done)
 
 
 @pytest.mark.usefixtures("in_thread")
