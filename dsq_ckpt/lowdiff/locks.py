@@ -62,16 +62,18 @@ class Lock:
 
 
 def wait_for_writers(
-    run: Path, timeout: float, session: str | None = None, failed: type[DSQError] = SaveFailed
+    run: Path, timeout: float, session: str | None = None, failed: type[DSQError] = SaveFailed,
+    started: float | None = None,
 ) -> None:
     """Wait until no checkpointing process writes into a run, except those of `session`.
 
-    A warning says so after some seconds, or half of `timeout`.
+    A warning says so after some seconds, or half of `timeout`. `started` is when `timeout` began, by
+    `time.monotonic()`; None: now.
 
     Raises:
         SaveFailed: a process still writes after `timeout` seconds. `failed` gives another error class.
     """
-    wait = _Wait(run, timeout, failed)
+    wait = _Wait(run, timeout, failed, started)
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
         while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path, failed):
             wait.pause(path.name)
@@ -102,9 +104,9 @@ def starting(run: Path, timeout: float) -> Iterator[None]:
 class _Wait:
     """A wait for the process that holds a lock of a run; see `wait_for_writers`."""
 
-    def __init__(self, run: Path, timeout: float, failed: type[DSQError]) -> None:
+    def __init__(self, run: Path, timeout: float, failed: type[DSQError], started: float | None = None) -> None:
         self._run, self._timeout, self._failed = run, timeout, failed
-        self._started, self._said = time.monotonic(), timeout == 0.0
+        self._started, self._said = time.monotonic() if started is None else started, timeout == 0.0
 
     def pause(self, name: str) -> None:
         """Wait for a moment, unless the lock file `name` was held for too long."""

@@ -156,7 +156,7 @@ def recover_train_state(
     memory: bool = True, merge: bool = False, timeout: float = 300.0,
 ) -> Recovered | None:
     """Restore a train state; see `recover` for the arguments."""
-    started = time.perf_counter()
+    started = time.monotonic()
     if merge:
         run_on_all_ranks(comm, lambda: check_linear(train_state.optimizer), LoadFailed)
     survivors = SurvivingReplica(directory, comm, timeout)
@@ -166,12 +166,12 @@ def recover_train_state(
         # If this fails, the surviving processes stay, and recovery may be tried again.
         with unchanged_on_failure(train_state):
             recovered = run_on_all_ranks(comm, lambda: _restore(train_state, kept, comm, partial), LoadFailed)
-        recovered.seconds = (time.perf_counter() - started, 0.0)
+        recovered.seconds = (time.monotonic() - started, 0.0)
         recovered.sessions = frozenset([*sessions(directory), kept.meta["session"]])
         survivors.dismiss()
         return recovered
     survivors.dismiss()
-    run_on_all_ranks(comm, lambda: _wait(directory, timeout), LoadFailed)
+    run_on_all_ranks(comm, lambda: _wait(directory, timeout, started), LoadFailed)
     chosen = gather_from_all_ranks(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
@@ -183,7 +183,7 @@ def recover_train_state(
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
             note_load(snapshot.lossy_kinds)
-        recovered.seconds, recovered.sessions = (time.perf_counter() - started, 0.0), known
+        recovered.seconds, recovered.sessions = (time.monotonic() - started, 0.0), known
         return recovered
 
     with unchanged_on_failure(train_state):
@@ -193,15 +193,15 @@ def recover_train_state(
             recovered = _replayed(directory, train_state, recovered, last, merge, comm, load)
         elif last is not None and last > recovered.step:
             recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
-    recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
+    recovered.seconds = (recovered.seconds[0], time.monotonic() - started - recovered.seconds[0])
     return recovered
 
 
-def _wait(run: Path, timeout: float) -> None:
+def _wait(run: Path, timeout: float, started: float) -> None:
     """Wait until no process writes into the run."""
     if run.exists() and not run.is_dir():
         raise LoadFailed(f"'{run}' is a file; expected the directory of a run, as a log was given it")
-    wait_for_writers(run, timeout, failed=LoadFailed)
+    wait_for_writers(run, timeout, failed=LoadFailed, started=started)
 
 
 def _choose(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:

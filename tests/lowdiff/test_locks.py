@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsq_ckpt.errors import CheckpointExists, SaveFailed
+from dsq_ckpt.errors import CheckpointExists, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff import locks, worker_group
 from tests.helpers import forks, processes
 from tests.lowdiff.loops import ADAM, Loop, check_recovers, differences, recorded
@@ -102,3 +102,15 @@ def test_a_wait_for_a_job_that_begins(tmp_path):
         pass
     with locks.starting(tmp_path, 0.0):
         pass
+
+
+def test_recovery_waits_once(tmp_path, monkeypatch):
+    """For a process that may hold a replica, and not again, once the time is over, for what it still writes."""
+    loop, pauses = Loop(ADAM), []
+    recorded(ADAM, tmp_path, 1)
+    lock = locks.Lock(locks.lock_path(tmp_path, "another", 0))
+    monkeypatch.setattr(locks, "let_signals_through", lambda: pauses.append(1))
+    with pytest.warns(UserWarning, match="waiting"), pytest.raises(LoadFailed, match="still writes into"):
+        loop.recover(tmp_path, timeout=0.1)
+    lock.release()
+    assert not pauses
