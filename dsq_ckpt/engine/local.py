@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.groups import (
     second_moment_of,
 )
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.updates import objects_of_optimizers, with_other_updates
+from dsq_ckpt.quantization.updates import divided_before, objects_of_optimizers, with_other_updates
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class LocalItems:
         """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact.
 
         So are weights that a module of any rank rounds, and those beside L-BFGS or Rprop. First moments whose update is
-        not known are rounded.
+        not known are rounded, and those that are the update themselves are quantized by their own size.
         """
         return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
 
@@ -161,6 +161,9 @@ def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
     if item.key.fqn in layout.rounded:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
         return replace(item, config=rounded, second_moment=None)
+    group = layout.tensors.get(item.key.fqn, item.group)
+    if item.second_moment is not None and group != item.group:
+        return replace(item, group=group, config=layout.groups[group], second_moment=None)
     return item
 
 
@@ -216,8 +219,8 @@ def layout_of(
     return Layout(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
-        unlike=with_other_updates([*shapes, *objects]), rounding=frozenset(rounding),
-        objects=objects_of_optimizers(objects),
+        unlike=with_other_updates([*shapes, *objects]), divided=divided_before([*shapes, *objects]),
+        rounding=frozenset(rounding), objects=objects_of_optimizers(objects),
     )
 
 

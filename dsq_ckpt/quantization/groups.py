@@ -139,12 +139,16 @@ def assign(
         if measured:
             second = _second_moment(fqn, shape, dtype, config, types)
         if second is None:
-            alone = Relative(error=chosen.codebook.update_bound)
-            chosen = chosen.model_copy(update={"codebook": alone})
+            chosen = by_own_size(chosen)
     if chosen.codebook.coordinates != "values":
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
     by_rule = rule is not None and rule.group is not None
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, by_rule)
+
+
+def by_own_size(config: TensorConfig) -> TensorConfig:
+    """Return the settings of first moments that no second moment divides, from those of Adam's."""
+    return config.model_copy(update={"codebook": Relative(error=config.codebook.update_bound)})
 
 
 class Assignments:

@@ -12,9 +12,12 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.groups import by_own_size
 from dsq_ckpt.quantization.updates import beside_first_moments, finer, fitted_to_weights
 from dsq_ckpt.quantization.whose import of_models
 
+_BY_UPDATE, _BY_SIZE = "/update", "/relative"
+"""Ends of the names of groups whose first moments are in units of Adam's update, and of their own size."""
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
 GRADIENT = "gradient of "
@@ -50,6 +53,8 @@ class Layout:
             it, once all ranks have agreed: their update is not known, and they are rounded to bf16. Groups with such
             momentum are quantized more finely.
         unlike: prefixes of the state of optimizers whose settings are not SGD's, so that the update is not known.
+        divided: prefixes of the state of optimizers whose update is `exp_avg` itself, which is so quantized by its own
+            size, though there are second moments beside it.
         ruled: weights that are quantized as a rule asks for.
         fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
             that have shrunk, which are of use at the very weights that they were made at, so weights are exact beside
@@ -70,6 +75,7 @@ class Layout:
     usual: frozenset[str] = frozenset()
     rounded: dict[str, set[str]] = field(default_factory=dict)
     unlike: frozenset[str] = frozenset()
+    divided: frozenset[str] = frozenset()
     ruled: frozenset[str] = frozenset()
     fitted_to: frozenset[str] = frozenset()
     rounding: frozenset[str] = frozenset()
@@ -88,7 +94,7 @@ class Layout:
         state: dict[str, str] = {}
         for part in parts:
             for name, group in part.tensors.items():
-                if tensors.get(name, group).endswith("/update") != group.endswith("/update"):
+                if tensors.get(name, group).endswith(_BY_UPDATE) != group.endswith(_BY_UPDATE):
                     raise ConfigError(
                         f"'{name}' lies beside its second moment on some ranks only: save both in one layout, or set "
                         "quantize.exp_avg.method to exact"
@@ -108,6 +114,13 @@ class Layout:
         momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
         rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
         fine = {tensors[name] for name in momentum if name in beside or name.startswith(tuple(unlike))}
+        divided = frozenset[str]().union(*(part.divided for part in parts))
+        prefixes = tuple(divided)
+        for name in usual if divided else ():
+            group = tensors.get(name, "")
+            if group.endswith(_BY_UPDATE) and name.startswith(prefixes):
+                tensors[name] = group.removesuffix(_BY_UPDATE) + _BY_SIZE
+                groups[tensors[name]] = by_own_size(groups[group])
         ruled = frozenset[str]().union(*(part.ruled for part in parts))
         exact, agreed = set[str](), any(part.fitted_to for part in parts)
         if fitted_to := fitted_to_weights(shapes):
@@ -126,7 +139,7 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   shapes, frozen, usual, rounded, unlike, ruled,
+                   shapes, frozen, usual, rounded, unlike, divided, ruled,
                    fitted_to if exact or agreed else frozenset(), rounding, objects)
 
     def of_model(self) -> Layout:

@@ -28,6 +28,8 @@ _USUAL = {
 """State beside a first moment that does not tell of another update than Adam's, or than that of SGD and RMSprop."""
 _OF_SGD = {"dampening", "centered"}
 """Settings in `param_groups` by which SGD and RMSprop, and those made after them, are known."""
+_OF_LAPROP, _OF_ADOPT = "exp_avg_lr_1", "clip_exp"
+"""State of LaProp, or a setting of its earlier versions, and a setting of timm's ADOPT, which no other has."""
 _FINE = 0.0625
 """Error of momentum that a matrix function may be taken of: root of the inverse, or sign, enlarge its small parts."""
 _GROUPS = ".param_groups."
@@ -132,6 +134,28 @@ def with_other_updates(names: Iterable[str]) -> frozenset[str]:
             owner, group, setting = place
             groups.setdefault((owner, group), set()).add(setting)
     return frozenset(_state_of(owner) for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
+
+
+def divided_before(names: Iterable[str]) -> frozenset[str]:
+    """Return the optimizers that average gradients divided already, by the state's prefix: LaProp and ADOPT.
+
+    Their update is `exp_avg` itself, though they keep what Adam does: `exp_avg_sq` divides gradients to come.
+
+    Args:
+        names: of all that is saved, settings in `param_groups` included.
+    """
+    found, groups = set[str](), dict[tuple[str, str], set[str]]()
+    for name in names:
+        if (place := _place_in_groups(name)) is not None:
+            groups.setdefault(place[:2], set()).add(place[2])
+        elif name.endswith(f".{_OF_LAPROP}"):
+            owner, state, _ = f".{name}".rpartition(".state.")
+            found.add(_state_of(owner) if state else name.removesuffix(_OF_LAPROP))
+    for (owner, _), own in groups.items():
+        official = {"decouple", "capturable"} <= own and "amsgrad" not in own  # ADOPT of the paper's authors
+        if official or not own.isdisjoint((_OF_LAPROP, _OF_ADOPT)):
+            found.add(_state_of(owner))
+    return frozenset(found)
 
 
 def settings_of(owner: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt.quantization.updates import beside_first_moments, objects_of_optimizers, with_other_updates
+from dsq_ckpt.quantization.updates import (
+    beside_first_moments,
+    divided_before,
+    objects_of_optimizers,
+    with_other_updates,
+)
 
 
 def test_what_other_optimizers_keep_beside_first_moments() -> None:
@@ -92,3 +97,25 @@ def test_an_object_that_contains_itself_is_no_setting() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert objects_of_optimizers({"optimizer.state.0.k": endless}) == {"optimizer.state.0.k"}
+
+
+def test_optimizers_that_average_divided_gradients_are_known_by_name() -> None:
+    """LaProp by its state, or settings of earlier versions; ADOPT by its settings, of timm and of its authors."""
+    names = [
+        "a.state.layer.weight.exp_avg_lr_1", "b.param_groups.0.exp_avg_lr_1", "c.param_groups.w.clip_exp",
+        "d.param_groups.0.decouple", "d.param_groups.0.capturable", "plain.w.exp_avg_lr_1", "model.clip_exp",
+    ]
+    assert divided_before(names) == {"a.state.", "b.state.", "c.state.", "d.state.", "plain.w."}
+
+
+@pytest.mark.parametrize("kind", [
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SGD,
+    torch.optim.RMSprop, torch.optim.Adafactor,
+])
+def test_no_optimizer_of_torch_averages_divided_gradients(kind: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    names = [f"o.state.w.{key}" for key in optimizer.state[parameter]]
+    assert not divided_before([*names, *(f"o.param_groups.0.{key}" for key in optimizer.param_groups[0])])
