@@ -55,9 +55,13 @@ def set_optimizer_state(
     Raises:
         ConfigError: its state dict is of another form than that of torch's optimizers.
     """
-    told = _Told(optimizer, beside(state))
-    of_torch = {key: state[key] for key in OF_TORCH}
-    with needing_gradients(model, state["state"]):
+    of_torch, of_parameters = {key: state[key] for key in OF_TORCH}, state["state"]
+    with needing_gradients(model, of_parameters):
+        dropped = {
+            name: of_parameters[name] for name, one in names_of(model).items()
+            if name in of_parameters and not one.requires_grad
+        }
+        told = _Told(optimizer, beside(state), dropped)
         set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
 
 
@@ -126,13 +130,18 @@ class _Told:
     Args:
         optimizer: has all attributes but two methods.
         given: to be loaded beside what torch loads.
+        dropped: state by names of parameters that torch does not load, since they cannot need a gradient (as those made
+            in inference mode).
 
     Attributes:
         beside: what the optimizer told beside what torch takes.
     """
 
-    def __init__(self, optimizer: Optimizer, given: Mapping[Any, Any] | None = None) -> None:
-        self._optimizer, self._given, self.beside = optimizer, dict(given or {}), Tree()
+    def __init__(
+        self, optimizer: Optimizer, given: Mapping[Any, Any] | None = None, dropped: Mapping[str, Any] | None = None
+    ) -> None:
+        self._optimizer, self._given, self._dropped = optimizer, dict(given or {}), dict(dropped or {})
+        self.beside = Tree()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
@@ -160,8 +169,9 @@ class _Told:
             name: number for number, name in
             enumerate(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         }
+        dropped = {name: own for name, own in self._dropped.items() if name in numbers}
         numbered = {
-            "state": {numbers.get(key, key): value for key, value in state_dict["state"].items()},
+            "state": {numbers.get(key, key): value for key, value in {**dropped, **state_dict["state"]}.items()},
             "param_groups": [
                 {**group, "params": [numbers[name] for name in group["params"]]}
                 for group in state_dict["param_groups"]

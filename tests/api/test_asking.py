@@ -95,6 +95,24 @@ def test_parameters_are_frozen_again_whatever_happens():
     assert not model.weight.requires_grad
 
 
+def test_moments_of_what_cannot_need_a_gradient_come_back(tmp_path):
+    """As they do for other frozen parameters; torch drops those of one whose values were made in inference mode."""
+    model, optimizer = trained()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    for listed in (True, False):
+        model_too, _ = trained(0)
+        with torch.inference_mode():
+            values = torch.zeros(160, 64)
+        frozen = model_too.hidden.weight = nn.Parameter(values, requires_grad=False)
+        used = [one for one in model_too.parameters() if listed or one is not frozen]
+        restored = torch.optim.AdamW(used)
+        dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+        assert restored.state.keys() == set(used) and frozen.is_inference() and not frozen.requires_grad
+        for parameter, other in zip(model.parameters(), model_too.parameters(), strict=True):
+            before, now = optimizer.state[parameter], restored.state.get(other, {})
+            assert all(now[key].equal(value) for key, value in before.items() if listed or other is not frozen)
+
+
 def test_moments_under_other_names_are_not_left_out(tmp_path):
     model, optimizer = trained()
     dsq_ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers")
