@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pickle
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
             CheckpointNotFound: on all ranks, if the tag does not exist, or its save did not complete.
-            LoadFailed: on all ranks, if their tags differ, or DeepSpeed finds no files for this rank.
+            LoadFailed: on all ranks, if their tags differ, or DeepSpeed cannot load them into this engine.
         """
         directory = find_tag(self._comm, load_dir, tag)
         run_on_all_ranks(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
@@ -218,8 +219,9 @@ class DSQCheckpointEngine(CheckpointEngine):
                     raise
                 held = ", ".join(sorted(file.name for file in directory.glob("*.pt"))[:4]) or "none"
                 raise LoadFailed(
-                    f"rank {self._comm.rank}: DeepSpeed found no files for this engine in '{directory}', which holds "
-                    f"{held}; was it saved with another ZeRO stage or another number of ranks?"
+                    f"rank {self._comm.rank}: DeepSpeed cannot load '{directory}', which holds {held}, into this "
+                    f"engine ({traceback.extract_tb(error.__traceback__)[-1].line}); was it saved with another ZeRO "
+                    "stage or another number of ranks? If not, see whether it loads its own tags of this engine"
                 ) from error
             finally:
                 self._looked_at = None
