@@ -182,6 +182,14 @@ def object_named(fqn: str) -> Iterator[None]:
         ) from error
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or of the tensors that it consists of."""
+    if not _consists(tensor):
+        return tensor.nbytes
+    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return sum(memory_of(getattr(tensor, name)) for name in names)
+
+
 def _consists(value: Any) -> bool:
     """Return whether a value is a tensor that consists of other tensors, unknown to DCP."""
     if type(value) in _USUAL or not isinstance(value, torch.Tensor):

@@ -159,9 +159,11 @@ class DSQCheckpointEngine(CheckpointEngine):
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is not None and looked_at[:2] == (file, manifest.save_id):
             return looked_at[2]
+        # DeepSpeed's functions all leave storages on the CPU; torch takes none for tensors that consist of others.
+        device = "cpu" if callable(map_location) else map_location
         with pickle_refs.stored_in(file.parent):
             # weights_only=False as in DeepSpeed, whose files hold objects of its own and of the user.
-            loaded = torch.load(path, map_location=map_location, weights_only=False)
+            loaded = torch.load(path, map_location=device, weights_only=False)
         if looked_at is None and callable(map_location):
             # DeepSpeed loads a module's first file twice, to inspect and to use it; decoding twice would be slow.
             self._looked_at = file, manifest.save_id, loaded
@@ -297,7 +299,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             warn(
                 f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {named(new)} is stored whole, in "
                 "DeepSpeed's own files: it is not laid out as the weights are, so which parameters it belongs to is "
-                "not known", rank=self._comm.rank,
+                "not known, or it is quantized already", rank=self._comm.rank,
             )
 
     def _tell_of_uncompressed(self) -> None:

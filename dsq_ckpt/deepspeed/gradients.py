@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsq_ckpt.config.schema import SearchConfig
-from dsq_ckpt.deepspeed.partition import MASTER, Buffer, inventory
+from dsq_ckpt.deepspeed.partition import MASTER, Buffer, base_optimizer, inventory
 from dsq_ckpt.deepspeed.state import by_chunk
 from dsq_ckpt.gradients.sensitivity import GradientAverage
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -34,7 +34,7 @@ class FlatGradients:
             {str(number): tensor for number, tensor in enumerate(masters)},  # type: ignore[misc]
             search.beta, search.window,
         )
-        self._average.attach(engine.basic_optimizer, later=True)
+        self._average.attach(base_optimizer(engine), later=True)
 
     def by_chunk(self, buffers: Iterable[Buffer]) -> dict[str | ChunkKey, torch.Tensor]:
         """Return the available averages by chunk of the weights."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dsq_ckpt.deepspeed.masters import refresh_of
+from dsq_ckpt.deepspeed.partition import base_optimizer
 from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
@@ -50,7 +51,7 @@ class EngineLog(GradientLog):
         self._called: set[str] = set()
         self._reduction: Any = None
         super().__init__(
-            run, engine.module, engine.basic_optimizer, compressor=compressor, resume=resume, state=state, **options
+            run, engine.module, base_optimizer(engine), compressor=compressor, resume=resume, state=state, **options
         )
 
     def step(self) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
+from dsq_ckpt.core.subclasses import memory_of
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.updates import settings_of
 
@@ -101,12 +103,12 @@ def inventory(engine: Any) -> Inventory:
         return Inventory()
     found = Inventory()
     names: Mapping[torch.Tensor, str] = engine.param_names
-    for key, tensor, slices, replicated in masters(engine, names):
-        state = _state_of(engine).get(key, {})
+    for tensor, slices, replicated in masters(engine, names):
+        state = _state_of(engine).get(tensor, {})
         known = [
             Buffer(name, value, slices, replicated) for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.numel() == tensor.numel() and value.numel() > 1
-            and value.dtype in QUANTIZABLE
+            and value.dtype in QUANTIZABLE and not hasattr(value, "__tensor_flatten__")  # as torchao's 8-bit moments
         ]
         for buffer in [Buffer(MASTER, tensor, slices, replicated), *known]:
             if buffer.tensor.is_contiguous() and buffer.tensor.numel():
@@ -114,7 +116,7 @@ def inventory(engine: Any) -> Inventory:
     found.buffers += _muon(engine, names)
     if not _partitions_parameters(engine):
         found.parameters = {names[p]: p.detach() for p in names if p.numel()}
-        optimized = {id(p) for group in engine.basic_optimizer.param_groups for p in group["params"]}
+        optimized = {id(p) for group in base_optimizer(engine).param_groups for p in group["params"]}
         grouped = {id(p) for group in _groups(engine) for p in group}
         found.masters = {
             name: tuple(p.shape) for p, name in names.items() if p.numel() and id(p) in (grouped or optimized)
@@ -131,8 +133,7 @@ def _muon(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Buffer]:
     optimizer = engine.optimizer
     for number, flat in enumerate(getattr(optimizer, "single_partition_of_fp32_groups", ())):
         own = optimizer.params_in_partition[number]
-        state = _state_of(engine).get(engine.basic_optimizer.param_groups[number]["params"][0], {})
-        value = state.get("momentum_buffer")
+        value = _state_of(engine).get(flat, {}).get("momentum_buffer")
         if value is None or value.dtype not in QUANTIZABLE or value.numel() == flat.numel():  # as that of others
             continue
         if not value.is_contiguous() or value.numel() != sum(p.numel() for p in own):
@@ -151,11 +152,12 @@ def _muon(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Buffer]:
 def left_whole(engine: Any, found: Inventory, least: int) -> Counter[str]:
     """Return the bytes of the optimizer's float state that no buffer holds, by key, of tensors of `least` elements."""
     held, left = {id(buffer.tensor) for buffer in found.buffers}, Counter[str]()
-    groups = engine.basic_optimizer.param_groups if found.buffers else ()
-    for parameter in (one for group in groups for one in group["params"]):  # some have state of former ones beside it
-        for key, value in _state_of(engine).get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() >= least:
-                left[str(key)] += 0 if id(value) in held else value.nbytes
+    stored = any(not buffer.replicated or dist.get_rank() == 0 for buffer in found.buffers)
+    for own in _state_of(engine).values() if stored else ():
+        for key, value in own.items() if isinstance(own, Mapping) else ():
+            for one in tree_leaves(value):  # some keep lists of matrices
+                if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel() >= least:
+                    left[str(key)] += 0 if id(one) in held else memory_of(one)
     return +left
 
 
@@ -164,7 +166,7 @@ def settings(engine: Any) -> dict[str, Any]:
 
     What it keeps for a parameter is named as if the first group had it: ZeRO 3 has no names for its partitions.
     """
-    found = settings_of("optimizer", getattr(engine.basic_optimizer, "param_groups", ()))
+    found = settings_of("optimizer", getattr(base_optimizer(engine), "param_groups", ()))
     for own in _state_of(engine).values() if found else ():
         for key, value in own.items() if isinstance(own, Mapping) else ():
             if not isinstance(value, torch.Tensor):
@@ -191,8 +193,18 @@ def _partitions_parameters(engine: Any) -> bool:
     return bool(engine.zero_optimization_partition_weights())
 
 
+def base_optimizer(engine: Any) -> Any:
+    """Return the optimizer that updates the masters; None: the engine has none.
+
+    In ZeRO 1 to 3 DeepSpeed replaces torch's Adagrad by a new one. `engine.basic_optimizer` stays the former, which
+    does no steps.
+    """
+    basic = engine.basic_optimizer
+    return basic if engine.optimizer is basic else getattr(engine.optimizer, "optimizer", basic)
+
+
 def _state_of(engine: Any) -> Mapping[Any, Mapping[str, Any]]:
-    state: Mapping[Any, Mapping[str, Any]] = engine.basic_optimizer.state
+    state: Mapping[Any, Mapping[str, Any]] = base_optimizer(engine).state
     return state
 
 
@@ -206,47 +218,46 @@ def _groups(engine: Any) -> list[list[torch.Tensor]]:
     return []
 
 
-Master = tuple[Any, torch.Tensor, list[ParameterSlice], bool]
+Master = tuple[torch.Tensor, list[ParameterSlice], bool]
 
 
 def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
-    """Yield the optimizer's key of each master tensor, the tensor, its slices, and whether it is replicated.
+    """Yield each master tensor, which is a parameter of the optimizer, its slices, and whether it is replicated.
 
     Args:
         engine: DeepSpeed engine for which `why_uncompressed` is None.
         names: names of the module's parameters.
     """
     optimizer, groups = engine.optimizer, _groups(engine)
-    base = engine.basic_optimizer.param_groups
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO 1 and 2
         for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
             rank = dist.get_rank(optimizer.real_dp_process_group[number])
             size = int(optimizer.partition_size[number])
             placed = zip(groups[number], optimizer.round_robin_bit16_offsets[number], strict=True)
-            yield base[number]["params"][0], flat, list(_slices_in_partition(placed, names, rank * size, size)), False
+            yield flat, list(_slices_in_partition(placed, names, rank * size, size)), False
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
         for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
-            yield flat, flat, list(_partitioned(optimizer, group, names)), False
+            yield flat, list(_partitioned(optimizer, group, names)), False
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         for number, flat in enumerate(optimizer.fp32_groups_flat_partition):
             rank = dist.get_rank(optimizer.real_dp_process_group[number])
             size = flat.numel()
             slices = list(_slices_in_partition(_packed(groups[number]), names, rank * size, size))
-            yield base[number]["params"][0], flat, slices, False
+            yield flat, slices, False
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for number, flat in enumerate(optimizer.fp32_groups_flat):
             slices = list(_slices_in_partition(_packed(groups[number]), names, 0, flat.numel()))
-            yield base[number]["params"][0], flat, slices, True
+            yield flat, slices, True
     elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         for masters, group in zip(optimizer.fp32_groups, groups, strict=True):
             for master, parameter in zip(masters, group, strict=True):
                 if parameter in names:
-                    yield master, master, [_whole(names[parameter], parameter)], True
+                    yield master, [_whole(names[parameter], parameter)], True
     elif optimizer is engine.basic_optimizer:
-        for group in base:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in names:
-                    yield parameter, parameter, [_whole(names[parameter], parameter)], True
+                    yield parameter, [_whole(names[parameter], parameter)], True
 
 
 def _whole(name: str, parameter: torch.Tensor) -> ParameterSlice:

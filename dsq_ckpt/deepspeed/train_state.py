@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.deepspeed.partition import masters, why_uncompressed
+from dsq_ckpt.deepspeed.partition import base_optimizer, masters, why_uncompressed
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.replay import updates_independently
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, dtype_name
@@ -75,7 +75,7 @@ class MasterState(TrainState):
 
     def __init__(self, engine: Any, states: Mapping[str, Stateful] | None = None) -> None:
         self.model = engine.module
-        self.optimizer = engine.basic_optimizer
+        self.optimizer = base_optimizer(engine)
         self.states = {ENGINE: EngineState(engine), **(states or {})}
         self.aliases = {}
         self._engine = engine
@@ -87,7 +87,7 @@ class MasterState(TrainState):
         self.partitioned = False
         found = list(masters(engine, engine.param_names))
         self._groups = [[] for _ in self.optimizer.param_groups]
-        for number, (_, tensor, slices, replicated) in enumerate(found):
+        for number, (tensor, slices, replicated) in enumerate(found):
             self.partitioned = not replicated
             if replicated and len(slices) == 1 and slices[0].length == tensor.numel():
                 name = slices[0].name
@@ -127,7 +127,7 @@ class MasterState(TrainState):
         """Return whether the engine's masters have changed since construction, for people; None: they have not."""
         if len(self.optimizer.param_groups) != len(self._groups):
             return None  # within a step, DeepSpeed exposes one group at a time
-        now = [id(tensor) for _, tensor, *_ in masters(self._engine, self._engine.param_names)]
+        now = [id(tensor) for tensor, *_ in masters(self._engine, self._engine.param_names)]
         same = now == [id(tensor) for tensor in self.parameters.values()]
         return None if same else "the engine's master weights were replaced"
 
@@ -235,7 +235,7 @@ def check(engine: Any) -> None:
     Raises:
         ConfigError: they cannot; the message names every reason.
     """
-    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    optimizer, basic = engine.optimizer, base_optimizer(engine)
     wrong = []
     if why_uncompressed(engine):
         wrong.append("it has tensor, pipeline or expert parallelism, no optimizer, or one that is offloaded to NVMe")

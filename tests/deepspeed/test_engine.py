@@ -29,6 +29,10 @@ def test_files_are_what_deepspeed_writes(tmp_path):
     assert ranks("alike", 2, tmp_path).count("[ok]") == 33
 
 
+def test_optimizers_of_the_client(tmp_path):
+    assert ranks("clients", 2, tmp_path).count("[ok]") == 39
+
+
 def test_mistakes_and_full_disks(tmp_path):
     assert ranks("mistakes", 2, tmp_path).count("[ok]") == 78
 

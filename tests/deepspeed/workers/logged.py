@@ -90,9 +90,9 @@ def state_of(engine: Any) -> dict[str, Any]:
     for name, parameter in engine.module.named_parameters():  # those that ZeRO 3 keeps whole
         found[f"whole {name}"] = parameter.detach().clone()
     found |= {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
-    for number, (key, tensor, *_) in enumerate(masters(engine, engine.param_names)):
+    for number, (tensor, *_) in enumerate(masters(engine, engine.param_names)):
         found[f"master {number}"] = tensor.detach().clone()
-        for name, value in basic.state[key].items():
+        for name, value in basic.state[tensor].items():
             found[f"{name} {number}"] = value.clone() if torch.is_tensor(value) else value
     found["hyper"] = [{k: v for k, v in group.items() if "param" not in k} for group in basic.param_groups]
     found["scheduler"] = None if engine.lr_scheduler is None else dict(engine.lr_scheduler.state_dict())
