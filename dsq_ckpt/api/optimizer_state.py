@@ -169,7 +169,7 @@ class _Told:
             name: number for number, name in
             enumerate(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         }
-        dropped = {name: own for name, own in self._dropped.items() if name in numbers}
+        dropped = {name: state for name, state in self._dropped.items() if name in numbers}
         numbered = {
             "state": {numbers.get(key, key): value for key, value in {**dropped, **state_dict["state"]}.items()},
             "param_groups": [

@@ -220,10 +220,11 @@ class DSQCheckpointEngine(CheckpointEngine):
                 if str(error):
                     raise
                 held = ", ".join(sorted(file.name for file in directory.glob("*.pt"))[:4]) or "none"
+                failed = traceback.extract_tb(error.__traceback__)[-1].line or "an assertion of its own"
                 raise LoadFailed(
                     f"rank {self._comm.rank}: DeepSpeed cannot load '{directory}', which holds {held}, into this "
-                    f"engine ({traceback.extract_tb(error.__traceback__)[-1].line}); was it saved with another ZeRO "
-                    "stage or another number of ranks? If not, see whether it loads its own tags of this engine"
+                    f"engine ({failed}); was it saved with another ZeRO stage or another number of ranks? If not, see "
+                    "whether it loads its own tags of this engine"
                 ) from error
             finally:
                 self._looked_at = None

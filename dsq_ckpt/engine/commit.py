@@ -208,7 +208,9 @@ def _manifest(
 ) -> Manifest:
     analysis, config, results = plan.analysis, plan.config, contents.results
     parent = context.parent if contents.required else None
-    before = None if contents.is_of_another_training else context.previous or options.after
+    before = None if contents.is_of_another_training else context.previous
+    if context.previous is None and options.after is not None:
+        before = options.after()
     previous, previous_name = _previous(path, before)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,

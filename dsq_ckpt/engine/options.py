@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dsq_ckpt.config.schema import DSQConfig
@@ -29,7 +29,7 @@ class SaveOptions:
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
-        after: the checkpoint that it comes after if that is none of `history`, on the coordinator.
+        after: finds the checkpoint that it comes after where `history` has none; called on the coordinator.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
     """
 
@@ -43,5 +43,5 @@ class SaveOptions:
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)
-    after: ParentRef | None = None
+    after: Callable[[], ParentRef | None] | None = None
     on_save: OnSave | None = None

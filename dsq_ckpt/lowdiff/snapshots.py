@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +119,8 @@ def save(
         [_shard(item) for item in own], nesting={item.name: item.path for item in own},
         settings=_settings(meta or {}) if is_lossy(config) else {},
     )
-    after = _newest(run) if meta is not None else None
-    options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True, after=after)
+    parent = "auto" if is_lossy(config) else None
+    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest, run))
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 

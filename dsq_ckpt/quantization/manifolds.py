@@ -33,7 +33,7 @@ _PICKED = 16
 _BATCH = 1 << 20
 """Elements that are looked at together."""
 _LONG = _BATCH // _PICKED
-"""Length of rows up to which all of them is copied at once."""
+"""Length of rows up to which whole rows are copied at once."""
 _CACHED = 1 << 17
 """Elements of glances that are looked at together: they stay in a cache."""
 

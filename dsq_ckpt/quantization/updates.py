@@ -142,7 +142,7 @@ def divided_before(names: Iterable[str]) -> frozenset[str]:
     Their update is `exp_avg` itself, though they keep what Adam does: `exp_avg_sq` divides gradients to come.
 
     Args:
-        names: of all that is saved, settings in `param_groups` included.
+        names: of all that is saved, with all settings of each of the `param_groups`: ADOPT is known by one it lacks.
     """
     found, groups = set[str](), dict[tuple[str, str], set[str]]()
     for name in names:

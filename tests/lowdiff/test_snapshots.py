@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed, UnsupportedFormat
 from dsq_ckpt.lowdiff import GradientLog, recover, segments, snapshots
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
@@ -153,6 +155,16 @@ def test_order_where_clocks_go_back(tmp_path, monkeypatch):
     assert list(snapshots.sessions(tmp_path)) == ["0" * 15 + "3", "0" * 15 + "2", SESSION]
     snapshots.retire(tmp_path, 2)
     assert [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)] == [15, 25]
+
+
+def test_a_run_that_cannot_be_looked_at_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
+    """As an error of the save, which all ranks are told of; ranks that write know no snapshot before it."""
+    saved(tmp_path, 5)
+    dsq_ckpt.forget()
+    monkeypatch.setattr(snapshots, "newest_first", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        saved(tmp_path, 10)
+    assert not snapshots.snapshot_directory(tmp_path, 10).exists()
 
 
 def test_retire(tmp_path):

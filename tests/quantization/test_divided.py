@@ -78,8 +78,9 @@ class OfficialAdopt(Adopt):
     own: ClassVar[dict[str, Any]] = {"decouple": False, "foreach": None, "maximize": False, "capturable": False}
 
 
-@pytest.mark.parametrize("steps", [3, 12, 40])
-@pytest.mark.parametrize("kind", [LaProp, Adopt, OfficialAdopt])
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(LaProp, 3), (LaProp, 12), (LaProp, 40), (Adopt, 3), (OfficialAdopt, 3)]
+)  # later, ADOPT's errors are small in units of Adam's too
 def test_updates_of_optimizers_that_average_divided_gradients(tmp_path, kind, steps) -> None:
     """The update is the first moment itself, so its error is that of the update, and no units of Adam's keep it."""
     model = Net()
