@@ -216,6 +216,8 @@ ablations-vit-seed0     evaluate.py ablations vit --part coders --part component
 -                       evaluate.py record moe
 -                       evaluate.py record bert
 -                       evaluate.py record lstm
+ablations-lstm-seed0    evaluate.py ablations lstm --part coders --part components
+ablations-bert-seed0    evaluate.py ablations bert --part coders --part components
 strengths               measure_defaults.py strengths llama moe bert lstm
 online-strengths        evaluate.py online llama --systems noise,dsq --epsilons 0.05 --config '{}'
                           --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
