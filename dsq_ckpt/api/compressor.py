@@ -31,6 +31,8 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
 from dsq_ckpt.core.interrupts import held_signals, in_users_function
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
@@ -222,6 +224,7 @@ class Compressor:
         writer = agree(*self._functions, communicator(self._group), made)
 
         def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+            self._tell_of_left_out()
             return writer, self.state(extra)
 
         saved: SaveResult | Future[SaveResult]
@@ -307,6 +310,15 @@ class Compressor:
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters, if these are not saved."""
         return {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
+
+    def _tell_of_left_out(self) -> None:
+        """Warn of weights that are not saved though the optimizer has trained them, as of an adapter that is off."""
+        known, names = getattr(self.optimizer, "state", {}), names_of(self.model)
+        if trained := sorted(name for name in self._left_out() if known.get(names[name])):
+            warn(
+                f"{named(trained)} are not saved, though the optimizer has state of them: they need no gradient at the "
+                "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
+            )
 
     def _gradients(self) -> dict[str, Any]:
         if self._average is None:

@@ -1,5 +1,7 @@
 """Parameters without gradients are exact; with `Compressor(frozen=False)` they are left out, by all their names."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -44,6 +46,18 @@ def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
     whole = dsq_ckpt.Compressor(model, used)
     with pytest.raises(dsq_ckpt.DSQError, match=r"model.embed.weight"):
         whole.load(tmp_path / "a")
+
+
+def test_weights_that_are_trained_by_turns_are_not_left_out_in_silence(tmp_path):
+    """As adapters of which one is on at a time; the optimizer's state of all is saved."""
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, frozen=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compressor.save(tmp_path / "0")
+    model.embed.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"'embed\.weight' are not saved, though the optimizer has state of them"):
+        compressor.save(tmp_path / "1")
 
 
 def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
