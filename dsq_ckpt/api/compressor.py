@@ -316,7 +316,7 @@ class Compressor:
         known, names = getattr(self.optimizer, "state", {}), names_of(self.model)
         if trained := sorted(name for name in self._left_out() if known.get(names[name])):
             warn(
-                f"{named(trained)} are not saved, though the optimizer has state of them: they need no gradient at the "
+                f"weights that the optimizer has state of are not saved: {named(trained)} need no gradient at the "
                 "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
             )
 

@@ -56,7 +56,7 @@ def test_weights_that_are_trained_by_turns_are_not_left_out_in_silence(tmp_path)
         warnings.simplefilter("error")
         compressor.save(tmp_path / "0")
     model.embed.requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"'embed\.weight' are not saved, though the optimizer has state of them"):
+    with pytest.warns(UserWarning, match=r"has state of are not saved: 'embed\.weight' need no gradient"):
         compressor.save(tmp_path / "1")
 
 
