@@ -1,4 +1,4 @@
-"""The asynchronous save of this process that is under way, and the process groups that such saves run on."""
+"""The pending asynchronous save of this process, and the process groups of asynchronous saves."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ from dsq_ckpt.errors import described
 logger = logging.getLogger(__name__)
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
-"""The group for saves beside each group of the training. torch.distributed alone keeps them alive, until it is ended: a
-reference from here would leave their threads running, and one that frees a tensor while Python exits aborts."""
-_future: Future[Any] | None = None
-_inherited: list[Any] = []  # a group that is freed in a forked child waits for threads that are not there
+"""Group for saves, by group of the training. The references are weak, so that `destroy_process_group` ends the threads
+of these groups: a thread that frees a tensor while Python exits aborts the process."""
+_pending: Future[Any] | None = None
+_inherited: list[Any] = []  # keeps groups alive in a forked child: freeing one waits for threads of the parent
 
 
-def _forked() -> None:
-    """Reset a child, which lacks the thread of its parent's save in the background."""
-    global _future, _groups
-    _inherited.append([group() for group in _groups.values()])
-    _future, _groups = None, WeakKeyDictionary()
+def _reset_after_fork() -> None:
+    """Reset a forked child, which does not have the thread of its parent's pending save."""
+    global _pending, _groups
+    _inherited.append([get_group() for get_group in _groups.values()])
+    _pending, _groups = None, WeakKeyDictionary()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a gloo group of its own for the saving thread, over the ranks of `like`; collective when new."""
+def get_group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a separate gloo group for the saving thread, over the ranks of `like`; collective when it is new."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     base = like if like is not None else dist.group.WORLD
     assert base is not None
-    known = _groups.get(base)
-    found = known() if known is not None else None
-    if found is None:  # ranks outside of `like` do not take part in its making
-        found = group_beside(like, timeout_of(base))
-        _groups[base] = ref(found)
-    return found
+    reference = _groups.get(base)
+    group = reference() if reference is not None else None
+    if group is None:  # ranks outside of `like` do not take part in its creation
+        group = group_beside(like, timeout_of(base))
+        _groups[base] = ref(group)
+    return group
 
 
-def begun(future: Future[Any]) -> None:
-    """Take note of a save, which the next one waits for."""
-    global _future
-    _future = future
+def set_pending(future: Future[Any]) -> None:
+    """Set the pending save, for which the next save waits."""
+    global _pending
+    _pending = future
 
 
 def wait() -> None:
-    """Wait for the previous save. Its failure is its future's to raise; it is logged too, should nobody ask."""
-    global _future
-    if is_telling():  # its own save, which is complete, and would wait for what waits here
+    """Wait for the pending save. Its future raises its error; the error is logged too, in case nobody reads it."""
+    global _pending
+    if is_telling():  # called by `on_save` of the pending save itself: waiting for it would be a deadlock
         return
-    if (pending := _future) is not None:
+    if (pending := _pending) is not None:
         failure = pending.exception()
-        if _future is pending:  # another thread, such as torchft's, may have waited too, and begun the next
-            _future = None
-        _tell(failure)
+        if _pending is pending:  # another thread, such as torchft's, may have waited too and started the next save
+            _pending = None
+        _log_failure(failure)
 
 
-def _tell(failure: BaseException | None) -> None:
+def _log_failure(failure: BaseException | None) -> None:
     if failure is not None:
         logger.warning("the last asynchronous save failed: %s", described(failure))
 
 
-def _at_exit() -> None:
-    """Tell of the last save, which no other one waited for; the interpreter has waited for its thread."""
-    if _future is not None and _future.done():
-        _tell(_future.exception())
+def _log_last_failure() -> None:
+    """Log a failure of the last save, for which no other save waited; the interpreter has joined its thread."""
+    if _pending is not None and _pending.done():
+        _log_failure(_pending.exception())
 
 
-atexit.register(_at_exit)
+atexit.register(_log_last_failure)

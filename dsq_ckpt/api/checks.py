@@ -1,4 +1,4 @@
-"""Refusals of a `Compressor` (searches, optimizers and models that do not go together), and state made by a step."""
+"""Checks of the arguments of a `Compressor`, and initialization of optimizer state by a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
 
 
 def check_search(config: DSQConfig, sharded: bool) -> None:
-    """Refuse a search that does not fit the rest of the configuration, or a sharded model."""
+    """Raise an error if the search is incompatible with the rest of the configuration or with a sharded model.
+
+    Raises:
+        ConfigError: it is.
+    """
     if config.search.parallel_trials and sharded:
         raise ConfigError(
             "search.parallel_trials is true, but the model is sharded (FSDP): its ranks evaluate together; leave "
@@ -36,8 +40,12 @@ def check_search(config: DSQConfig, sharded: bool) -> None:
         ) from None
 
 
-def check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse an optimizer of parameters that are not the model's."""
+def check_parameters(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise an error if the optimizer has a parameter that is not one of the model's.
+
+    Raises:
+        ConfigError: it has.
+    """
     own = {id(parameter) for parameter in parameters.values()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -48,27 +56,31 @@ def check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> No
                 )
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in Accelerate's or Lightning's, which has the hooks and the `step` that count.
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, whose `step` and hooks are the relevant ones.
 
-    These have its state, and tell no other; an optimizer with a state of its own, such as Lookahead, is not only a
-    wrapper.
+    Such a wrapper has the inner optimizer's state and state dict. An optimizer around another one with a state of its
+    own, such as Lookahead, is not a wrapper.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         if getattr(optimizer, "state", None) is not inner.state:
             break
-        tells = type(optimizer).state_dict is not Optimizer.state_dict
-        if tells and optimizer.state_dict().keys() != inner.state_dict().keys():
+        overridden = type(optimizer).state_dict is not Optimizer.state_dict
+        if overridden and optimizer.state_dict().keys() != inner.state_dict().keys():
             break
         optimizer = inner
     return optimizer
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that `made_by_step` could not make the state of, as far as its signature tells."""
+    """Raise an error if the signature of the optimizer's `step` shows that torch cannot initialize its state.
+
+    Raises:
+        ConfigError: `step(closure=None)` would fail.
+    """
     try:
         parameters = inspect.signature(optimizer.step).parameters
-    except ValueError:  # it is not written in Python
+    except ValueError:  # not a Python function
         return
     closure = parameters.get("closure")
     if closure is not None:
@@ -76,20 +88,20 @@ def check_step(optimizer: Optimizer) -> None:
     else:
         fails = all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
     if fails:
-        raise ConfigError(_without_state(optimizer))
+        raise ConfigError(_step_failure_message(optimizer))
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has state of a parameter; entries of none may be there before the first step."""
+    """Return whether an optimizer has state of a parameter; other entries may exist before the first step."""
     return any(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
 @contextmanager
-def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
-    """Say what failed where torch makes the state of an optimizer that has none yet, by `step(closure=None)`.
+def explain_step_failure(optimizer: Optimizer | None) -> Iterator[None]:
+    """Raise an error that explains a failure of `step(closure=None)`, by which torch initializes optimizer state.
 
     Raises:
-        LoadFailed: it failed.
+        LoadFailed: the block failed, and the optimizer had no state before.
     """
     stepped = optimizer is None or has_state(optimizer)
     try:
@@ -97,27 +109,30 @@ def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
     except Exception as error:
         if optimizer is None or stepped or isinstance(error, DSQError):
             raise
-        raise LoadFailed(f"{_without_state(optimizer)}. It failed: {type(error).__name__}: {error}") from error
+        raise LoadFailed(f"{_step_failure_message(optimizer)}. It failed: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
-def as_before(optimizer: Optimizer) -> Iterator[None]:
-    """Take back the state of an optimizer that has none yet, and what a step changes in its groups, if a load fails."""
+def reset_on_failure(optimizer: Optimizer) -> Iterator[None]:
+    """Remove the state of an optimizer and restore its parameter groups, if a load into it fails.
+
+    The optimizer has no state of parameters before.
+    """
     groups = [dict(group) for group in optimizer.param_groups]
-    of_none = {key: copy.deepcopy(value) for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    parameterless = {key: copy.deepcopy(value) for key, value in optimizer.state.items() if not torch.is_tensor(key)}
     try:
         yield
     except BaseException:
         optimizer.state.clear()
-        optimizer.state.update(of_none)
+        optimizer.state.update(parameterless)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)
         raise
 
 
-def make_state(optimizer: Optimizer) -> None:
-    """Make the state of an optimizer that has none, as torch does it before a load: by a step that changes nothing.
+def initialize_state(optimizer: Optimizer) -> None:
+    """Initialize the state of an optimizer as torch does it before a load: by a step that changes no parameter.
 
     Raises:
         LoadFailed: the step fails.
@@ -127,14 +142,14 @@ def make_state(optimizer: Optimizer) -> None:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with made_by_step(optimizer):
+        with explain_step_failure(optimizer):
             _init_optim_state(optimizer)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
-def _without_state(optimizer: Optimizer) -> str:
+def _step_failure_message(optimizer: Optimizer) -> str:
     kind = type(optimizer).__name__
     return (
         f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer that "

@@ -11,20 +11,22 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.asking import Found, as_it_is, ask_for_saved, given_back
-from dsq_ckpt.api.buffers import give_model
-from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
-from dsq_ckpt.api.loading import load_with
+from dsq_ckpt.api.checks import check_parameters, check_search, check_step, explain_step_failure, unwrap_optimizer
+from dsq_ckpt.api.loading import load_with_modules
+from dsq_ckpt.api.module_placeholders import load_model_state
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
-from dsq_ckpt.api.parameter_groups import filled_groups
-from dsq_ckpt.api.saving import ConfigLike, as_config, save_async_with, save_with
+from dsq_ckpt.api.parameter_groups import restore_groups
+from dsq_ckpt.api.saving import ConfigLike, as_config, async_save_with_writer, save_with_writer
+from dsq_ckpt.api.state_matching import (
+    StateMatch,
+    keep_uninitialized,
+    match_saved_state,
+    undo_initialization_on_failure,
+)
 from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -51,33 +53,33 @@ from dsq_ckpt.storage.refinement import Refinement
 
 
 class Compressor:
-    """Saves a model and its optimizer, compressed; searches the configuration of each checkpoint.
+    """Compressed checkpoints of a model and its optimizer, with a search of the configuration of each.
 
-    Works in a single process and under DDP and FSDP2; make it after wrapping. With `evaluate`, each save finds the
-    smallest configuration whose degradation keeps to `config.search`; without it the configuration is taken as it is.
-    Where the configuration weighs gradients that the optimizer does not keep, they are averaged in the batches before
-    a checkpoint (`GradientAverage`), by hooks, or by `after_backward`.
+    Works in a single process and under DDP and FSDP2; create it after wrapping the model. With `evaluate`, each save
+    searches the smallest configuration whose degradation is within the bound of `config.search`; without it, `config`
+    is used unchanged. If the configuration weighs gradients that the optimizer does not keep, the gradients of the
+    batches before a checkpoint are averaged (`GradientAverage`), by hooks or by `after_backward`.
 
     Args:
-        model: to be saved, and evaluated.
+        model: the module that is saved and evaluated.
         optimizer: optimizer of the model; None: only the model is saved.
         config: as for `dsq_ckpt.save`; `system` chooses the search space.
-        evaluate: the metric (a loss, by default: `search.higher_is_better`) of the model as it is now, on a few batches
-            that are always the same. It is called on all ranks together, and ranks' results are averaged.
-        check: the same metric on other batches. A search may fit the batches that it looks at; with `check`, what it
-            chooses by `evaluate` has to keep its bounds on these too, for two evaluations more per save.
-        frozen: save parameters that need no gradient too. False: they are left out of checkpoints, and a load leaves
-            those of the model as they are; for adapters on a model that is stored elsewhere.
-        every: steps between checkpoints, if that is regular: gradients are averaged only before them.
+        evaluate: returns the metric (a loss, unless `search.higher_is_better`) of the model in its current state, on
+            the same few batches at every call. It is called on all ranks together, and their results are averaged.
+        check: returns the same metric on other batches. A search may overfit the batches of `evaluate`; with `check`,
+            the chosen configuration must be within the bound on both, at two more evaluations per save.
+        frozen: save parameters that need no gradient too. False: checkpoints do not contain them, and a load leaves
+            those of the model unchanged; for adapters on a model that is stored elsewhere.
+        every: steps between checkpoints, if they are regular: gradients are averaged only before a checkpoint.
         hooks: "step": gradients are read at the optimizer's step; "backward": for optimizers that run inside
-            backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
+            backward; "manual": the training loop calls `after_backward`, after unscaling and clipping.
         process_group: ranks that save; None: all.
-        history: checkpoints that saves may come after; None: those of the process.
+        history: committed checkpoints among which saves choose their parents; None: those of the process.
         on_save: called with the `SaveResult` of each save, as by `dsq_ckpt.save`.
 
     Raises:
-        ConfigError: the configuration is wrong, the optimizer's parameters are not the model's, or it is of a
-            kind that cannot be restored.
+        ConfigError: the configuration is invalid, a parameter of the optimizer is not one of the model's, or the
+            optimizer is of a kind that cannot be restored.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -120,7 +122,7 @@ class Compressor:
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
         if optimizer is not None:
-            optimizer = unwrapped(optimizer)
+            optimizer = unwrap_optimizer(optimizer)
             check_step(optimizer)
         self.config = as_config(config)
         if is_lossy(self.config):
@@ -128,22 +130,23 @@ class Compressor:
         self.model, self.optimizer = model, optimizer
         self._frozen = frozen
         self.quality: dict[str, Any] | None = None
-        """What the last search measured; it is in the checkpoint's manifest too."""
+        """Measurements of the last search, as in the checkpoint's manifest."""
         self._group = process_group
         self._history, self._on_save = history, on_save
         self._hooks = hooks
         self._functions = evaluate, check
         if optimizer is not None:
-            evaluate, check = _watched(evaluate, "evaluate", optimizer), _watched(check, "check", optimizer)
+            evaluate = _guard_optimizer(evaluate, "evaluate", optimizer)
+            check = _guard_optimizer(check, "check", optimizer)
         self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
+        for module in sharded:  # after an evaluation the root module keeps its parameters unsharded
             module.reshard()
         if evaluate is not None:
             check_search(self.config, bool(sharded))
         parameters = names_of(model)
         if optimizer is not None:
-            check_owner(optimizer, parameters)
+            check_parameters(optimizer, parameters)
         self._average: GradientAverage | None = None
         if optimizer is not None and _needs_gradients(self.config, optimizer):
             self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
@@ -164,13 +167,13 @@ class Compressor:
             self._average.detach()
 
     def after_backward(self) -> None:
-        """With `hooks="manual"`: gradients are there, unscaled and clipped, and the optimizer has not stepped yet."""
+        """Read the gradients, with `hooks="manual"`: call it when they are unscaled and clipped, before the step."""
         if self._average is not None and self._hooks == "manual":
             self._average.capture()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state dict that is saved: `model`, `optimizer`, and the entries of `extra`."""
-        with as_it_is(self.optimizer):
+        """Return the state dict that `save` stores: `model`, `optimizer`, and the entries of `extra`."""
+        with keep_uninitialized(self.optimizer):
             return self._state(extra)
 
     def _state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
@@ -181,7 +184,7 @@ class Compressor:
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
         with in_users_function():  # hooks of modules and optimizers
-            state = {"model": self._chosen(get_model_state_dict(self.model))}
+            state = {"model": self._select_saved(get_model_state_dict(self.model))}
             if self.optimizer is not None:
                 state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
         return {**state, **extra}
@@ -191,28 +194,26 @@ class Compressor:
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
         pinned: bool = False, background: bool = False,
     ) -> SaveResult | Future[SaveResult]:
-        """Search, quantize, save; collective.
+        """Search, quantize and save; collective.
 
         Args:
             path: the checkpoint directory.
-            extra: more to save, e.g. the step or the state of a scheduler.
+            extra: other state to save, e.g. the step or the state of a scheduler.
             overwrite: replace a complete checkpoint at `path`.
-            pinned: keep its refinement layer for good.
-            background: return when the search is done, or the state is copied (see `async_save`); the rest follows in
-                a thread.
+            pinned: never drop its refinement layer.
+            background: return when the search is done or the state is copied (`async_save`); a thread does the rest.
 
         Returns:
-            What was written, as of `dsq_ckpt.save`; with `background` a future of it, whose `result()` raises what the
-            save raised.
+            The result, as `dsq_ckpt.save` returns it; with `background` a future of it, whose `result()` raises the
+            error of a save that failed.
 
         Raises:
             CheckpointExists: a complete checkpoint is at `path`; before the search, and as SaveFailed on other ranks.
-            SaveFailed: ranks have other functions than each other; on all ranks.
-            DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
+            SaveFailed: not all ranks have `evaluate`, or not all have `check`; on all ranks.
+            DSQError: any other failure, on every rank; earlier checkpoints and the model are unchanged.
         """
         manager = self._manager
-
-        def made() -> DSQStorageWriter:
+        def prepare_writer() -> DSQStorageWriter:
             expect_path("path", path)
             expect_extra(extra)
             return DSQStorageWriter(
@@ -221,100 +222,100 @@ class Compressor:
                 fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
             )
 
-        writer = agree(*self._functions, communicator(self._group), made)
+        writer = agree(*self._functions, communicator(self._group), prepare_writer)
 
-        def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
-            self._tell_of_left_out()
+        def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
+            self._warn_of_trained_excluded()
             return writer, self.state(extra)
 
-        saved: SaveResult | Future[SaveResult]
+        result: SaveResult | Future[SaveResult]
         if background:
-            saved = save_async_with(begin, process_group=self._group)
+            result = async_save_with_writer(prepare_save, process_group=self._group)
         else:
-            saved = save_with(begin, process_group=self._group, staged=manager is not None)
+            result = save_with_writer(prepare_save, process_group=self._group, staged=manager is not None)
         self.quality = writer.quality
         if self._average is not None:
             self._average.reset()
-        return saved
+        return result
 
     @held_signals()
     def load(
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto",
         allow_cast: bool = False,
     ) -> dict[str, Any]:
-        """Restore model and optimizer, in place, and go on from there; collective.
+        """Restore model, optimizer and search, in place; collective.
 
         Args:
             path: a complete checkpoint.
-            extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
-                empty dict is filled with all that was saved in its place, if that is plain data. A warning names what
-                was saved and has no placeholder.
-            refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
-                with a warning where it was not.
-            allow_cast: load into a model of another dtype than was saved, such as float32 after bfloat16.
+            extra: placeholders for the saved `extra`, by its keys; tensors are filled in place. An empty dict is filled
+                with everything that was saved there, if it is plain data. A warning names saved keys without a
+                placeholder.
+            refinement: True: require the refinement layer; False: load the base layer alone; "auto": load the
+                refinement layer where it was kept, and warn where it was not.
+            allow_cast: load into a model of another dtype than the saved one, such as float32 after bfloat16.
 
         Returns:
             The filled `extra`.
 
         Raises:
-            CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
-            DSQError: what else failed, on every rank.
+            CheckpointNotFound: there is no checkpoint at `path`, or `path` is None (as `latest` returns without one).
+            DSQError: any other failure, on every rank.
         """
         comm = communicator(self._group)
 
-        def asked() -> tuple[dict[str, Any], Found, set[str]]:
-            with made_by_step(self.optimizer):
+        def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
+            with explain_step_failure(self.optimizer):
                 state = self._state(extra)
-            found = ask_for_saved(path, state, self.model, names_of(self.model), self._frozen, comm)
-            return state, found, self._left_out()
+            match = match_saved_state(path, state, self.model, names_of(self.model), self._frozen, comm)
+            return state, match, self._excluded_names()
 
-        def given() -> None:
-            offered = state["model"].keys() - told
-            give_model(self.model, state["model"], offered, found.directory, self._frozen, comm)
-            self._take(state, found, refinement is not False)
+        def apply_load() -> None:
+            offered_keys = state["model"].keys() - expected_keys
+            load_model_state(self.model, state["model"], offered_keys, match.directory, self._frozen, comm)
+            self._apply_loaded(state, match, refinement is not False)
 
-        with given_back(self.optimizer):
-            state, found, left_out = run_on_all_ranks(comm, asked, LoadFailed)
-            told = set(state["model"])
-            load_with(
-                state, path, plain=found.plain, modules={("model",): self.model}, left_out=left_out,
-                refinement=refinement, allow_cast=allow_cast, process_group=self._group, history=self._history,
+        with undo_initialization_on_failure(self.optimizer):
+            state, match, excluded_keys = run_on_all_ranks(comm, prepare_load, LoadFailed)
+            expected_keys = set(state["model"])
+            load_with_modules(
+                state, path, plain_paths=match.plain_paths, modules={("model",): self.model}, refinement=refinement,
+                excluded_keys=excluded_keys, allow_cast=allow_cast, process_group=self._group, history=self._history,
             )
-            run_on_all_ranks(comm, given, LoadFailed)
+            run_on_all_ranks(comm, apply_load, LoadFailed)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
 
-    def _take(self, state: dict[str, Any], found: Found, refined: bool) -> None:
-        """Give loaded state to optimizer and search."""
+    def _apply_loaded(self, state: dict[str, Any], match: StateMatch, refined: bool) -> None:
+        """Load the state into optimizer and search."""
         if self.optimizer is not None:
             optimizer = state["optimizer"]
-            if found.groups is not None:
-                optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
-            options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-            with filled_groups(self.optimizer, optimizer["param_groups"]) as groups, in_users_function():
+            if match.groups is not None:
+                optimizer["param_groups"] = match.groups.from_saved_order(optimizer["param_groups"])
+            options = StateDictOptions(strict=False)  # some parameters may have no saved state
+            with restore_groups(self.optimizer, optimizer["param_groups"]) as groups, in_users_function():
                 optimizer["param_groups"] = groups
                 set_optimizer_state(self.model, self.optimizer, optimizer, options)
         if self._manager is not None:
-            self._manager.resume(Manifest.read(found.directory), refined=refined)
+            self._manager.resume(Manifest.read(match.directory), refined=refined)
 
-    def _chosen(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of the model's state dict that are saved; torch's own option keeps tied frozen ones."""
-        kept = copy.copy(model)  # with the versions of modules, which a load tells them
-        for name in self._left_out() & kept.keys():
-            del kept[name]
-        if model and not kept:  # a load would fill the empty dict with frozen weights
+    def _select_saved(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return the saved entries of the model's state dict; torch's `ignore_frozen_params` keeps tied frozen ones."""
+        selected = copy.copy(model)  # keeps `_metadata`, the versions of modules
+        for name in self._excluded_names() & selected.keys():
+            del selected[name]
+        if model and not selected:  # a load would fill the empty dict with frozen weights
             raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
-        return kept
+        return selected
 
-    def _left_out(self) -> set[str]:
-        """Return the names of frozen parameters, if these are not saved."""
+    def _excluded_names(self) -> set[str]:
+        """Return the names of frozen parameters, if they are not saved."""
         return {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
 
-    def _tell_of_left_out(self) -> None:
-        """Warn of weights that are not saved though the optimizer has trained them, as of an adapter that is off."""
-        known, names = getattr(self.optimizer, "state", {}), names_of(self.model)
-        if trained := sorted(name for name in self._left_out() if known.get(names[name])):
+    def _warn_of_trained_excluded(self) -> None:
+        """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
+        optimizer_state, parameters = getattr(self.optimizer, "state", {}), names_of(self.model)
+        if trained := sorted(name for name in self._excluded_names() if optimizer_state.get(parameters[name])):
             warn(
                 f"weights that the optimizer has state of are not saved: {named(trained)} need no gradient at the "
                 "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
@@ -324,24 +325,24 @@ class Compressor:
         if self._average is None:
             return {}
         names = names_of(self.model)
-        found = {name: self._average.average(name) for name in names if name in self._average}
-        return {name: average for name, average in found.items() if average is not None}
+        averages = {name: self._average.average(name) for name in names if name in self._average}
+        return {name: average for name, average in averages.items() if average is not None}
 
 
-def _watched(
+def _guard_optimizer(
     function: Callable[[], float] | None, name: str, optimizer: Optimizer
 ) -> Callable[[], float] | None:
-    """Return a function that fails if it changes what an optimizer consists of; values of tensors are seen elsewhere.
+    """Return `function` with a check that it leaves the optimizer unchanged, or it raises `ModelChanged`.
 
-    The returned function raises `ModelChanged`.
+    The check covers hyperparameters and the identities of tensors; `TrialModel` checks the values of tensors.
     """
     if function is None:
         return None
 
-    def watched() -> float:
-        before = _outline(optimizer)
+    def guarded() -> float:
+        before = _fingerprint(optimizer)
         metric = function()
-        if _outline(optimizer) != before:
+        if _fingerprint(optimizer) != before:
             raise ModelChanged(
                 f"`{name}` changed the optimizer, by its hyperparameters or by what is in its state: it must leave the "
                 "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
@@ -349,11 +350,11 @@ def _watched(
             )
         return metric
 
-    return watched
+    return guarded
 
 
-def _outline(optimizer: Optimizer) -> Any:
-    """Return an optimizer's hyperparameters, and the identities of the tensors in its state."""
+def _fingerprint(optimizer: Optimizer) -> Any:
+    """Return an optimizer's hyperparameters, and the identities of its parameters and of the tensors in its state."""
     def identity(value: Any) -> Any:
         if isinstance(value, Mapping):  # the state of a parameter
             return {key: identity(inner) for key, inner in value.items()}
@@ -372,20 +373,18 @@ def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:
 
 
 def weighs_elements(config: DSQConfig) -> bool:
-    """Return whether codebooks of weights look at the gradient of every element."""
+    """Return whether the codebook of a tensor weighs each element by its gradient."""
     return any(book.weighing is not None for book in _codebooks(config))
 
 
 def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
-    """Return whether to average gradients: to weigh elements, or to fit steps if no moment has gradient sizes."""
+    """Return whether to average gradients: to weigh elements, or to fit steps if no moment tracks gradient sizes."""
     has_moments = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
-    return weighs_elements(config) or any(
-        book.gradient_power > 0 and not has_moments for book in _codebooks(config)
-    )
+    return weighs_elements(config) or any(book.gradient_power > 0 and not has_moments for book in _codebooks(config))
 
 
 def fractions_of(config: DSQConfig) -> Fractions:
-    """Return the fractions that configurations of the search space may prune or protect."""
+    """Return the fractions of elements that configurations of the search space may prune or protect."""
     space = SYSTEMS[config.system].space
     weighing_axes = [
         axis for axis in (space.axes if space is not None else ())
@@ -394,6 +393,6 @@ def fractions_of(config: DSQConfig) -> Fractions:
     configs = [config] + [
         config.with_values(**dict.fromkeys(axis.path, value)) for axis in weighing_axes for value in axis.values
     ]
-    found = [book.weighing for one in configs for book in _codebooks(one) if book.weighing is not None]
-    prune, protect = {weighing.prune for weighing in found}, {weighing.protect for weighing in found}
+    weighings = [book.weighing for one in configs for book in _codebooks(one) if book.weighing is not None]
+    prune, protect = {weighing.prune for weighing in weighings}, {weighing.protect for weighing in weighings}
     return Fractions(tuple(sorted(prune)), tuple(sorted(protect)))

@@ -1,4 +1,4 @@
-"""Errors and warnings of DCP's functions, as users of `save` and `load` see them."""
+"""Conversion of DCP's errors and warnings into those that users of `save` and `load` see."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from dsq_ckpt.distributed.comm import Elsewhere
 from dsq_ckpt.errors import DSQError, SaveFailed, described
 
 
-class _Alone(threading.local):
-    """A filter of DCP's warning about a single process: in this thread while `here`, in all once `everywhere`.
+class _SingleProcessFilter(threading.local):
+    """Warning filter for DCP's warning about a single process, for one thread or for all threads.
 
-    `warnings.catch_warnings` would let all warnings that Python gives once come again after each save. Others that copy
-    filters, as to processes, find a pattern in it.
+    `warnings.catch_warnings` would reset the registry of warnings that Python shows once, so that they would repeat
+    after each save. It has the attributes of a compiled pattern, for code that copies filters, as to other processes.
     """
 
     pattern = "torch.distributed is disabled, unavailable or uninitialized"
-    here = False
-    everywhere = False
+    in_this_thread = False
+    in_all_threads = False
 
     def match(self, text: str) -> bool:
-        """Return whether a text is to be ignored; `warnings` calls it in place of a pattern's method."""
-        silent = self.here or _Alone.everywhere
+        """Return whether to ignore a text; the `warnings` module calls it as the method of a pattern."""
+        silent = self.in_this_thread or _SingleProcessFilter.in_all_threads
         return silent and text.startswith(self.pattern)
 
     def __reduce__(self) -> str:
-        return "_alone"
+        return "_single_process_filter"
 
-    def ignore(self, everywhere: bool) -> None:
-        """Ignore that warning from now on, whatever filters were set meanwhile."""
-        self.here = True
-        _Alone.everywhere |= everywhere
+    def ignore(self, in_all_threads: bool) -> None:
+        """Ignore the warning from now on, with precedence over filters that were added since."""
+        self.in_this_thread = True
+        _SingleProcessFilter.in_all_threads |= in_all_threads
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
         if not any(one[1] is self for one in filters[:1]):
             filters.insert(0, ("ignore", self, Warning, None, 0))
 
 
-_alone = _Alone()
+_single_process_filter = _SingleProcessFilter()
 
 
 @contextmanager
-def plain_errors(
+def unwrap_dcp_errors(
     otherwise: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Raise the error of the first rank that failed, in place of DCP's `CheckpointException`, which stays the cause.
+    """Raise the error of the lowest rank that failed in place of DCP's `CheckpointException`, which is its cause.
 
-    `CheckpointException` is not an `Exception`, so `except Exception` around a save would miss it. An exception that
-    is no `Exception`, such as KeyboardInterrupt, is raised unchanged on its own rank.
+    `CheckpointException` is a `BaseException`, so `except Exception` around a save would miss it. A `BaseException`
+    such as KeyboardInterrupt is raised unchanged on its own rank.
 
     Args:
         otherwise: class of the error that replaces an exception of another package.
         own_rank: this process's rank.
-        undo: called before the error is raised, when all ranks have failed.
+        undo: called on all ranks before the error is raised.
     """
     try:
         yield
     except CheckpointException as bundle:
         undo()
-        raise plain_error(bundle, otherwise, own_rank) from bundle
-    except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
+        raise unwrap_dcp_error(bundle, otherwise, own_rank) from bundle
+    except RuntimeError as error:  # a collective failed, between the steps whose errors DCP gathers
         if not (dist.is_available() and dist.is_initialized()):
             raise
         raise otherwise(
@@ -76,8 +76,8 @@ def plain_errors(
         ) from error
 
 
-def plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
-    """Return the error for the user: that of the lowest rank that failed by itself, with the rank in its message."""
+def unwrap_dcp_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
+    """Return the error of the lowest rank that failed itself, with the rank in its message."""
     failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
     mine = None if own_rank is None else failures.get(own_rank)
     if mine is not None and not isinstance(mine, Exception):
@@ -92,7 +92,11 @@ def plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank
 
 @contextmanager
 def explain_exit() -> Iterator[None]:
-    """Raise an error that says why no thread can be started, as in a function of `atexit`."""
+    """Raise an error with an explanation if no thread can be started since the interpreter is exiting.
+
+    Raises:
+        SaveFailed: it is exiting.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -105,28 +109,28 @@ def explain_exit() -> Iterator[None]:
 
 
 @contextmanager
-def without_warning(no_dist: bool) -> Iterator[None]:
-    """Silence DCP's warning about a single process if `no_dist` was asked for."""
+def no_single_process_warning(no_dist: bool) -> Iterator[None]:
+    """Silence DCP's warning about a single process in the block, if `no_dist`."""
     if not no_dist:
         yield
         return
-    _alone.ignore(False)
+    _single_process_filter.ignore(False)
     try:
         yield
     finally:
-        _alone.here = False
+        _single_process_filter.in_this_thread = False
 
 
 @contextmanager
-def without_traceback() -> Iterator[None]:
-    """Keep DCP from printing the traceback of an error that the caller gets: one of this package, or of a handler."""
+def no_dcp_traceback() -> Iterator[None]:
+    """Keep DCP from logging the traceback of a `DSQError` or of an error of a signal handler: the caller gets it."""
 
     def passes(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None  # False where a caller gave False
+        error = record.exc_info[1] if record.exc_info else None  # exc_info may be False
         known = isinstance(error, DSQError) or (error is not None and error is raised_by_handler())
         return not (known and record.module == "state_dict_loader")
 
-    root = logging.getLogger()  # by which that module logs
+    root = logging.getLogger()  # DCP's module uses the root logger
     root.addFilter(passes)
     try:
         yield
@@ -134,6 +138,6 @@ def without_traceback() -> Iterator[None]:
         root.removeFilter(passes)
 
 
-def silence() -> None:
-    """Silence DCP's warning about a single process until the process ends, for saves in threads of DCP."""
-    _alone.ignore(True)
+def silence_single_process_warning() -> None:
+    """Silence DCP's warning about a single process until the process ends, since DCP's own threads emit it."""
+    _single_process_filter.ignore(True)

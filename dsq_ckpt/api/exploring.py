@@ -1,4 +1,4 @@
-"""`explore`: one checkpoint within several bounds, to choose from by what each saves and what it costs."""
+"""`explore`: one checkpoint compressed within several bounds, to choose a trade-off of size and degradation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dsq_ckpt.api.bounded import is_bound
 from dsq_ckpt.api.oneshot import Evaluate, Source, compress
 from dsq_ckpt.api.saving import ConfigLike
+from dsq_ckpt.api.snapshot_config import is_valid_bound
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
@@ -22,19 +22,19 @@ BOUNDS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
 
 class Tradeoff(NamedTuple):
-    """A checkpoint that `explore` wrote, what it saves and what it costs.
+    """Size and degradation of a checkpoint that `explore` wrote.
 
     Attributes:
         max_degradation: the bound, relative to the metric of the source.
-        degradation: how much worse the metric is, relative to that of the source; negative: better; None: no
-            configuration keeps the bound, and `search.fallback` is `conservative`.
-        check_degradation: the same by `check`; None without it too.
-        exact: weights are stored exactly, since no configuration keeps the bound.
+        degradation: degradation of the metric, relative to that of the source; negative: it is better; None: no
+            configuration is within the bound, and `search.fallback` is `conservative`.
+        check_degradation: the same, measured by `check`; None without `check` too.
+        exact: weights are stored exactly, since no configuration is within the bound.
         bytes_logical: size of the source's tensors in bytes.
         bytes_kept: size of the checkpoint in bytes.
-        evaluations: calls of `evaluate`.
-        seconds: time of the search and the write.
-        on_front: no other checkpoint is smaller, or as small, and degrades less or as much.
+        evaluations: number of calls of `evaluate`.
+        seconds: duration of the search and the write.
+        on_front: on the Pareto front: no other checkpoint is at most as large and degrades at most as much.
         path: the checkpoint directory.
     """
 
@@ -65,28 +65,28 @@ def explore(
 ) -> list[Tradeoff]:
     """Compress one checkpoint within several bounds, each into a directory of its own.
 
-    Every bound has a search of its own, as `compress` does it with `max_degradation`: the checkpoint of a bound is
-    what that call would write. Keep the one you choose, and delete the others.
+    The checkpoint of each bound is the one that `compress` writes with that `max_degradation`. Keep the one you choose,
+    and delete the others.
 
     Args:
         source: as for `compress`.
-        directory: what the checkpoints are written into: `directory/within-0.01` for the bound 0.01.
+        directory: parent directory of the checkpoints: `directory/within-0.01` for the bound 0.01.
         evaluate: as for `compress`.
-        bounds: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
+        bounds: values of `max_degradation`: 0.01 is 1 %.
         config: as for `compress`.
         check: as for `compress`.
         probes: as for `compress`, for each bound.
         model: as for `compress`.
         overwrite: replace complete checkpoints.
-        progress: called with each checkpoint when it is written; `on_front` is by the ones before it.
+        progress: called with each checkpoint when it is written; its `on_front` compares it with the ones before.
 
     Returns:
-        One for each bound, the loosest first, down to the first bound that no configuration keeps: its weights are
+        One for each bound, the loosest first, down to the first bound that no configuration is within. Its weights are
         exact, unless `config` sets `search.fallback`, as they would be for all tighter bounds.
 
     Raises:
-        ConfigError: there are no bounds, or a bound is given twice; else as for `compress`.
-        DSQError: as `compress` does. Checkpoints of the bounds before are complete, and stay.
+        ConfigError: there are no bounds, or a bound occurs twice; else as for `compress`.
+        DSQError: as for `compress`. The checkpoints of earlier bounds are complete, and stay.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -97,7 +97,7 @@ def explore(
         ['within-0.1', 'within-0.01']
     """
     into = local_path(directory)
-    proper = isinstance(bounds, Iterable) and not isinstance(bounds, str) and all(map(is_bound, bounds))
+    proper = isinstance(bounds, Iterable) and not isinstance(bounds, str) and all(map(is_valid_bound, bounds))
     targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
     if not targets or len({path.name for path in targets.values()}) != len(bounds):
         raise ConfigError(
@@ -116,7 +116,7 @@ def explore(
         quality = about["quality"]
         exact = "weights" not in about["by_kind"]
         lost, checked = quality.get("degradation"), quality.get("check_degradation")
-        found = _marked([*found, Tradeoff(
+        found = _mark_front([*found, Tradeoff(
             bound, 0.0 if exact else lost, 0.0 if exact and check else checked, exact, about["bytes_logical"],
             about["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
         )])
@@ -127,19 +127,19 @@ def explore(
     return found
 
 
-def _marked(found: Sequence[Tradeoff]) -> list[Tradeoff]:
-    """Mark those that no other beats."""
-    def beaten(one: Tradeoff, place: int) -> bool:
+def _mark_front(found: Sequence[Tradeoff]) -> list[Tradeoff]:
+    """Set `on_front` of all checkpoints."""
+    def is_dominated(one: Tradeoff, place: int) -> bool:
         return any(
-            (other.bytes_kept, _harm(other), at) < (one.bytes_kept, _harm(one), place)
-            and other.bytes_kept <= one.bytes_kept and _harm(other) <= _harm(one)
+            (other.bytes_kept, _worst_degradation(other), at) < (one.bytes_kept, _worst_degradation(one), place)
+            and other.bytes_kept <= one.bytes_kept and _worst_degradation(other) <= _worst_degradation(one)
             for at, other in enumerate(found) if at != place
         )
 
-    return [one._replace(on_front=not beaten(one, place)) for place, one in enumerate(found)]
+    return [one._replace(on_front=not is_dominated(one, place)) for place, one in enumerate(found)]
 
 
-def _harm(one: Tradeoff) -> float:
-    """Return the worse of both degradations: by `evaluate`, and by `check`."""
-    told = [figure for figure in (one.degradation, one.check_degradation) if figure is not None]
-    return max(told) if told else math.inf
+def _worst_degradation(one: Tradeoff) -> float:
+    """Return the larger of the degradations measured by `evaluate` and by `check`; infinity if neither is known."""
+    known = [value for value in (one.degradation, one.check_degradation) if value is not None]
+    return max(known) if known else math.inf

@@ -16,11 +16,21 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.asking import tell_of_more
-from dsq_ckpt.api.buffers import Given, Untold, left_by_all, needs_all, not_taken
-from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
-from dsq_ckpt.api.stateful import give_state, state_of, told_state, warn_of_objects
-from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
+from dsq_ckpt.api.dcp_errors import no_dcp_traceback, no_single_process_warning, unwrap_dcp_errors
+from dsq_ckpt.api.module_placeholders import (
+    ModulePlaceholders,
+    has_custom_loading,
+    unexpected_keys_warning,
+    unexpected_on_all_ranks,
+)
+from dsq_ckpt.api.object_placeholders import (
+    ObjectPlaceholders,
+    UnexpectedKeys,
+    initialize_subclass_states,
+    select_objects,
+)
+from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
+from dsq_ckpt.api.stateful import expand_stateful, load_into, to_state_dict, warn_of_nested_stateful
 from dsq_ckpt.core.interrupts import held_signals, raised_by_handler
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
 from dsq_ckpt.core.notices import warn
@@ -51,22 +61,27 @@ def load(
 ) -> None:
     """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
 
-    An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
-    CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
-    which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
-    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
-    dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs:
-    of optimizers and others all that was saved, also what theirs does not name, as before the first step. Tensors that
-    an object with tensors does not name are left out, with a warning, and so is what another rank has of it. Modules
-    are given their extra states as they were saved, and what goes through code of their own when they are loaded, as
-    scales of observers, also if they did not tell it before; they leave out what they do not take, with a warning.
+    An empty dict, also at the top level, is filled with everything stored below it, as whole tensors on the CPU and
+    plain data. Any other object is loaded only if the state dict has a placeholder for it: DCP unpickles it, which can
+    run code of whoever wrote the checkpoint. If the load fails, these dicts are empty again.
+
+    `state_dict` may be a module. Modules, optimizers and other objects with a `state_dict` method may be values at its
+    top level; each is loaded by its `load_state_dict`:
+
+    * An optimizer or another object gets everything that was saved, including keys that its own state dict does not
+      have yet, such as those before the first step. If the object has tensors, saved tensors without a key in its state
+      dict are skipped with a warning, and so are the entries of it that another rank has.
+    * A module gets its extra states as they were saved, and all saved entries that custom loading code handles, such as
+      scales of observers. Entries that it does not accept are skipped with a warning.
+
+    The other arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
 
     Raises:
-        ConfigError: an argument is not what it must be.
-        CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
-        LoadFailed: nothing is stored below an empty dict, or more than plain data; or `path` is a tag of DeepSpeed that
-            has no tensors but those in DeepSpeed's own files.
-        DSQError: what else failed, naming the rank, on every rank.
+        ConfigError: an argument has a wrong type or value.
+        CheckpointNotFound: there is no checkpoint at `path`, or `path` is None (as `latest` returns without one).
+        LoadFailed: nothing is stored below an empty dict, or more than plain data; or `path` is a tag of DeepSpeed all
+            of whose tensors are in DeepSpeed's own files.
+        DSQError: any other failure, on every rank; the message names the rank that failed.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -83,139 +98,158 @@ def load(
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
     if isinstance(state_dict, nn.Module):
-        own = run_on_all_ranks(comm, lambda: told_state({"": state_dict}, loads=True)[""], LoadFailed)
-        found = dict(own)  # of which `tell_of_more` warns
-        load_with(
-            found, path, modules={(): state_dict}, refinement=refinement, exact=exact, allow_cast=allow_cast,
+        module_state = run_on_all_ranks(comm, lambda: expand_stateful({"": state_dict}, loads=True)[""], LoadFailed)
+        loaded = dict(module_state)
+        load_with_modules(
+            loaded, path, modules={(): state_dict}, refinement=refinement, exact=exact, allow_cast=allow_cast,
             process_group=process_group, no_dist=no_dist, history=history,
         )
-        offered = found.keys() - own.keys()
-        own.update(found)
-        for name in run_on_all_ranks(comm, lambda: give_state(state_dict, own, path, offered), LoadFailed):
-            del own[name]
-        tell_of_more(own, path, comm)
+        offered_keys = loaded.keys() - module_state.keys()
+        module_state.update(loaded)
+        for name in run_on_all_ranks(comm, lambda: load_into(state_dict, module_state, path, offered_keys), LoadFailed):
+            del module_state[name]
+        warn_of_unexpected_tensors(module_state, path, comm)
         return
-    state_of(state_dict, "load(state_dict, path)")
-    load_with(
+    to_state_dict(state_dict, "load(state_dict, path)")
+    load_with_modules(
         state_dict, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
         no_dist=no_dist, history=history,
     )
 
 
-def load_with(
-    state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain: Sequence[Path] = (),
-    modules: Mapping[tuple[Any, ...], nn.Module] | None = None, left_out: Collection[str] = (),
+def load_with_modules(
+    state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain_paths: Sequence[Path] = (),
+    modules: Mapping[tuple[Any, ...], nn.Module] | None = None, excluded_keys: Collection[str] = (),
     refinement: Refinement = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
     process_group: dist.ProcessGroup | None = None, no_dist: bool = False, history: SaveHistory | None = None,
 ) -> None:
-    """Load as `load` does; what is at the paths `plain` is unpickled only as far as it is plain data.
+    """Load as `load` does, into a state dict some entries of which are the state dicts of modules.
 
-    `modules` are those that made dicts in the state dict, by the keys that lead there, and are given these afterwards;
-    `left_out` are the names of their entries that are not to be loaded.
+    Args:
+        state_dict: filled in place.
+        path: the checkpoint.
+        plain_paths: paths of objects that are unpickled only if they are plain data.
+        modules: modules whose state dicts are entries of `state_dict`, by the keys that lead there. The caller loads
+            these entries into the modules afterwards.
+        excluded_keys: keys in the state dicts of `modules` that are not loaded.
+        refinement: as for `load`, and so are the other arguments.
     """
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
     reader: DSQStorageReader
-    told: dict[Any, Any] = state_dict
-    making = {**(modules or {}), **{(key,): own for key, own in state_dict.items() if isinstance(own, nn.Module)}}
-    whole: Whole | None = None
-    of_modules: Given | None = None
+    expanded: dict[Any, Any] = state_dict
+    all_modules = {**(modules or {}), **{(key,): one for key, one in state_dict.items() if isinstance(one, nn.Module)}}
+    object_placeholders: ObjectPlaceholders | None = None
+    module_placeholders: ModulePlaceholders | None = None
     hint = ""
-    empty, to_fill = list(plain), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
+    restricted_paths, to_fill = list(plain_paths), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
 
-    def prepare() -> tuple[Lacking, Untold]:
-        """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
-        nonlocal reader, told, whole, of_modules, hint
+    def prepare_load() -> tuple[UnexpectedKeys, UnexpectedKeys]:
+        """Open the checkpoint and compare its keys with those of objects and modules; the state dict is not changed.
+
+        DCP would log a long traceback for a path without a checkpoint, so it is checked here.
+        """
+        nonlocal reader, expanded, object_placeholders, module_placeholders, hint
         background.wait()
         reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history)
         directory = existing_path(path)
         manifest = Manifest.read(directory)
         hint = hint_of_attachments(manifest)
-        told = told_state(state_dict, loads=True)
-        refuse_cycles(told)
-        warn_of_objects(told, comm.rank)
-        found = [own for own, _ in empty_dicts(told)]
-        objects = objects_in(state_dict)
-        asking = any(needs_all(module, reduce(getitem, keys, told)) for keys, module in making.items())
-        asking = asking or bool(making and comm.size > 1)  # as another rank may
-        if not found and not objects and not asking and not hint:
+        expanded = expand_stateful(state_dict, loads=True)
+        refuse_cycles(expanded)
+        warn_of_nested_stateful(expanded, comm.rank)
+        empty_paths = [empty_path for empty_path, _ in empty_dicts(expanded)]
+        objects = select_objects(state_dict)
+        match_modules = any(
+            has_custom_loading(module, reduce(getitem, keys, expanded)) for keys, module in all_modules.items()
+        ) or bool(all_modules and comm.size > 1)  # the module of another rank may have custom loading
+        if not empty_paths and not objects and not match_modules and not hint:
             return {}, {}
         with Checkpoint(directory) as checkpoint:
             refuse_without_tensors(checkpoint, "loaded", LoadFailed)
-            if objects or asking:
+            if objects or match_modules:
                 with checkpoint.naming():
                     nesting = Nesting.from_json(checkpoint.index) or Nesting({})
                     tensors = checkpoint.index["tensors"]
             if objects:
-                if stack.enter_context(made_states(objects, nesting)):
-                    told = told_state(state_dict, loads=True)
-                    found = [own for own, _ in empty_dicts(told)]
-                whole = Whole(objects, told, nesting, tensors)
-            if asking:
-                of_modules = Given(making, told, nesting, tensors, left_out)
-                empty.extend(of_modules.plain)
-            to_fill.extend(fillings(told, checkpoint, state_dict))
+                if stack.enter_context(initialize_subclass_states(objects, nesting)):
+                    expanded = expand_stateful(state_dict, loads=True)
+                    empty_paths = [empty_path for empty_path, _ in empty_dicts(expanded)]
+                object_placeholders = ObjectPlaceholders(objects, expanded, nesting, tensors)
+            if match_modules:
+                module_placeholders = ModulePlaceholders(all_modules, expanded, nesting, tensors, excluded_keys)
+                restricted_paths.extend(module_placeholders.plain_paths)
+            to_fill.extend(fillings(expanded, checkpoint, state_dict))
             if to_fill:
                 warn_of_attachments(checkpoint, "loaded", comm.rank)
-        empty.extend(found)
-        return {} if whole is None else whole.lacking, {} if of_modules is None else of_modules.untold
+        restricted_paths.extend(empty_paths)
+        return (
+            {} if object_placeholders is None else object_placeholders.unexpected_keys,
+            {} if module_placeholders is None else module_placeholders.unexpected_keys,
+        )
 
-    def complete() -> list[Path]:
-        added = [] if whole is None else whole.complete(lacking, comm.rank)
-        return added if of_modules is None else [*added, *of_modules.offer(untold)]
+    def add_placeholders() -> list[Path]:
+        added: list[Path] = []
+        if object_placeholders is not None:
+            added += object_placeholders.add_placeholders(unexpected_in_objects, comm.rank)
+        if module_placeholders is not None:
+            added += module_placeholders.add_placeholders(unexpected_in_modules)
+        return added
 
-    def give() -> tuple[set[str], set[str]]:
-        """Put what was loaded into its places; hooks and objects of the user may fail on this rank alone.
+    def apply_loaded() -> tuple[set[str], set[str]]:
+        """Load the results into modules, optimizers and objects; their code may fail on this rank alone.
 
         Returns:
-            What modules were offered, and what of it they left aside.
+            The keys that modules were offered beyond those of their state dicts, and those that they did not expect.
         """
-        ending.close()
-        all_offered, left = set[str](), set[str]()
-        if whole is not None:
-            whole.put_back()
-        completed = [told[key] for key, own in state_dict.items() if isinstance(own, Optimizer)]
-        number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
-        for key, value in told.items() if told is not state_dict else ():
-            if isinstance(own := state_dict[key], Stateful):
-                offered = set() if of_modules is None else of_modules.offered.get((key,), set())
+        conversions.close()
+        all_offered, unexpected = set[str](), set[str]()
+        if object_placeholders is not None:
+            object_placeholders.restore_options()
+        completed = [expanded[key] for key, value in state_dict.items() if isinstance(value, Optimizer)]
+        number_parameters(expanded, {*map(id, completed), *(id(target) for target, _ in to_fill)})
+        for key, state in expanded.items() if expanded is not state_dict else ():
+            if isinstance(value := state_dict[key], Stateful):
+                offered = set() if module_placeholders is None else module_placeholders.offered_keys.get((key,), set())
                 all_offered |= {f"{key}.{name}" for name in offered}
-                left |= {f"{key}.{name}" for name in give_state(own, value, path, offered)}
+                unexpected |= {f"{key}.{name}" for name in load_into(value, state, path, offered)}
             else:
-                state_dict[key] = value
-        return all_offered, left
+                state_dict[key] = state
+        return all_offered, unexpected
 
     with ExitStack() as stack:
-        lacking, untold = zip(*gather_from_all_ranks(comm, prepare, LoadFailed), strict=True)
+        gathered = gather_from_all_ranks(comm, prepare_load, LoadFailed)
+        unexpected_in_objects, unexpected_in_modules = zip(*gathered, strict=True)
         try:
-            if any(lacking) or any(any(one.values()) for one in untold):  # as all ranks know
-                empty.extend(run_on_all_ranks(comm, complete, LoadFailed))
+            # The same condition on all ranks, since adding is collective.
+            if any(unexpected_in_objects) or any(any(keys.values()) for keys in unexpected_in_modules):
+                restricted_paths.extend(run_on_all_ranks(comm, add_placeholders, LoadFailed))
             for target, placeholders in to_fill:
                 target.update(placeholders)
-            with ExitStack() as ending:
-                sortable = ending.enter_context(_sortable(ending.enter_context(loading(told))))
-                with plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback():
+            with ExitStack() as conversions:
+                sortable = conversions.enter_context(_string_keys(conversions.enter_context(loading(expanded))))
+                with unwrap_dcp_errors(LoadFailed, comm.rank), no_single_process_warning(no_dist), no_dcp_traceback():
                     dcp.load(
-                        sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told, hint),
+                        sortable, storage_reader=reader, planner=NestedLoadPlanner(restricted_paths, expanded, hint),
                         process_group=process_group, no_dist=no_dist,
                     )
-                if left := left_by_all(gather_from_all_ranks(comm, give, LoadFailed)):
-                    warn(not_taken(left, path), rank=comm.rank)
+                if unexpected := unexpected_on_all_ranks(gather_from_all_ranks(comm, apply_loaded, LoadFailed)):
+                    warn(unexpected_keys_warning(unexpected, path), rank=comm.rank)
         except BaseException as error:
             for target, _ in to_fill:
                 target.clear()
-            if (add_note := getattr(raised_by_handler(), "add_note", None)) is not None:  # of Python 3.11
+            if (add_note := getattr(raised_by_handler(), "add_note", None)) is not None:  # Python 3.11 and later
                 add_note(f"during the load of '{reader.path}': what was to be loaded may be partly filled")
             if isinstance(error, DSQError) and reader.unreadable is not None:
                 raise reader.unreadable from error
-            if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
+            if isinstance(error, DSQError) and str(reader.path) not in str(error):  # raised by DCP, which has no path
                 raise type(error)(f"'{reader.path}': {error}") from error
             raise
 
 
 @contextmanager
-def _sortable(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a state dict with strings as keys, by which DCP sorts and names; then copy its values to the original."""
+def _string_keys(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the state dict with string keys, which DCP needs to sort and name them; then copy its values back."""
     if all(isinstance(key, str) for key in state_dict):
         yield state_dict
         return

@@ -1,4 +1,4 @@
-"""`compress`: one checkpoint by itself, without a run: for transfer learning, for a hub, for the shelf."""
+"""`compress`: one checkpoint by itself, outside of a training run: for transfer learning, a model hub or an archive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.bounded import configuration, with_small_weights
 from dsq_ckpt.api.saving import ConfigLike
-from dsq_ckpt.api.stateful import own_state, told_state
+from dsq_ckpt.api.snapshot_config import quantize_small_weights, snapshot_config
+from dsq_ckpt.api.stateful import expand_stateful, get_state_dict
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State
 from dsq_ckpt.convert.partitioner import deal
@@ -67,51 +67,53 @@ def compress(
     overwrite: bool = False,
     communicator: Communicator | None = None,
 ) -> dict[str, Any]:
-    """Compress one checkpoint: a keyframe that belongs to no run, written by this process alone or by several.
+    """Compress one checkpoint into a keyframe outside of any run; in one process, or collective over `communicator`.
 
-    What was saved or loaded in the directory that `path` lies in is neither used nor remembered. The whole state is in
-    memory, or a rank's share of it; files of `torch.save` and safetensors are mapped.
+    Other checkpoints in the parent directory of `path` are neither used nor remembered. The state, or a rank's share of
+    it, is held in memory; files of `torch.save` and safetensors are memory-mapped.
 
-    With `max_degradation`, the smallest configuration is searched whose base layer keeps `evaluate` to it; the
-    refinement layer is left out, of moments too, unless `config` sets `refinement_bits`: what is loaded is then what
-    was measured. If no configuration keeps to it, weights are stored exactly, unless `config` sets `search.fallback`.
-    With `evaluate` alone, the search is that of `config.search`; with neither, the configuration is taken as it is.
+    With `max_degradation`, the search finds the smallest configuration whose base layer is within that bound. There is
+    no refinement layer, also of moments, unless `config` sets `refinement_bits`, so a load has exactly the values that
+    were measured. If no configuration is within the bound, weights are stored exactly, unless `config` sets
+    `search.fallback`. With `evaluate` alone, the search uses the bound of `config.search`; with neither, `config` is
+    used unchanged.
 
-    With `communicator`, the call is collective: all ranks give the same arguments, each reads and writes its share, and
-    what is decoded is what one process would have stored, bit for bit. The search is for one process.
+    With `communicator`, all ranks pass the same arguments and each reads and writes its share. The decoded values are
+    those of a single process, bit for bit. A search needs a single process.
 
     Args:
         source: a state dict of whole tensors; a module, whose state dict is saved; or the path of a checkpoint: a
             `.safetensors` file, the index of several or a directory with them, a `torch.save` file of plain data, a
-            dsq_ckpt checkpoint, or a plain DCP directory. Only the last is unpickled, by torch itself: give only DCP
+            dsq_ckpt checkpoint, or a plain DCP directory. Only the last is unpickled, by torch itself: pass only DCP
             directories that you trust.
         path: the checkpoint directory to write, on storage that all ranks share.
         config: as for `dsq_ckpt.save`.
-        evaluate: the metric of the model as it is now, as for `Compressor`.
-        check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
-        max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
-        probes: with `max_degradation`, how often `evaluate` may be called besides the search's own calls: once to see
-            what weights are multiplied by, so that errors make up for each other in a layer's outputs, then to
-            learn how much each class of tensors bears and give each its own step; 0: nearest codes, one step for all.
-        model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
-            first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
-            tells layer types and nothing more.
+        evaluate: returns the metric of the model in its current state, as for `Compressor`.
+        check: returns the same metric on other batches, as for `Compressor`: both must be within the bound.
+        max_degradation: bound of the metric's degradation, relative to the metric of the source: 0.01 is 1 %.
+        probes: with `max_degradation`, the number of calls of `evaluate` besides those of the search: one records the
+            inputs of layers, so that rounding errors cancel out in their outputs; the others measure the sensitivity of
+            classes of tensors, so that each gets its own step. 0: nearest codes, and one step for all.
+        model: the model that `evaluate` uses, if it is not `source`. The weights of the source are loaded into it
+            first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, it only provides
+            the types of layers.
         overwrite: replace a complete checkpoint at `path`.
-        communicator: of the ranks that compress together, such as `dsq_ckpt.distributed.mpi.MPICommunicator()` or
-            `dsq_ckpt.distributed.comm.TorchCommunicator()`; None: this process alone.
+        communicator: communicator of the ranks that compress together, such as
+            `dsq_ckpt.distributed.mpi.MPICommunicator()` or `dsq_ckpt.distributed.comm.TorchCommunicator()`; None: this
+            process alone.
 
     Returns:
-        What `describe` tells, and `quality`: what the search measured, None where there was none.
+        The result of `describe`, and `quality`: the measurements of the search, None without one.
 
     Raises:
-        ConfigError: the configuration is wrong, or one for differences (`delta.against: values`, as in the systems lc,
-            topn and scar), arguments contradict each other or those of another rank, or the model has other keys,
+        ConfigError: the configuration is invalid, or is one for differences (`delta.against: values`, as in the systems
+            lc, topn and scar); arguments contradict each other or those of another rank; or the model has other keys,
             shapes or dtypes than the source.
         CheckpointNotFound, CorruptCheckpoint, LoadFailed: the source cannot be read.
-        CheckpointExists: `path` holds a complete checkpoint and `overwrite` was not given.
-        SaveFailed: `path` is no directory.
-        DSQError: what else failed, `evaluate`, `check` and another rank included; all ranks raise, and nothing was
-            committed.
+        CheckpointExists: a complete checkpoint is at `path`, without `overwrite`.
+        SaveFailed: `path` is not a directory.
+        DSQError: any other failure, also of `evaluate`, of `check` or of another rank; all ranks raise it, and nothing
+            is committed.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -128,53 +130,54 @@ def compress(
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
         expect_folds(evaluate, check)
-        chosen = configuration(config, max_degradation, evaluate is not None, probes)
-        opened = _opened(source, target, model, evaluate)
+        resolved = snapshot_config(config, max_degradation, evaluate is not None, probes)
+        opened = _open(source, target, model, evaluate)
         if max_degradation is not None and probes:
-            chosen = with_small_weights(chosen, config, opened.tensors)
-        return target, chosen, opened
+            resolved = quantize_small_weights(resolved, config, opened.tensors)
+        return target, resolved, opened
 
-    target, chosen, opened = run_on_all_ranks(comm, prepare)
-    judged = source if isinstance(source, nn.Module) else model
+    target, resolved, opened = run_on_all_ranks(comm, prepare)
+    evaluated = source if isinstance(source, nn.Module) else model
 
-    def saved() -> None:
-        background.wait()  # what it commits is for its run to remember
-        _same(comm, RankSettings.of(target, chosen), {"overwrite": overwrite, "source": [
+    def write_checkpoint() -> None:
+        background.wait()  # the pending save must record its commit first
+        _check_ranks_agree(comm, RankSettings.of(target, resolved), {"overwrite": overwrite, "source": [
             (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
         ]})
         options = SaveOptions(
-            chosen, parent=None, overwrite=overwrite, layer_types=None if judged is None else layer_types(judged),
-            rounding=rounding(judged),
+            resolved, parent=None, overwrite=overwrite,
+            layer_types=None if evaluated is None else layer_types(evaluated), rounding=rounding(evaluated),
             policy=(
-                as_configured if judged is None or evaluate is None
-                else _search(judged, evaluate, check, 0 if max_degradation is None else probes)
+                as_configured if evaluated is None or evaluate is None
+                else _search_policy(evaluated, evaluate, check, 0 if max_degradation is None else probes)
             ),
             history=SaveHistory(),
         )
-        save_collectively(target, lambda: _share(opened, comm), options, comm)
+        save_collectively(target, lambda: _local_share(opened, comm), options, comm)
 
     with closing(opened):
-        run_on_all_ranks(comm, saved)
+        run_on_all_ranks(comm, write_checkpoint)
 
-    def about() -> dict[str, Any] | None:
+    def describe_checkpoint() -> dict[str, Any] | None:
         if comm.rank != 0:
             return None
         return {**describe(target), "quality": copy.deepcopy(Manifest.read(target).quality)}
 
-    result = gather_from_all_ranks(comm, about)[0]
+    result = gather_from_all_ranks(comm, describe_checkpoint)[0]
     assert result is not None
     return result
 
 
-def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
-    """Open the source to be compressed; with `evaluate`, only the tensors of the model that it looks at."""
+def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
+    """Open the source; with `evaluate` and `model`, load it into the model and open the model's tensors."""
     if isinstance(source, nn.Module) and model not in (None, source):
         raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
     if evaluate is not None and model is None and not isinstance(source, nn.Module):
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
     opened: Opened
     if isinstance(source, nn.Module | Mapping):
-        opened = _whole(dict(own_state(source)) if isinstance(source, nn.Module) else told_state(dict(source)))
+        state = get_state_dict(source) if isinstance(source, nn.Module) else expand_stateful(dict(source))
+        opened = _open_state_dict(dict(state))
     elif not is_url(source) and expanded(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
@@ -182,15 +185,21 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
     if not opened.tensors:
         where = "the module" if isinstance(source, nn.Module) else "the state dict"
         where = where if isinstance(source, nn.Module | Mapping) else f"'{os.fspath(source)}'"
-        raise ConfigError(f"{where} holds no tensors (its keys: {_some(opened.nesting)}): there is nothing to compress")
+        raise ConfigError(
+            f"{where} holds no tensors (its keys: {_format_names(opened.nesting)}): there is nothing to compress"
+        )
     if evaluate is not None and model is not None and not isinstance(source, nn.Module):
         with closing(opened):
-            opened = InMemory(_loaded_into(model, whole_state(opened)))
+            opened = InMemory(_load_model(model, whole_state(opened)))
     return opened
 
 
-def _whole(state: State) -> InMemory:
-    """Return a state dict that a user gave, after checking that all its tensors are whole ones."""
+def _open_state_dict(state: State) -> InMemory:
+    """Open a state dict of the user; all its tensors must be whole and have values.
+
+    Raises:
+        ConfigError: a tensor is distributed or on the meta device.
+    """
     opened = InMemory(by_parts(state))
     for fqn in opened.tensors:
         tensor = opened.tensor(fqn)
@@ -203,23 +212,23 @@ def _whole(state: State) -> InMemory:
     return opened
 
 
-def _same(comm: Communicator, settings: RankSettings, arguments: Mapping[str, Any]) -> None:
-    """Make sure that all ranks are about to do the same; collective.
+def _check_ranks_agree(comm: Communicator, settings: RankSettings, arguments: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same settings and arguments; collective.
 
     Raises:
-        ConfigError: they are not; on all ranks.
+        ConfigError: they differ; on all ranks.
     """
-    # Hashes, since there may be many tensors.
+    # Hashes keep the messages small, since there may be many tensors.
     hashes = {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}
     gathered = gather_from_all_ranks(comm, lambda: (settings, hashes))
-    refuse_different([given for given, _ in gathered])
+    refuse_different([settings for settings, _ in gathered])
     for rank, (_, hashes) in enumerate(gathered):
         if differing := [name for name in hashes if hashes[name] != gathered[0][1][name]]:
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 
-def _share(opened: Opened, comm: Communicator) -> LocalState:
-    """Return the items that this rank is to read and write; rank 0 also has those that are no tensors."""
+def _local_share(opened: Opened, comm: Communicator) -> LocalState:
+    """Return the shards that this rank reads and writes; rank 0 also has the values that are not tensors."""
     values = opened.read(deal(opened, comm.size)[comm.rank])
     parts = [
         LocalShard(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
@@ -229,12 +238,12 @@ def _share(opened: Opened, comm: Communicator) -> LocalState:
         return LocalState(parts)
     objects = opened.objects()
     return LocalState(
-        parts, objects={name: _dumped(value) for name, value in objects.items()}, nesting=opened.nesting,
+        parts, objects={name: _pickle_object(value) for name, value in objects.items()}, nesting=opened.nesting,
         settings=objects,
     )
 
 
-def _dumped(value: Any) -> bytes:
+def _pickle_object(value: Any) -> bytes:
     """Return an object as DCP serializes it."""
     stream = io.BytesIO()
     with in_users_function():
@@ -242,12 +251,10 @@ def _dumped(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _search(
+def _search_policy(
     model: nn.Module, evaluate: Evaluate, check: Evaluate | None, probes: int
 ) -> Callable[..., QuantizationPlan]:
-    """Return a policy that searches, and fails if `evaluate` or `check` fails: a snapshot of unknown quality is of no
-    use.
-    """
+    """Return a policy that searches, and fails if `evaluate` or `check` fails, since the quality would be unknown."""
     failures: list[tuple[str, Exception]] = []
 
     def guarded(name: str, original: Evaluate) -> Evaluate:
@@ -257,7 +264,7 @@ def _search(
             except Exception as error:
                 failures.append((name, error))
                 raise
-            failures.clear()  # the search went on without what failed
+            failures.clear()  # the search continued after the failure
             return metric
 
         return call
@@ -280,84 +287,85 @@ def _search(
     return choose
 
 
-def _loaded_into(model: nn.Module, state: State) -> State:
-    """Give the model the weights of a state dict; returns that state dict with the model's tensors in their place.
+def _load_model(model: nn.Module, state: State) -> State:
+    """Load the weights of a state dict into the model; return the state dict with the model's tensors in their place.
 
     Raises:
         ConfigError: no entry has the model's keys, or a shape or dtype differs.
     """
-    own = own_state(model)
-    path, entry = _entry(own, state)
+    own = get_state_dict(model)
+    path, entry = _find_model_entry(own, state)
     for name, value in entry.items():
         if not isinstance(value, torch.Tensor):
             continue
         expected = own[name]
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise ConfigError(
-                f"'{'.'.join([*path, name])}' of the source is {_looks(value)}, but {_looks(expected)} in the model; "
-                "evaluate a model of the same shapes and dtypes (model.to(dtype))"
+                f"'{'.'.join([*path, name])}' of the source is {_format_tensor(value)}, but "
+                f"{_format_tensor(expected)} in the model; evaluate a model of the same shapes and dtypes "
+                "(model.to(dtype))"
             )
     try:
         with in_users_function(loads_module=True):
-            model.load_state_dict(dict(entry), strict=False)  # keys were compared; of tied tensors one is enough
+            model.load_state_dict(dict(entry), strict=False)  # keys were compared before; one of tied tensors suffices
     except RuntimeError as error:
         raise ConfigError(f"the model does not take the source's weights: {error}") from error
-    own = own_state(model)
+    own = get_state_dict(model)
     adopted = {name: own[name] if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-    return _replaced(state, path, adopted)
+    return _replace_entry(state, path, adopted)
 
 
-def _entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the part of a state dict that has the keys of a model's, `own`: its place and its contents."""
+def _find_model_entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the path and the entries of the dict in `state` that has the keys of a model's state dict `own`."""
     best: tuple[str, ...] = ()
     closest: Mapping[str, Any] = {}
-    for path, entry in _entries((), state):
+    for path, entry in _iter_dicts((), state):
         missing = own.keys() - entry.keys()
-        if entry.keys() <= own.keys() and _tied(missing, own):
+        if entry.keys() <= own.keys() and _are_tied(missing, own):
             return path, entry
         if len(own.keys() & entry.keys()) > len(own.keys() & closest.keys()):
             best, closest = path, entry
     where = f"entry '{'.'.join(best)}' of the source" if best else "the source"
     if not closest:
         raise ConfigError(
-            f"the source has none of the model's keys ({_some(own)}); it has {_some(state)}: give the model that these "
-            "are of, or the state dict under the model's own names"
+            f"the source has none of the model's keys ({_format_names(own)}); it has {_format_names(state)}: give the "
+            "model that these are of, or the state dict under the model's own names"
         )
     raise ConfigError(
-        f"{where} has other keys than the model: missing are {_some(own.keys() - closest.keys())}; "
-        f"not the model's are {_some(closest.keys() - own.keys())}"
+        f"{where} has other keys than the model: missing are {_format_names(own.keys() - closest.keys())}; "
+        f"not the model's are {_format_names(closest.keys() - own.keys())}"
     )
 
 
-def _entries(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+def _iter_dicts(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """Yield all dicts in a state dict, outer ones first."""
     yield path, state
     for key, value in state.items():
         if isinstance(value, Mapping):
-            yield from _entries((*path, str(key)), value)
+            yield from _iter_dicts((*path, str(key)), value)
 
 
-def _tied(missing: set[str], own: Mapping[str, Any]) -> bool:
-    """Return whether all missing tensors share their memory with others, as a head does with its embedding."""
+def _are_tied(missing: set[str], own: Mapping[str, Any]) -> bool:
+    """Return whether all missing tensors share memory with others, as an output layer does with its embedding."""
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-    there = {value.data_ptr() for name, value in tensors.items() if name not in missing and value.numel()}
-    return all(name in tensors and tensors[name].data_ptr() in there for name in missing)
+    present = {value.data_ptr() for name, value in tensors.items() if name not in missing and value.numel()}
+    return all(name in tensors and tensors[name].data_ptr() in present for name in missing)
 
 
-def _replaced(state: Mapping[str, Any], path: tuple[str, ...], entry: State) -> State:
+def _replace_entry(state: Mapping[str, Any], path: tuple[str, ...], entry: State) -> State:
     if not path:
         return entry
     return {
-        key: _replaced(value, path[1:], entry) if str(key) == path[0] and isinstance(value, Mapping) else value
+        key: _replace_entry(value, path[1:], entry) if str(key) == path[0] and isinstance(value, Mapping) else value
         for key, value in state.items()
     }
 
 
-def _looks(tensor: torch.Tensor) -> str:
+def _format_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _some(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     known = sorted(map(str, names))
     shown = ", ".join(f"'{name}'" for name in known[:3])
     return (shown + (f" and {len(known) - 3} more" if len(known) > 3 else "")) or "none"

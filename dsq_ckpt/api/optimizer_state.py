@@ -1,8 +1,8 @@
-"""The state dict of an optimizer by names of parameters, with all that the optimizer tells.
+"""The complete state dict of an optimizer, with names of parameters as keys.
 
-torch's functions for it take `state` and `param_groups`: what some optimizers tell beside these (a count of all steps)
-they drop, and they fail at entries of `state` that are of no parameter (the `k` of MADGRAD). Such entries go around
-torch here, and an optimizer is given what it told, with numbers in place of names, as in its own state dict.
+torch's functions for it handle `state` and `param_groups` alone: they drop other keys of a state dict (a count of all
+steps), and fail if `state` has entries that do not belong to a parameter (the `k` of MADGRAD). Here, such extra entries
+bypass torch, and are loaded as in the optimizer's own state dict, with numbers of parameters in place of names.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.gradients.sensitivity import names_of
 
-OF_NO_PARAMETER = "state_of_no_parameter"
-"""Key of the entries of an optimizer's `state` that are of no parameter, whose names could be those of parameters."""
-OF_TORCH = ("state", "param_groups")
-"""Keys of an optimizer's state dict that torch takes."""
+PARAMETERLESS_STATE = "state_of_no_parameter"
+"""Key of the entries of `state` that belong to no parameter; among parameters, their names could be ambiguous."""
+TORCH_KEYS = ("state", "param_groups")
+"""Keys of an optimizer's state dict that torch's functions handle."""
 Tree = dict[Any, Any]
 
 
 def get_optimizer_state(
     model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Return what `get_optimizer_state_dict` of torch returns, and what the optimizer tells beside that.
+    """Return the result of torch's `get_optimizer_state_dict`, with the optimizer's extra entries.
 
     Raises:
-        ConfigError: its state dict is of another form than that of torch's optimizers.
+        ConfigError: the optimizer's state dict has another form than that of torch's optimizers.
     """
-    told = _Told(optimizer)
-    return {**get_optimizer_state_dict(model, told.for_torch(), options=options), **told.beside}
+    proxy = _OptimizerProxy(optimizer)
+    return {**get_optimizer_state_dict(model, proxy.as_torch_argument(), options=options), **proxy.extra}
 
 
 def set_optimizer_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions | None = None
 ) -> None:
-    """Give an optimizer what `get_optimizer_state` returned; what it tells and is not there stays as it is.
+    """Load the result of `get_optimizer_state` into an optimizer; extra entries that it does not have are kept.
 
     Raises:
-        ConfigError: its state dict is of another form than that of torch's optimizers.
+        ConfigError: the optimizer's state dict has another form than that of torch's optimizers.
     """
-    of_torch, of_parameters = {key: state[key] for key in OF_TORCH}, state["state"]
-    with needing_gradients(model, of_parameters):
+    torch_state, parameter_states = {key: state[key] for key in TORCH_KEYS}, state["state"]
+    with require_gradients(model, parameter_states):
         dropped = {
-            name: of_parameters[name] for name, one in names_of(model).items()
-            if name in of_parameters and not one.requires_grad
+            name: parameter_states[name] for name, one in names_of(model).items()
+            if name in parameter_states and not one.requires_grad
         }
-        told = _Told(optimizer, beside(state), dropped)
-        set_optimizer_state_dict(model, told.for_torch(), of_torch, options=options)
+        proxy = _OptimizerProxy(optimizer, extra_entries(state), dropped)
+        set_optimizer_state_dict(model, proxy.as_torch_argument(), torch_state, options=options)
 
 
 @contextmanager
-def needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]:
-    """Let frozen parameters need a gradient for a while: torch drops the state of those that need none.
+def require_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]:
+    """Set `requires_grad` of frozen parameters temporarily, since torch drops the state of parameters without it.
 
     Args:
-        model: has the parameters.
-        names: of parameters that have state; FSDP1's flat parameters, whose names are others, always count as these.
+        model: the module with the parameters.
+        names: names of parameters that have state; FSDP1's flat parameters, which have other names, always count.
     """
     with_state = [one for name, one in names_of(model).items() if name in names or isinstance(one, FlatParameter)]
-    frozen = [one for one in with_state if not one.requires_grad and _may_need_gradients(one)]
+    frozen = [one for one in with_state if not one.requires_grad and _can_require_grad(one)]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -84,87 +84,88 @@ def needing_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]
             parameter.requires_grad_(False)
 
 
-def _may_need_gradients(parameter: torch.Tensor) -> bool:
+def _can_require_grad(parameter: torch.Tensor) -> bool:
     return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
 
 
-def beside(state: Mapping[Any, Any]) -> Tree:
-    """Return what is beside state and groups in the state dict of an optimizer."""
-    return {key: value for key, value in state.items() if key not in OF_TORCH}
+def extra_entries(state: Mapping[Any, Any]) -> Tree:
+    """Return the entries of an optimizer's state dict other than `state` and `param_groups`."""
+    return {key: value for key, value in state.items() if key not in TORCH_KEYS}
 
 
 def split_state(state: Mapping[Any, Any], kind: str) -> tuple[Tree, Tree]:
-    """Return what torch knows of an optimizer's own state dict, in dicts of their own, and what is beside that.
+    """Split an optimizer's state dict into the part that torch's functions handle, in new dicts, and the extra entries.
 
     Args:
         state: the state dict.
-        kind: class of the optimizer.
+        kind: name of the optimizer's class, for the message.
 
     Raises:
-        ConfigError: it is of another form than that of torch's optimizers.
+        ConfigError: the state dict has another form than that of torch's optimizers.
     """
-    if not all(key in state for key in OF_TORCH):
+    if not all(key in state for key in TORCH_KEYS):
         raise ConfigError(
             f"{kind}.state_dict() has {named(sorted(map(str, state)))} in place of 'state' and 'param_groups', which "
             "tell what belongs to which parameter. Save and load {'model': model, 'optimizer': optimizer} by "
             "dsq_ckpt.save and dsq_ckpt.load, which keep what has strings or numbers as keys"
         )
-    known = {number for group in state["param_groups"] for number in group["params"]}
-    of_none = {key: value for key, value in state["state"].items() if key not in known}
-    found = {
-        "state": {key: value for key, value in state["state"].items() if key in known},
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    parameterless = {key: value for key, value in state["state"].items() if key not in numbers}
+    torch_state = {
+        "state": {key: value for key, value in state["state"].items() if key in numbers},
         "param_groups": state["param_groups"],
     }
-    return found, {**beside(state), **({OF_NO_PARAMETER: of_none} if of_none else {})}
+    return torch_state, {**extra_entries(state), **({PARAMETERLESS_STATE: parameterless} if parameterless else {})}
 
 
-def joined_state(of_torch: Mapping[Any, Any], more: Mapping[Any, Any]) -> Tree:
+def join_state(torch_state: Mapping[Any, Any], extra: Mapping[Any, Any]) -> Tree:
     """Invert `split_state`."""
-    more = dict(more)
-    return {**of_torch, "state": {**of_torch["state"], **more.pop(OF_NO_PARAMETER, {})}, **more}
+    extra = dict(extra)
+    return {**torch_state, "state": {**torch_state["state"], **extra.pop(PARAMETERLESS_STATE, {})}, **extra}
 
 
-class _Told:
-    """An optimizer as torch's functions know one.
+class _OptimizerProxy:
+    """Proxy of an optimizer that shows torch's functions the part of its state dict that they handle.
 
     Args:
-        optimizer: has all attributes but two methods.
-        given: to be loaded beside what torch loads.
-        dropped: state by names of parameters that torch does not load, since they cannot need a gradient (as those made
-            in inference mode).
+        optimizer: the optimizer; all attributes but `state`, `state_dict` and `load_state_dict` are its own.
+        extra_to_load: extra entries that are loaded together with torch's part.
+        dropped: states, by parameter name, that torch does not load since the parameters cannot require a gradient
+            (such as those created in inference mode).
 
     Attributes:
-        beside: what the optimizer told beside what torch takes.
+        extra: extra entries of the last `state_dict`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, given: Mapping[Any, Any] | None = None, dropped: Mapping[str, Any] | None = None
+        self, optimizer: Optimizer, extra_to_load: Mapping[Any, Any] | None = None,
+        dropped: Mapping[str, Any] | None = None,
     ) -> None:
-        self._optimizer, self._given, self._dropped = optimizer, dict(given or {}), dict(dropped or {})
-        self.beside = Tree()
+        self._optimizer, self._extra_to_load, self._dropped = optimizer, dict(extra_to_load or {}), dict(dropped or {})
+        self.extra = Tree()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
     @property
     def state(self) -> Tree:
-        """State of parameters; torch makes it before a load if there is nothing."""
+        """State of parameters; torch initializes the optimizer before a load if it is empty."""
         return {key: value for key, value in self._optimizer.state.items() if isinstance(key, torch.Tensor)}
 
-    def for_torch(self) -> tuple[Optimizer]:
-        """Return it as one of several optimizers, of which torch does not ask that their class is torch's."""
+    def as_torch_argument(self) -> tuple[Optimizer]:
+        """Return a tuple of this proxy: torch checks the class of a single optimizer, but not of several."""
         return (cast(Optimizer, self),)
 
     def state_dict(self) -> Tree:
-        """Return what torch takes of the optimizer's state dict."""
+        """Return the part of the optimizer's state dict that torch's functions handle."""
         state = _state_dict_fn(self._optimizer, "state_dict")()
-        of_torch, self.beside = split_state(state, type(self._optimizer).__name__)
-        return of_torch
+        torch_state, self.extra = split_state(state, type(self._optimizer).__name__)
+        return torch_state
 
     def load_state_dict(self, state_dict: Tree) -> None:
-        """Give the optimizer what torch made for it, with the rest."""
+        """Load the state dict of torch's functions into the optimizer, together with the extra entries."""
         self.state_dict()
-        own = {key: value for key, value in self.beside.items() if key != OF_NO_PARAMETER}
+        current_extra = {key: value for key, value in self.extra.items() if key != PARAMETERLESS_STATE}
         numbers = {
             name: number for number, name in
             enumerate(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
@@ -177,9 +178,9 @@ class _Told:
                 for group in state_dict["param_groups"]
             ],
         }
-        everything = joined_state(numbered, {**own, **self._given})
+        complete = join_state(numbered, {**current_extra, **self._extra_to_load})
         load = _state_dict_fn(self._optimizer, "load_state_dict")
-        if isinstance(load, functools.partial):  # the method of the class, where torch has put another in its place
-            load(state_dict=everything)
+        if isinstance(load, functools.partial):  # the method of the class, where torch has replaced the instance's
+            load(state_dict=complete)
         else:
-            load(everything)
+            load(complete)

@@ -1,10 +1,11 @@
-"""The parameter groups of an optimizer, each restored from the saved group that has its parameters.
+"""Parameter groups of an optimizer, each restored from the saved group that has its parameters.
 
-torch finds a group by the names of its parameters: where they were divided otherwise, it leaves a group without
-hyperparameters, or with those of another one. It does not where nothing has state, and takes groups by their order.
+torch matches groups by the names of their parameters. If the saved groups divide the parameters otherwise, torch leaves
+a group without hyperparameters, or with those of another group. If no parameter has state, it matches groups by order.
 
-A save on several ranks names the parameters of all in each group, but DCP's own planner, and earlier versions, those of
-one rank: a group of others is then the one at its place, as is a group of which a rank has no parameters.
+A save on several ranks stores the parameter names of all ranks in each group. DCP's own planner, and earlier versions,
+store those of one rank; a group with parameters of other ranks, or without parameters on this rank, is then matched by
+its place.
 """
 
 from __future__ import annotations
@@ -31,69 +32,70 @@ Groups = Sequence[Sequence[str]]
 Tree = dict[str, Any]
 
 
-def saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
-    """Return the groups that a `Compressor` saved; empty if parameters have numbers, or there are none."""
-    found = {}
+def read_saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
+    """Return the groups that a `Compressor` saved; empty if there are none, or if parameters have numbers as keys."""
+    groups_by_number = {}
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and path[3:] == ("params",):
             data = files.object_bytes(files.find(name, None))
             try:
-                found[path[2]] = torch.load(io.BytesIO(data), weights_only=True)
+                groups_by_number[path[2]] = torch.load(io.BytesIO(data), weights_only=True)
             except (pickle.UnpicklingError, EOFError, RuntimeError):  # more than plain data: no list of names
                 return []
-    groups = [found[number] for number in sorted(found)]
-    named_ones = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in groups)
-    return groups if named_ones else []
+    groups = [groups_by_number[number] for number in sorted(groups_by_number)]
+    have_names = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in groups)
+    return groups if have_names else []
 
 
-def saved_options(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:
-    """Return a placeholder of each option that a `Compressor` saved, by the number of its group.
+def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:
+    """Return a placeholder for each saved option, by the number of its group.
 
     Args:
-        nesting: of the checkpoint.
-        tensors: its index of tensors.
+        nesting: nesting of the checkpoint.
+        tensors: the checkpoint's index of tensors.
     """
-    found: dict[int, Tree] = {}
+    placeholders: dict[int, Tree] = {}
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
             value = placeholder(tensors[name], path, {}) if name in tensors else None
-            put(found.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
+            put(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
     for path in nesting.empty or ():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
-            put(found.setdefault(int(path[2]), {}), nesting.steps(path)[3:], {}, keep=True)
-    return found
+            put(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], {}, keep=True)
+    return placeholders
 
 
-class GroupsByName:
-    """The groups of an optimizer beside those that were saved, whose order may be another.
+class GroupMatch:
+    """Match of an optimizer's parameter groups with the saved groups, whose order may differ.
 
     Args:
-        own: groups of the optimizer.
-        saved: groups that were saved, of which the optimizer may lack some.
+        groups: parameter names of the optimizer's groups.
+        saved_groups: parameter names of the saved groups; the optimizer may lack some of these.
         parameters: parameters of the model, by all of their names.
         with_state: names of the parameters whose state was saved.
-        directory: the checkpoint.
+        directory: the checkpoint, for messages.
 
     Attributes:
-        new: options that were saved and that the optimizer lacks, after `asked`: number of a group, and name.
-        own: names of all parameters of the optimizer.
-        placed: names of those that no saved group has, though their state was saved; their groups are found by place.
-        saved: names of all parameters that were saved; of a tied parameter the one that the optimizer has.
+        unexpected_options: saved options that the optimizer does not have, set by `to_saved_order`: number of the saved
+            group, and key.
+        names: names of all parameters of the optimizer.
+        ungrouped: names of those with saved state that are in no saved group; their groups are matched by place.
+        saved_names: names of all saved parameters; for a tied parameter, the name that the optimizer uses.
         parameters: parameters of the optimizer, by all of their names.
 
     Raises:
-        LoadFailed: a group has parameters of several saved ones, of none, or of one that another group has too; or one
-            parameter is what was saved as two, of which one would be lost.
+        LoadFailed: a group has parameters of several saved groups, of none, or of one that another group matches too;
+            or two saved parameters are tied in this model, so that one would be lost.
     """
 
     def __init__(
-        self, own: Groups, saved: Groups, parameters: Mapping[str, nn.Parameter], with_state: Collection[str],
-        directory: Path,
+        self, groups: Groups, saved_groups: Groups, parameters: Mapping[str, nn.Parameter],
+        with_state: Collection[str], directory: Path,
     ) -> None:
-        own_name = {id(parameters[name]): name for names in own for name in names if name in parameters}
+        own_name = {id(parameters[name]): name for names in groups for name in names if name in parameters}
         self._saved_name: dict[str, str] = {}
         number_of: dict[str, int] = {}
-        for number, names in enumerate(saved):
+        for number, names in enumerate(saved_groups):
             for name in names:
                 tied = own_name.get(id(parameters[name]), name) if name in parameters else name
                 if tied in number_of:
@@ -102,21 +104,22 @@ class GroupsByName:
                         "in this model: load into a model in which they are not, and tie them then"
                     )
                 self._saved_name[tied], number_of[tied] = name, number
-        self._groups, self._asked, self.new = own, list[Tree](), list[tuple[int, str]]()
+        self._groups, self._original_groups = groups, list[Tree]()
+        self.unexpected_options: list[tuple[int, str]] = []
         self._numbers: list[int] = []
-        self.placed: list[str] = []
-        by_name = {number_of[name] for names in own for name in names if name in number_of}
-        empty = [number for number, names in enumerate(saved) if not names]
-        for group, names in enumerate(own):
+        self.ungrouped: list[str] = []
+        by_name = {number_of[name] for names in groups for name in names if name in number_of}
+        empty = [number for number, names in enumerate(saved_groups) if not names]
+        for group, names in enumerate(groups):
             numbers = sorted({number_of[name] for name in names if name in number_of})
             if not numbers:
                 unlisted = [name for name in names if name in with_state]
-                at_place = [group] if group < len(saved) and (unlisted or not names) else []
+                at_place = [group] if group < len(saved_groups) and (unlisted or not names) else []
                 others = [] if names else empty
-                in_order = at_place + others if len(own) == len(saved) else others + at_place
-                numbers = [number for number in in_order if number not in {*by_name, *self._numbers}][:1]
-                self.placed += unlisted if numbers else []
-            problem = self._problem(names, numbers)
+                candidates = at_place + others if len(groups) == len(saved_groups) else others + at_place
+                numbers = [number for number in candidates if number not in {*by_name, *self._numbers}][:1]
+                self.ungrouped += unlisted if numbers else []
+            problem = self._find_problem(names, numbers)
             if problem is not None:
                 raise LoadFailed(
                     f"the optimizer has other parameter groups than '{directory}': its group {group}, with "
@@ -124,10 +127,10 @@ class GroupsByName:
                     "order, or load the model alone, by a Compressor without an optimizer"
                 )
             self._numbers += numbers
-        self.own, self.saved = {name for names in own for name in names}, number_of.keys()
+        self.names, self.saved_names = {name for names in groups for name in names}, number_of.keys()
         self.parameters = {name: one for name, one in parameters.items() if id(one) in own_name}
 
-    def _problem(self, names: Sequence[str], numbers: Sequence[int]) -> str | None:
+    def _find_problem(self, names: Sequence[str], numbers: Sequence[int]) -> str | None:
         if not numbers:
             return "has parameters of no saved group" if names else "is no saved group"
         if len(numbers) > 1:
@@ -137,48 +140,47 @@ class GroupsByName:
             return f"has parameters of the saved group {numbers[0]}, and so has its group {other}"
         return None
 
-    def asked(self, groups: Sequence[Tree], saved: Mapping[int, Tree]) -> list[Tree]:
-        """Return the optimizer's groups in the places of those that were saved; what it lacks is an empty dict.
+    def to_saved_order(self, groups: Sequence[Tree], saved: Mapping[int, Tree]) -> list[Tree]:
+        """Return the optimizer's groups in the order of the saved groups, with an empty dict for one that it lacks.
 
         Args:
-            groups: those of the optimizer.
-            saved: a placeholder of each option that was saved, by the number of its group. An option that was not
-                saved is left out.
+            groups: groups of the optimizer.
+            saved: a placeholder for each saved option, by the number of its group; other options are omitted.
         """
         places: list[Tree] = [{} for _ in range(max(self._numbers, default=-1) + 1)]
-        self._asked = list(groups)
+        self._original_groups = list(groups)
         for number, group in zip(self._numbers, groups, strict=True):
             places[number] = {
                 key: value if value == {} else group.get(key, value) for key, value in saved.get(number, {}).items()
             }
-            self.new += [(number, str(key)) for key in saved.get(number, {}) if key not in group]
+            self.unexpected_options += [(number, str(key)) for key in saved.get(number, {}) if key not in group]
         return places
 
-    def restored(self, places: Sequence[Tree]) -> list[Tree]:
-        """Invert `asked` after a load: groups with what was saved, their own parameters, and what was not saved."""
+    def from_saved_order(self, places: Sequence[Tree]) -> list[Tree]:
+        """Invert `to_saved_order` after a load: the optimizer's groups and parameters, with the saved options."""
         return [
             {**group, **places[number], "params": [self._saved_name.get(name, name) for name in names]}
-            for number, names, group in zip(self._numbers, self._groups, self._asked, strict=True)
+            for number, names, group in zip(self._numbers, self._groups, self._original_groups, strict=True)
         ]
 
 
 @contextmanager
-def filled_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> Iterator[list[Tree]]:
-    """Yield the groups that torch is to restore, and restore those without parameters itself.
+def restore_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> Iterator[list[Tree]]:
+    """Yield the groups with parameters, for torch to restore; then restore the groups without parameters.
 
-    torch would leave these without hyperparameters unless they are last, and refuses two of them.
+    torch would leave the latter without hyperparameters unless they are last, and raises an error for two of them.
 
     Args:
-        optimizer: it has no others meanwhile.
-        groups: its groups, as `GroupsByName.restored` returns them.
+        optimizer: the optimizer; it has only the groups with parameters in the block.
+        groups: its groups, as from `GroupMatch.from_saved_order`.
     """
-    before = optimizer.param_groups  # changed in place, since an optimizer around this one may have it too
+    before = optimizer.param_groups  # changed in place, since a wrapping optimizer may refer to the list
     own = list(before)
     before[:] = (group for group in own if group["params"])
     try:
         yield [group for group in groups if group["params"]]
     finally:
-        restored = iter(list(optimizer.param_groups))  # new ones, in a new list, unless torch failed
+        restored = iter(list(optimizer.param_groups))  # torch makes a new list, unless it failed
         before[:] = own
         optimizer.param_groups[:] = [next(restored) if group["params"] else group for group in own]
     for group, saved in zip(optimizer.param_groups, groups, strict=True):

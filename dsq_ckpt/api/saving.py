@@ -1,4 +1,4 @@
-"""`save`, `async_save` and `load`: `torch.distributed.checkpoint` with our writer and reader."""
+"""`save` and `async_save`: `torch.distributed.checkpoint` with the storage writer of this package."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
-from dsq_ckpt.api.stateful import saved_model, state_of, told_state, warn_of_objects
+from dsq_ckpt.api.dcp_errors import (
+    explain_exit,
+    no_single_process_warning,
+    silence_single_process_warning,
+    unwrap_dcp_error,
+    unwrap_dcp_errors,
+)
+from dsq_ckpt.api.stateful import expand_stateful, find_saved_model, to_state_dict, warn_of_nested_stateful
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.interrupts import held_signals
@@ -35,12 +41,12 @@ from dsq_ckpt.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-_SAVE = "save(state_dict, path)"
+_SAVE_CALL = "save(state_dict, path)"
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def as_config(config: ConfigLike) -> DSQConfig:
-    """Return the configuration that a user gave in any form; see `DSQConfig.create`."""
+    """Return a configuration from any of its forms; see `DSQConfig.create`."""
     return DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
 
 
@@ -60,19 +66,20 @@ def save(
 ) -> SaveResult:
     """Save a nested state dict, compressed; collective over `process_group`.
 
-    Keys of dicts that are numbers, as in a plain `optimizer.state_dict()`, and dicts without entries come back in an
-    export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
-    The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
+    Unlike `torch.distributed.checkpoint.save`, it keeps empty dicts, and numbers that are keys of dicts, as in a plain
+    `optimizer.state_dict()`: an export has them, and a `load` that fills an empty dict. The arguments are those of
+    `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
-    A module stands for its state dict. In its place, or as a value of a state dict, it is taken for the `model` too;
-    several modules are taken together.
+    `state_dict` may be a module, and modules may be values of it. They are also used as the `model`; several modules
+    are used together.
 
     Returns:
-        What was written, the same on every rank; rank 0 logs it.
+        The result, the same on every rank; rank 0 logs it.
 
     Raises:
-        ConfigError: an argument is not what it must be.
-        DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
+        ConfigError: an argument has a wrong type or value.
+        DSQError: any other failure, on every rank; the message names the rank that failed. Earlier checkpoints are
+            unchanged.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -80,8 +87,8 @@ def save(
         >>> result.keyframe, result.bytes_written < result.bytes_logical
         (True, True)
     """
-    return save_with(
-        _begun(
+    return save_with_writer(
+        _prepare_save(
             state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
             pinned=pinned, no_dist=no_dist, history=history, on_save=on_save,
         ),
@@ -89,57 +96,65 @@ def save(
     )
 
 
-Begin = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
-"""Makes the writer of a save, and the state dict; called so that the failure of one rank reaches the others."""
+PrepareSave = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
+"""Creates the writer and the state dict of a save; runs on all ranks, so that a failure of one reaches the others."""
 
 
-def _begun(
-    given: dict[str, Any] | nn.Module, path: str | os.PathLike[str], model: nn.Module | None, **options: Any
-) -> Begin:
-    """Return what makes a writer with these options, and the state dict."""
-    def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+def _prepare_save(
+    value: dict[str, Any] | nn.Module, path: str | os.PathLike[str], model: nn.Module | None, **options: Any
+) -> PrepareSave:
+    """Return a function that creates a writer with these options, and the state dict of `value`."""
+    def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
-        state = state_of(given, _SAVE)
-        return DSQStorageWriter(path, model=saved_model(given, state) if model is None else model, **options), state
+        state = to_state_dict(value, _SAVE_CALL)
+        saved_model = find_saved_model(value, state) if model is None else model
+        return DSQStorageWriter(path, model=saved_model, **options), state
 
-    return begin
+    return prepare_save
 
 
-def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
-    writer, state = begin()
+def _prepare_stored_state(
+    prepare_save: PrepareSave, rank: int
+) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
+    writer, state = prepare_save()
     assert writer.path is not None
-    stored = storable(told_state(state))
-    warn_of_objects(stored, rank)
+    stored = storable(expand_stateful(state))
+    warn_of_nested_stateful(stored, rank)
     return writer, stored, writer.path
 
 
 @held_signals()
-def save_with(
-    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, staged: bool = False
+def save_with_writer(
+    prepare_save: PrepareSave, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
+    staged: bool = False,
 ) -> SaveResult:
-    """Save with a writer of the caller's; with `staged`, it chooses and quantizes before DCP plans."""
+    """Save with the writer of the caller; with `staged`, it searches and quantizes before DCP plans."""
     background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin, comm.rank))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _prepare_stored_state(prepare_save, comm.rank))
     if staged:
         writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
-    with plain_errors(SaveFailed, comm.rank, writer.discard), without_warning(no_dist):
+    with unwrap_dcp_errors(SaveFailed, comm.rank, writer.discard), no_single_process_warning(no_dist):
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    result = run_on_all_ranks(comm, lambda: _committed(path, writer.save_id, comm.rank))
+    result = run_on_all_ranks(comm, lambda: _read_result(path, writer.save_id, comm.rank))
     writer.history.add_committed(path, result.save_id)
     return result
 
 
-def _committed(path: pathlib.Path, save_id: str | None, rank: int) -> SaveResult:
-    """Return the result of the committed save; a rank that had nothing to write may not share the directory."""
+def _read_result(path: pathlib.Path, save_id: str | None, rank: int) -> SaveResult:
+    """Return the result of the committed save.
+
+    Raises:
+        SaveFailed: the checkpoint cannot be read on this rank, which may not share the directory, or was replaced.
+    """
     try:
         result = SaveResult.of(path, Manifest.read(path))
     except CheckpointNotFound as error:
-        if rank == 0:  # which committed it
+        if rank == 0:  # the rank that commits
             raise SaveFailed(
                 f"the checkpoint was committed, but is gone: another process has removed or renamed '{path}' since"
             ) from error
@@ -172,20 +187,19 @@ def async_save(
     history: SaveHistory | None = None,
     on_save: OnSave | None = None,
 ) -> Future[SaveResult]:
-    """Save in the background; training goes on as soon as the state is copied, or quantized.
+    """Save in the background; training continues as soon as the state is copied or quantized.
 
-    The configuration's `storage.stage` chooses what the call waits for: by default it copies the state to the CPU, in
-    memory that is kept for the next save, and quantizes it with `processes`. All else follows in a thread
-    on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the one before it.
-    `on_save` is called by a thread of this process, before the future has its result.
+    The configuration's `storage.stage` selects what the call waits for. By default it copies the state to CPU memory
+    that the next save reuses; with `processes`, it quantizes the state. A thread with a gloo group of its own does the
+    rest, or, with `processes`, DCP's background process. A save waits for the previous one. A thread of this process
+    calls `on_save` before the future has its result.
 
     Returns:
-        A future of what `save` returns; its `result()` raises what the save raised.
+        A future of the result of `save`; its `result()` raises the error of a save that failed.
 
     Raises:
-        ConfigError: an argument is not what it must be.
-        DSQError: what else failed before the call returns, such as a checkpoint at `path` that is not to be
-            overwritten.
+        ConfigError: an argument has a wrong type or value.
+        DSQError: any other failure before the call returns, such as a checkpoint at `path` without `overwrite`.
 
     Example:
         >>> model = torch.nn.Linear(256, 256)
@@ -193,8 +207,8 @@ def async_save(
         >>> future.result().depth  # waits for the commit; 0: a keyframe
         0
     """
-    return save_async_with(
-        _begun(
+    return async_save_with_writer(
+        _prepare_save(
             state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
             pinned=pinned, no_dist=no_dist, history=history, on_save=on_save,
         ),
@@ -203,44 +217,45 @@ def async_save(
 
 
 @held_signals()
-def save_async_with(
-    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, processes: bool = False
+def async_save_with_writer(
+    prepare_save: PrepareSave, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
+    processes: bool = False,
 ) -> Future[SaveResult]:
-    """Save in the background with a writer of the caller's."""
+    """Save in the background with the writer of the caller."""
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
             "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
             "none here, nor no_dist, or leave processes out"
         )
-    if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
-        raise SaveFailed(lacking)
+    if processes and (problem := without_cpu(dist.get_backend_config())) is not None:
+        raise SaveFailed(problem)
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin, comm.rank))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _prepare_stored_state(prepare_save, comm.rank))
     on_save = writer.take_on_save() if processes else None
     background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    group = None if processes or no_dist else background.group(process_group)
+    group = None if processes or no_dist else background.get_group(process_group)
     if no_dist:
-        silence()
+        silence_single_process_warning()
     writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
     planner = NestedSavePlanner()
-    with plain_errors(SaveFailed, comm.rank), explain_exit():
+    with unwrap_dcp_errors(SaveFailed, comm.rank), explain_exit():
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=planner, async_checkpointer_type=kind, no_dist=no_dist,
             process_group=group,
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     outer: Future[SaveResult] = Future()
-    outer.set_running_or_notify_cancel()  # a save that has begun is not cancelled, as by a timeout of asyncio
+    outer.set_running_or_notify_cancel()  # a timeout of asyncio, say, cannot cancel a save that has begun
 
-    def outcome(done: Future[Any]) -> SaveResult:
+    def get_result(done: Future[Any]) -> SaveResult:
         error = done.exception()
-        planner.state_dict = {}  # the ending thread keeps planner and copy, whose memory the next save needs
+        planner.state_dict = {}  # the ending thread refers to the planner and its copy; the next save needs the memory
         writer.release()
         if isinstance(error, CheckpointException):
             writer.discard()
-            raise plain_error(error, SaveFailed, None if processes else comm.rank) from error
+            raise unwrap_dcp_error(error, SaveFailed, None if processes else comm.rank) from error
         if isinstance(error, Exception) and not isinstance(error, DSQError):
             ended = how_it_ended(after_error=True) if processes else None
             where = "in DCP's background process: " if processes else ""
@@ -250,17 +265,17 @@ def save_async_with(
             ) from error
         if error is not None:
             raise error
-        result = _committed(path, writer.save_id, comm.rank)
-        if processes and comm.rank == 0:  # what the background process told is not heard here
+        result = _read_result(path, writer.save_id, comm.rank)
+        if processes and comm.rank == 0:  # the background process logs its result elsewhere
             announce(path, lambda: result, on_save)
         return result
 
-    def pass_on(done: Future[Any]) -> None:
+    def forward_result(done: Future[Any]) -> None:
         try:
-            outer.set_result(outcome(done))
-        except BaseException as failure:  # of whatever kind, or the next save would wait without end
+            outer.set_result(get_result(done))
+        except BaseException as failure:  # any kind, or the next save would wait forever
             outer.set_exception(failure)
 
-    inner.add_done_callback(pass_on)
-    background.begun(outer)
+    inner.add_done_callback(forward_result)
+    background.set_pending(outer)
     return outer

@@ -1,4 +1,4 @@
-"""Modules, optimizers and other objects with a state dict of their own, as values of a state dict."""
+"""Stateful objects: modules, optimizers and other values of a state dict that have a state dict of their own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parameter import is_lazy
 
-from dsq_ckpt.api.buffers import leaving
-from dsq_ckpt.api.several import as_one
+from dsq_ckpt.api.joined_models import join_models
+from dsq_ckpt.api.module_placeholders import allow_unexpected_keys
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn
@@ -26,99 +26,107 @@ _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, 
 _UNINITIALIZED = "not initialized, as its module has seen no batch yet: call the model with one"
 
 
-def state_of(value: Any, call: str) -> dict[str, Any]:
-    """Return the state dict that a user gave, or that of a module.
+def to_state_dict(value: Any, call: str) -> dict[str, Any]:
+    """Return a state dict as it is, or the state dict of a module.
 
     Args:
         value: argument of the user.
         call: the call as a user writes it, for the message.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `value` is neither.
     """
     if isinstance(value, nn.Module):
-        return own_state(value)  # with the versions of its modules
+        return get_state_dict(value)
     expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
-    found: dict[str, Any] = value
-    return found
+    state_dict: dict[str, Any] = value
+    return state_dict
 
 
-def own_state(value: nn.Module | Stateful) -> dict[str, Any]:
-    """Return the state dict that a module, or another object of the user, tells."""
+def get_state_dict(value: nn.Module | Stateful) -> dict[str, Any]:
+    """Call `state_dict` of a module or of another object of the user."""
     with in_users_function():
         return value.state_dict()
 
 
-def give_state(
+def load_into(
     value: nn.Module | Stateful, state: dict[str, Any], directory: str | os.PathLike[str],
     offered: Collection[str] = (),
 ) -> set[str]:
-    """Give a module, or another object of the user, what was loaded from a directory.
+    """Call `load_state_dict` of a module or of another object of the user.
 
     Returns:
-        What it did not take of that which it was offered.
+        The keys among `offered` that the module did not expect.
     """
-    with leaving(value, offered, directory) as left, in_users_function(loads_module=isinstance(value, nn.Module)):
+    is_module = isinstance(value, nn.Module)
+    with allow_unexpected_keys(value, offered, directory) as unexpected, in_users_function(loads_module=is_module):
         value.load_state_dict(state)
-    return left
+    return unexpected
 
 
-def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
-    """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
+def expand_stateful(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
+    """Replace modules, optimizers and other stateful objects at the top level by their state dicts, as DCP does.
+
+    With `loads`, modules on the meta device are refused.
+    """
     if not any(isinstance(value, Stateful) for value in state.values()):
         return state
-    told = {key: own_state(value) if isinstance(value, Stateful) else value for key, value in state.items()}
+    expanded = {key: get_state_dict(value) if isinstance(value, Stateful) else value for key, value in state.items()}
     for key, value in state.items() if loads else ():
         if isinstance(value, nn.Module):
-            refuse_meta(told[key])
-    return told
+            refuse_meta(expanded[key])
+    return expanded
 
 
-def saved_model(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
-    """Return the module that is saved, or several as one, if nothing beside it may hold weights named like its own.
+def find_saved_model(value: Any, state: Mapping[Any, Any]) -> nn.Module | None:
+    """Return the module that is saved, several modules as one, or None if other entries may have the names of weights.
 
-    These would be matrices in dicts or lists, other than an optimizer's. A tensor beside it has a name of its own. With
-    several modules the keys count as parts of names.
+    Such entries are matrices in dicts or lists, other than an optimizer's. A single tensor has a name of its own. With
+    several modules, the keys of the state dict count as parts of names.
+
+    Args:
+        value: argument of the user: a state dict or a module.
+        state: its state dict.
     """
-    if isinstance(given, nn.Module):
-        return given
+    if isinstance(value, nn.Module):
+        return value
     modules = [(str(key), value) for key, value in state.items() if isinstance(value, nn.Module)]
     if not modules:
         return None
-    beside = [
-        name for key, value in state.items() if not is_of_optimizers(str(key)) for name in _matrices(str(key), value)
+    other_names = [
+        name for key, one in state.items() if not is_of_optimizers(str(key)) for name in _matrix_names(str(key), one)
     ]
     if len(modules) == 1:
-        names = {unwrapped(name) for name in own_state(modules[0][1])}
-        return None if beside or not names.isdisjoint(map(str, state)) else modules[0][1]
-    model = as_one(modules)
-    types = layer_types(model) if beside else {}
-    return None if any(in_tree(name, types) is not None for name in beside) else model
+        names = {unwrapped(name) for name in get_state_dict(modules[0][1])}
+        return None if other_names or not names.isdisjoint(map(str, state)) else modules[0][1]
+    model = join_models(modules)
+    types = layer_types(model) if other_names else {}
+    return None if any(in_tree(name, types) is not None for name in other_names) else model
 
 
-def _matrices(name: str, value: Any) -> Iterator[str]:
+def _matrix_names(name: str, value: Any) -> Iterator[str]:
     """Yield the names of float tensors of two or more dimensions in dicts or lists."""
-    left, seen = [(name, value)] if isinstance(value, Mapping | list | tuple) else [], set[int]()
-    while left:
-        name, node = left.pop()
-        if id(node) in seen:  # it contains itself, which is refused later
+    pending, seen = [(name, value)] if isinstance(value, Mapping | list | tuple) else [], set[int]()
+    while pending:
+        name, node = pending.pop()
+        if id(node) in seen:  # a cycle, which `refuse_cycles` reports later
             continue
         seen.add(id(node))
         for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
             if isinstance(one, Mapping | list | tuple):
-                left.append((f"{name}.{key}", one))
+                pending.append((f"{name}.{key}", one))
             elif isinstance(one, torch.Tensor) and one.ndim > 1 and one.is_floating_point():
                 yield f"{name}.{key}"
 
 
-def warn_of_objects(state: dict[Any, Any], rank: int) -> None:
-    """Warn of modules, optimizers and the like that are stored as objects, which a load would not change.
+def warn_of_nested_stateful(state: dict[Any, Any], rank: int) -> None:
+    """Warn of stateful objects below the top level: DCP pickles them, and a load would not change them.
 
     Args:
-        state: with their state dicts in place of those at the top level; it does not contain itself.
-        rank: of this process, of which 0 warns.
+        state: state dict after `expand_stateful`, without cycles.
+        rank: this process's rank; rank 0 warns.
     """
-    for name, value in _stateful(state):
+    for name, value in _nested_stateful(state):
         warn(
             f"'{name}' is a {type(value).__name__} below the top level of the state dict, where DCP takes it for an "
             "object: a save pickles it, and a load puts another one there, and leaves this one as it is. Put its "
@@ -126,23 +134,23 @@ def warn_of_objects(state: dict[Any, Any], rank: int) -> None:
         )
 
 
-def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of what has a state dict of its own, in nested dicts, lists and tuples."""
+def _nested_stateful(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of stateful objects in nested dicts, lists and tuples."""
     entries = node.items() if isinstance(node, Mapping) else enumerate(node)
     for key, value in entries:
         if isinstance(value, _LEAVES):
             continue
         if isinstance(value, Mapping | list | tuple):
-            yield from _stateful(value, (*way, str(key)))
+            yield from _nested_stateful(value, (*path, str(key)))
         elif isinstance(value, Stateful):
-            yield ".".join((*way, str(key))), value
+            yield ".".join((*path, str(key))), value
 
 
 def refuse_meta(state: Mapping[str, Any]) -> None:
-    """Refuse the state dict of a module whose tensors are on the meta device, or have no shapes yet, for a load.
+    """Raise an error if a tensor of a module's state dict has no memory to load into.
 
     Raises:
-        LoadFailed: one of them is, or has none.
+        LoadFailed: a tensor is on the meta device, or is an uninitialized (lazy) parameter or buffer.
     """
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and is_lazy(value):
@@ -155,10 +163,10 @@ def refuse_meta(state: Mapping[str, Any]) -> None:
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
-    """Refuse a module some of whose parameters or buffers get their shapes from the first batch, which it has not seen.
+    """Raise an error if a parameter or buffer of a module is uninitialized (lazy).
 
     Raises:
-        ConfigError: one of them does.
+        ConfigError: one is.
     """
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):

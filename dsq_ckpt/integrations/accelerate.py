@@ -22,7 +22,7 @@ from accelerate.utils.constants import RNG_STATE_NAME
 from torch import nn
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import unwrapped
+from dsq_ckpt.api.checks import unwrap_optimizer
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
@@ -173,7 +173,7 @@ class DSQAccelerator(Accelerator):
         return local_path(os.path.join(str(self.project_dir), "checkpoints"))
 
     def _plain_optimizers(self) -> list[Optimizer]:
-        return [unwrapped(one) for one in self._optimizers]
+        return [unwrap_optimizer(one) for one in self._optimizers]
 
 
 def _numbered(run: Path) -> list[Path]:

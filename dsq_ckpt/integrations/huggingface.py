@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from dsq_ckpt.api.checks import unwrapped
+from dsq_ckpt.api.checks import unwrap_optimizer
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
@@ -239,7 +239,7 @@ class DSQTrainer(Trainer):
             super()._load_best_model()
 
     def _plain_optimizer(self) -> Optimizer:
-        return unwrapped(self.optimizer)  # Accelerate wraps it
+        return unwrap_optimizer(self.optimizer)  # Accelerate wraps it
 
     def _is_best(self) -> bool:
         return self.state.best_global_step is not None and self.state.best_global_step == self.state.global_step

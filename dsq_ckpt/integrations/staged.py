@@ -125,11 +125,11 @@ class StagedCheckpoint:
         Returns:
             A future, whose `result()` raises on all ranks what failed on one.
         """
-        self._comm = communicator(background.group(None))  # training uses the default group meanwhile
+        self._comm = communicator(background.get_group(None))  # training uses the default group meanwhile
         executor = ThreadPoolExecutor(1, "dsq_ckpt-publish")
         published = executor.submit(self._publish_saved, then)
         executor.shutdown(wait=False)
-        background.begun(published)
+        background.set_pending(published)
         return published
 
     def _publish_saved(self, then: Callable[[], object]) -> None:

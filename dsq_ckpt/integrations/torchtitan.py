@@ -20,9 +20,9 @@ from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
+from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import as_config, async_save, save
-from dsq_ckpt.api.several import as_one
 from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
@@ -105,7 +105,7 @@ class DSQCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        model = as_one([("", part) for part in self.states[MODEL].model])  # stages of a pipeline
+        model = join_models([("", part) for part in self.states[MODEL].model])  # stages of a pipeline
         options: dict[str, Any] = {
             "config": self._config, "overwrite": True, "pinned": self._pinned, "model": model,
             "parent": "auto" if OPTIMIZER in state_dict else None,  # the model alone, at the end: needs no other

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.buffers import Given, lacks, leaving
-from dsq_ckpt.api.checks import as_before, make_state
+from dsq_ckpt.api.checks import initialize_state, reset_on_failure
+from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
-from dsq_ckpt.api.optimizer_state import OF_TORCH, beside, joined_state, split_state
-from dsq_ckpt.api.several import as_one
-from dsq_ckpt.api.whole import refuse_parts
+from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
+from dsq_ckpt.api.object_placeholders import refuse_subclass_part
+from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries, join_state, split_state
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_users_function
@@ -74,7 +74,7 @@ class TrainingState:
     def model(self) -> nn.Module | None:
         """The models as one, by the names that their tensors have in the state of optimizers too."""
         models = [(_prefix(key), model) for key, model in self._models.items()]
-        return as_one(models) if models else None
+        return join_models(models) if models else None
 
     def collect(self) -> dict[str, Any]:
         """Return the state dict, whose tensors are those of models and optimizers.
@@ -107,7 +107,7 @@ class TrainingState:
         with ExitStack() as stack:
             for optimizer in self._optimizers.values():
                 if not optimizer.state:
-                    stack.enter_context(as_before(optimizer))
+                    stack.enter_context(reset_on_failure(optimizer))
             found = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
             for text in () if told else found.warnings:
                 warn(text, rank=comm.rank)
@@ -124,8 +124,9 @@ class TrainingState:
             nesting = opened.paths
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
-            given = Given({(key,): model for key, model in self._models.items()}, told, nesting, opened.tensors)
-            given.offer([given.untold])
+            modules: dict[tuple[Any, ...], nn.Module] = {(key,): model for key, model in self._models.items()}
+            placeholders = ModulePlaceholders(modules, told, nesting, opened.tensors)
+            placeholders.add_placeholders([placeholders.unexpected_keys])
             flat: dict[str, Any] = flatten_state_dict(told)[0]
             stored = {name: path for name, path in nesting.items() if path[0] in self._models}
             warnings = _same_tensors(directory, flat, stored, opened)
@@ -141,7 +142,7 @@ class TrainingState:
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
             whole = self._of_classes(stored, nesting, parameters)
             stored = {name: path for name, path in stored.items() if class_in(path, nesting) is None}
-            asks = any(path[0] in self._optimizers and path[1] not in OF_TORCH for path in stored.values())
+            asks = any(path[0] in self._optimizers and path[1] not in TORCH_KEYS for path in stored.values())
             more = self._told_beside(parameters) if asks else {}
             for name, path in stored.items():
                 if name not in opened.tensors:
@@ -158,11 +159,11 @@ class TrainingState:
             for steps, tensor in whole:
                 put(filled, steps, tensor)
                 put(everything, steps, tensor)
-            return _Placeholders(filled, everything, given.offered, warnings, False if dropped else "auto")
+            return _Placeholders(filled, everything, placeholders.offered_keys, warnings, False if dropped else "auto")
 
     def _told_beside(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the tensors that optimizers tell beside the state of parameters, by flat names."""
-        own = {key: beside(_by_name(one, _names(one, parameters))) for key, one in self._optimizers.items()}
+        own = {key: extra_entries(_by_name(one, _names(one, parameters))) for key, one in self._optimizers.items()}
         return {name: value for name, value in flatten_state_dict(own)[0].items() if isinstance(value, torch.Tensor)}
 
     def _of_classes(
@@ -177,11 +178,11 @@ class TrainingState:
             if (deep := class_in(path, nesting)) is not None:
                 optimizer = self._optimizers.get(str(path[0]))
                 if optimizer is not None and not optimizer.state:
-                    make_state(optimizer)
+                    initialize_state(optimizer)
                 own = {} if optimizer is None else _by_name(optimizer, _names(optimizer, parameters))["state"]
                 tensor = own.get(path[2], {}).get(path[3]) if deep == 4 else None
                 if tensor is None:
-                    refuse_parts(name, path, nesting)
+                    refuse_subclass_part(name, path, nesting)
                 else:
                     found[path[:deep]] = nesting.steps(path[:deep]), tensor
         return list(found.values())
@@ -189,10 +190,11 @@ class TrainingState:
     def _fill(self, directory: str | os.PathLike[str], found: _Placeholders) -> None:
         parameters, state = self._parameters(), found.state
         for key, model in self._models.items():
-            with leaving(model, found.offered.get((key,), ()), directory) as left, in_users_function(loads_module=True):
+            unexpected = allow_unexpected_keys(model, found.offered.get((key,), ()), directory)
+            with unexpected as names, in_users_function(loads_module=True):
                 set_model_state_dict(model, state[key])
-            if left:
-                raise lacks(sorted(left), directory)
+            if names:
+                raise unexpected_keys_error(sorted(names), directory)
         for key, optimizer in self._optimizers.items():
             by_number = _by_number(state[key], optimizer, _names(optimizer, parameters), directory)
             with in_users_function():
@@ -287,7 +289,7 @@ def _by_number(
     place = {name: number for number, name in enumerate(name for group in names for name in group)}
     groups = [{**group, "params": [place[name] for name in own]} for group, own in zip(found, names, strict=True)]
     state = {place[name]: entry for name, entry in stored["state"].items()}
-    return joined_state({"state": state, "param_groups": groups}, beside(stored))
+    return join_state({"state": state, "param_groups": groups}, extra_entries(stored))
 
 
 def _empty(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

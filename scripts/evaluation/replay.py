@@ -18,7 +18,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.api.compressor import fractions_of
-from dsq_ckpt.api.saving import save_with
+from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions
@@ -229,7 +229,7 @@ def save_recorded(
         path, config, model=run.model, policy=chooser, gradients=checkpoint["gradient"], fractions=fractions,
         pinned=True,
     )
-    save_with(lambda: (writer, state), staged=True)
+    save_with_writer(lambda: (writer, state), staged=True)
     seconds = time.perf_counter() - started
     manifest = Manifest.read(path)
     kinds, codes = stored(path, layer_types(run.model))

@@ -21,11 +21,11 @@ def test_another_thread_begins_a_save_meanwhile(monkeypatch: pytest.MonkeyPatch)
 
     class Ending(Future):
         def exception(self, timeout: float | None = None) -> None:
-            background._future = meanwhile
+            background._pending = meanwhile
 
-    monkeypatch.setattr(background, "_future", Ending())
+    monkeypatch.setattr(background, "_pending", Ending())
     background.wait()
-    assert background._future is meanwhile
+    assert background._pending is meanwhile
 
 
 def test_a_save_that_is_cancelled_goes_on(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_replaces_a_save_before_it_returns_is_not_its_result(
     state = {"w": torch.randn(80, 80)}
     other = dsq_ckpt.save(state, tmp_path / "other")
     told = f"another save, {other.save_id}, has repl" if instead == "other" else "is gone: another process has removed"
-    committed = saving._committed
+    committed = saving._read_result
 
     def replaced(path: Path, *arguments: Any) -> dsq_ckpt.SaveResult:
         shutil.rmtree(path)
@@ -69,7 +69,7 @@ def test_what_replaces_a_save_before_it_returns_is_not_its_result(
         return committed(path, *arguments)
 
     with monkeypatch.context() as patched, pytest.raises(SaveFailed, match=told):
-        patched.setattr(saving, "_committed", replaced)
+        patched.setattr(saving, "_read_result", replaced)
         if kind == "save":
             dsq_ckpt.save(state, tmp_path / "a")
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.api.saving import save_async_with
+from dsq_ckpt.api.saving import async_save_with_writer
 from dsq_ckpt.dcp.staging import staged_payloads
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import as_configured
@@ -291,7 +291,7 @@ def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
         return staged_payloads(*args)
 
     monkeypatch.setattr("dsq_ckpt.dcp.writer.staged_payloads", looking)
-    save_async_with(lambda: (writer, {"w": torch.randn(80, 64)})).result()
+    async_save_with_writer(lambda: (writer, {"w": torch.randn(80, 64)})).result()
     assert [*seen, writer.quality] == [{"metric": 1.0}] * 2
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import CheckpointExists, ConfigError, Tradeoff
-from dsq_ckpt.api.exploring import _marked
+from dsq_ckpt.api.exploring import _mark_front
 from tests.helpers.states import differences, loaded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_the_front_is_what_nothing_else_beats(figures):
     def at(size: int, harm: int) -> Tradeoff:
         return Tradeoff(0.1, float(harm), None, False, 100, size, 1, 1.0, False, path=None)
 
-    marked = _marked([at(size, harm) for size, harm in figures])
+    marked = _mark_front([at(size, harm) for size, harm in figures])
     front = {(one.bytes_kept, one.degradation) for one in marked if one.on_front}
     strictly = {
         (size, harm) for size, harm in figures

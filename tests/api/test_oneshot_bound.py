@@ -13,7 +13,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, SaveFailed
-from dsq_ckpt.api.bounded import _bounded
+from dsq_ckpt.api.snapshot_config import _bounded_config
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_safetensors, write_torch
 from tests.helpers.states import differences, loaded
@@ -160,7 +160,7 @@ def test_evaluate_alone_searches_as_configured(tmp_path):
 
 def test_what_a_configuration_says_goes_over_the_bound(tmp_path):
     def bits(config):
-        quantize = _bounded(config, 0.02, 64).quantize
+        quantize = _bounded_config(config, 0.02, 64).quantize
         return [getattr(quantize, kind).refinement_bits for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum")]
 
     (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 4}}")
@@ -169,19 +169,19 @@ def test_what_a_configuration_says_goes_over_the_bound(tmp_path):
     assert bits(tmp_path / "c.yaml") == [4, 0, 0, 0]
     assert bits({"quantize": {"exp_avg": {"refinement_bits": 2}}}) == [0, 2, 0, 0]
     assert bits(DSQConfig().with_values(**{"quantize.weights.refinement_bits": 6})) == [6, 0, 0, 0]
-    bound = _bounded(step, 0.02, 64)
+    bound = _bounded_config(step, 0.02, 64)
     assert bound.quantize.weights.codebook.step == 1.0 and bound.quantize.exp_avg == DSQConfig().quantize.exp_avg \
         .model_copy(update={"refinement_bits": 0})
     assert (bound.search.epsilon, bound.search.bound, bound.search.fallback) == (0.02, "relative", "exact")
     groups = DSQConfig.create({"quantize": {"groups": {"embedding": {"codebook": {"step": 0.3}}}}})
     for config in (groups, {"quantize": {"groups": {"embedding": {"codebook": {"step": 0.3}}}}}):
-        group = _bounded(config, 0.02, 64).quantize.groups["embedding"]
+        group = _bounded_config(config, 0.02, 64).quantize.groups["embedding"]
         assert (group.codebook.step, group.refinement_bits) == (0.3, 0)
-    preset = _bounded(DSQConfig.preset("moments_exact"), 0.02, 64)
+    preset = _bounded_config(DSQConfig.preset("moments_exact"), 0.02, 64)
     assert preset.quantize.exp_avg.method == "exact" and preset.quantize.weights.method == "quantize"
     with pytest.raises(ConfigError, match=r"c\.yaml: 1 problem"):
         (tmp_path / "c.yaml").write_text("quantise: {}")
-        _bounded(tmp_path / "c.yaml", 0.02, 64)
+        _bounded_config(tmp_path / "c.yaml", 0.02, 64)
 
 
 # Errors

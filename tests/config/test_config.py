@@ -12,8 +12,8 @@ import yaml
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
-from dsq_ckpt.api.bounded import _said
 from dsq_ckpt.api.saving import as_config
+from dsq_ckpt.api.snapshot_config import _explicit_keys
 from dsq_ckpt.codebooks import CODEBOOKS
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.config.schema import BY_SIZE
@@ -164,7 +164,7 @@ def test_presets_by_name(tmp_path, monkeypatch):
     dsq_ckpt.compress(state, tmp_path / "b", config="exact")
     for path in (tmp_path / "run" / "a", tmp_path / "b"):
         assert Manifest.read(path).config == DSQConfig.preset("exact").model_dump(mode="json")
-    assert _said("moments_exact") == preset_tree("moments_exact")
+    assert _explicit_keys("moments_exact") == preset_tree("moments_exact")
     (tmp_path / "exact").write_text("delta: {max_chain: 3}")  # a file goes before a preset, whatever its name
     assert DSQConfig.create("exact").delta.max_chain == 3
     for missing in ("tiny", ""):

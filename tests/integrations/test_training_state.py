@@ -12,10 +12,10 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
-from tests.api.test_buffers import EXTRA, Metric, Remembering, hooked, observed, scaled, train
+from tests.api.test_module_placeholders import EXTRA, Metric, Remembering, hooked, observed, scaled, train
+from tests.api.test_object_placeholders import made
 from tests.api.test_optimizer_state import KINDS
 from tests.api.test_optimizer_state import made as made_of
-from tests.api.test_whole import made
 from tests.core.test_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
 from tests.helpers.states import differences

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.api.saving import save_with
+from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.layout import Fractions
@@ -37,7 +37,7 @@ def saved(path, step, metric, seen=None):
 
     fractions = Fractions((0.0, 0.1, PRUNE, 0.5), (0.00025, PROTECT / 2))
     writer = DSQStorageWriter(path, config, gradients=gradients, policy=chooser, fractions=fractions)
-    save_with(lambda: (writer, state))
+    save_with_writer(lambda: (writer, state))
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
         (_, ref), = checkpoint.chunks()
         codes = checkpoint.codes(ref, workers)

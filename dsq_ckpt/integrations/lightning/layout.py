@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dsq_ckpt.api.optimizer_state import beside, joined_state, split_state
+from dsq_ckpt.api.optimizer_state import extra_entries, join_state, split_state
 from dsq_ckpt.core.subclasses import refuse_cycles
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed, SaveFailed, UnsupportedFormat, described
 from dsq_ckpt.integrations.lightning.names import parameter_names
@@ -206,7 +206,7 @@ class _Optimizer:
                 {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
             ],
         }
-        self.numbered = joined_state(numbered, beside(state))
+        self.numbered = join_state(numbered, extra_entries(state))
 
 
 def _place(where: Where, names: Sequence[Mapping[Hashable, str]]) -> tuple[str, ...] | None:

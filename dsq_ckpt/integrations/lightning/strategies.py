@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.loading import load
-from dsq_ckpt.api.optimizer_state import get_optimizer_state, needing_gradients, set_optimizer_state
+from dsq_ckpt.api.optimizer_state import get_optimizer_state, require_gradients, set_optimizer_state
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.interrupts import in_users_function
@@ -175,7 +175,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             )
         for number, optimizer in enumerate(optimizers):
             stored = rest.moments(number)
-            with needing_gradients(self.model, {name for name, _ in stored}):
+            with require_gradients(self.model, {name for name, _ in stored}):
                 own = self._optimizer_state(optimizer)["state"]
             _refuse(
                 {f"{name}.{leaf}" for name, leaf in stored if leaf not in own.get(name, ())},

@@ -53,8 +53,8 @@ for _ in range(200):
 print("ok tensors", flush=True)
 
 dsq_ckpt.async_save({"weight": torch.randn(200, 64)}, Path(sys.argv[1]) / "step").result()
-made = background.group(None)
-assert made is not None and made is background.group(None)
+made = background.get_group(None)
+assert made is not None and made is background.get_group(None)
 left = weakref.ref(made)
 del made
 dist.destroy_process_group()

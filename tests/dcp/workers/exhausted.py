@@ -19,7 +19,7 @@ from harness import done, fails_everywhere, normal, world
 
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.api import asking, buffers, compressor, loading, oneshot
+from dsq_ckpt.api import compressor, loading, module_placeholders, oneshot, state_matching
 from dsq_ckpt.dcp import quantized_staging, reader, writer
 from dsq_ckpt.distributed.comm import TorchCommunicator
 from dsq_ckpt.engine import chunks, inheritance, pipeline, quantizing
@@ -50,8 +50,10 @@ LOADING: dict[str, list[tuple[Any, str]]] = {
     "dcp": [(reader, "_in_order"), (reader, "_span")],
     "load": [(loading, "DSQStorageReader"), (loading.Manifest, "read"), (reader, "_in_order"), (reader, "_span")],
     "compressor": [
-        (compressor, "ask_for_saved"), (asking, "_on_all"), (asking, "_ask"), (loading, "DSQStorageReader"),
-        (reader, "_in_order"), (buffers, "left_by_all"), (compressor, "filled_groups"),
+        (compressor, "match_saved_state"), (state_matching, "_intersect_ranks"),
+        (state_matching, "_match_optimizer_state"), (loading, "DSQStorageReader"),
+        (reader, "_in_order"), (module_placeholders, "unexpected_on_all_ranks"),
+        (compressor, "restore_groups"),
     ],
 }
 Save = Callable[[Path], Any]

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dsq_ckpt
-from dsq_ckpt.api.optimizer_state import needing_gradients
+from dsq_ckpt.api.optimizer_state import require_gradients
 from tests.api.test_compressor import bits_of, same_bits
 from tests.helpers.training import train, trained
 
@@ -89,7 +89,7 @@ def test_parameters_are_frozen_again_whatever_happens():
     model = nn.Linear(4, 4).requires_grad_(False)
     with torch.inference_mode():
         model.bias = nn.Parameter(torch.ones(4), requires_grad=False)
-    with pytest.raises(ValueError, match="the end"), needing_gradients(model, {"weight", "bias"}):
+    with pytest.raises(ValueError, match="the end"), require_gradients(model, {"weight", "bias"}):
         assert model.weight.requires_grad and not model.bias.requires_grad
         raise ValueError("the end")
     assert not model.weight.requires_grad

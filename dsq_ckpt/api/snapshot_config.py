@@ -1,4 +1,4 @@
-"""The configuration of one checkpoint by itself, within a bound."""
+"""The configuration of a single checkpoint outside of a run (`compress`), with or without a bound of degradation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.groups import EXACT, kind_of
 
 _KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum")
-_SMALL = 1024
-"""Elements from which on a tensor pays for a codebook of its own."""
+_MIN_ELEMENTS = 1024
+"""Number of elements from which a codebook of its own makes a tensor smaller."""
 
 
-def configuration(config: ConfigLike, max_degradation: float | None, evaluates: bool, probes: int) -> DSQConfig:
-    """Return the configuration of one checkpoint by itself.
+def snapshot_config(config: ConfigLike, max_degradation: float | None, evaluates: bool, probes: int) -> DSQConfig:
+    """Return the configuration of a single checkpoint.
 
     Raises:
-        ConfigError: it is wrong, or for differences, or contradicts the other arguments of `compress`.
+        ConfigError: the configuration is invalid, compresses differences to a parent, or contradicts the other
+            arguments of `compress`.
     """
     if not isinstance(probes, int) or isinstance(probes, bool) or probes < 0:
         raise ConfigError(f"probes is {probes!r}; expected a number of evaluations, 0 for none")
-    chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation, probes)
+    chosen = as_config(config) if max_degradation is None else _bounded_config(config, max_degradation, probes)
     if chosen.delta.against == "values":
         raise ConfigError(
             f"system '{chosen.system}' with delta.against 'values' compresses differences to a parent, and a "
@@ -39,53 +40,53 @@ def configuration(config: ConfigLike, max_degradation: float | None, evaluates: 
     return chosen
 
 
-def is_bound(value: Any) -> bool:
-    """Return whether a value is a degradation that a search can keep to: a number, not its text."""
+def is_valid_bound(value: Any) -> bool:
+    """Return whether a value is a number that can bound the degradation of a search: above 0 and below 1."""
     return isinstance(value, SupportsFloat) and not isinstance(value, bool) and 0 < float(value) < 1
 
 
-def with_small_weights(chosen: DSQConfig, config: ConfigLike, names: Iterable[str]) -> DSQConfig:
-    """Return the configuration that quantizes smaller tensors too, where `config` sets no limit and none is a moment.
+def quantize_small_weights(chosen: DSQConfig, config: ConfigLike, names: Iterable[str]) -> DSQConfig:
+    """Return the configuration with a lower `min_elements`, unless `config` sets it or there are moments.
 
-    Small moments stay bf16: no metric tells what they cost.
+    Small moments stay bf16, since no metric measures their degradation.
     """
     own_steps = isinstance(chosen.quantize.weights.codebook, Lattice) and chosen.quantize.granularity == "tensor"
-    if not own_steps or "min_elements" in _said(config).get("quantize", {}):
+    if not own_steps or "min_elements" in _explicit_keys(config).get("quantize", {}):
         return chosen
     if not {kind_of(name) for name in names} <= {"weights", EXACT}:
         return chosen
-    return chosen.with_values(**{"quantize.min_elements": _SMALL})
+    return chosen.with_values(**{"quantize.min_elements": _MIN_ELEMENTS})
 
 
-def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
-    """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
-    if not is_bound(max_degradation):
+def _bounded_config(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
+    """Return the configuration with a bound for the base layer, and a refinement layer only if `config` sets one."""
+    if not is_valid_bound(max_degradation):
         raise ConfigError(
             f"max_degradation is {max_degradation!r}; expected a number above 0 and below 1, such as 0.05 for 5 %; "
             "for no degradation at all take the preset 'exact'"
         )
-    whole = as_config(config)  # says what is wrong with it, and where
+    whole = as_config(config)  # raises errors with the keys that the user wrote
     snapshot: Tree = {
         "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
     }
     if probes and isinstance(whole.quantize.weights.codebook, Lattice):
-        snapshot["quantize"]["granularity"] = "tensor"  # a step for each
+        snapshot["quantize"]["granularity"] = "tensor"  # each tensor has its own step
     bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
-    return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
+    return DSQConfig.create(merged(merged(snapshot, _explicit_keys(config)), bound))
 
 
-def _said(config: ConfigLike) -> Tree:
-    """Return the keys that a configuration sets itself; for a `DSQConfig`, those that differ from the defaults."""
+def _explicit_keys(config: ConfigLike) -> Tree:
+    """Return the keys that a configuration sets explicitly; for a `DSQConfig`, those that differ from the defaults."""
     if config is None:
         return {}
-    if not isinstance(config, DSQConfig):  # whose former keys were warned of when it was checked
+    if not isinstance(config, DSQConfig):  # silent: the check of `config` has warned of former keys
         tree = dict(config) if isinstance(config, Mapping) else named_tree(config)
         return current_keys({str(key): value for key, value in tree.items()}, silent=True)
-    tree, usual = config.model_dump(), DSQConfig(system=config.system).model_dump()
-    said = difference(tree, usual)
-    if "groups" in said.get("quantize", {}):  # a group's defaults are what weights are set to
+    tree, defaults = config.model_dump(), DSQConfig(system=config.system).model_dump()
+    explicit = difference(tree, defaults)
+    if "groups" in explicit.get("quantize", {}):  # the defaults of a group are the values of `weights`
         weights = tree["quantize"]["weights"]
-        said["quantize"]["groups"] = {
+        explicit["quantize"]["groups"] = {
             name: difference(group, weights) for name, group in tree["quantize"]["groups"].items()
         }
-    return said
+    return explicit

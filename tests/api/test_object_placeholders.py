@@ -12,7 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import LoadFailed
-from dsq_ckpt.api.whole import Whole, objects_in
+from dsq_ckpt.api.object_placeholders import ObjectPlaceholders, select_objects
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.core.test_subclasses import EightBits, equal, scaled
@@ -219,9 +219,9 @@ def test_what_another_rank_tells_is_its_own(tmp_path):
     told = {"app": given["app"].state_dict(), "step": 0}
     with Checkpoint(tmp_path / "a") as checkpoint:
         nesting = Nesting.from_json(checkpoint.index)
-        whole = Whole(objects_in(given), told, nesting, checkpoint.index["tensors"])
-        assert whole.lacking == {"app": {"app.b", "app.c"}}
-        assert whole.complete([whole.lacking, {}, {"app": {"app.a", "app.c"}}], 0) == [("app", "c")]
+        whole = ObjectPlaceholders(select_objects(given), told, nesting, checkpoint.index["tensors"])
+        assert whole.unexpected_keys == {"app": {"app.b", "app.c"}}
+        assert whole.add_placeholders([whole.unexpected_keys, {}, {"app": {"app.a", "app.c"}}], 0) == [("app", "c")]
     assert told["app"].keys() == {"a", "c"} and given["app"].state.keys() == {"a"}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.api.several import as_one
+from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.quantization.frozen import known, look
 from dsq_ckpt.quantization.groups import layer_types
 from dsq_ckpt.quantization.rounding import rounding
@@ -51,30 +51,30 @@ def train(models, optimizers):
 
 def test_one_model_is_itself_and_several_tell_what_their_tree_does():
     models, _ = trainings()
-    assert as_one([("G", models["G"])]) is models["G"]
-    several, tree = as_one([*models.items()]), nn.ModuleDict(models)
+    assert join_models([("G", models["G"])]) is models["G"]
+    several, tree = join_models([*models.items()]), nn.ModuleDict(models)
     look(several)
     look(tree)
     assert layer_types(several) == layer_types(tree) and layer_types(several)["G.2.weight"] == "manifold"
     assert rounding(several) == rounding(tree) and rounding(several)["G.1.weight"]
     assert known(several) == known(tree) and "D.0.weight" in known(several) and "G.codebook" in known(several)
-    unnamed = as_one([("", models["G"]), ("model_1", models["D"])])
+    unnamed = join_models([("", models["G"]), ("model_1", models["D"])])
     assert {"0.weight", "codebook", "model_1.0.weight"} <= layer_types(unnamed).keys()
 
 
 def test_a_parameter_of_two_models_has_both_names():
     one, other = BitLinear(8, 8), nn.Linear(8, 8)
     other.weight = one.weight
-    told = rounding(as_one([("a", one), ("b", other)]))
+    told = rounding(join_models([("a", one), ("b", other)]))
     assert told == {"a.weight": True, "a.bias": True, "b.weight": True, "b.bias": False}
 
 
 def test_they_are_the_same_as_long_as_they_live_and_are_let_go():
     models, _ = trainings()
     given = [*models.items()]
-    several = as_one(given)
-    assert as_one(given) is several and as_one(given[:2]) is not several and as_one(given) is several
-    assert as_one([("other", given[0][1]), *given[1:]]) is not several
+    several = join_models(given)
+    assert join_models(given) is several and join_models(given[:2]) is not several and join_models(given) is several
+    assert join_models([("other", given[0][1]), *given[1:]]) is not several
     references = [weakref.ref(one) for one in (several, *models.values())]
     last = models.pop("mean")
     del given, several, models
@@ -84,10 +84,10 @@ def test_they_are_the_same_as_long_as_they_live_and_are_let_go():
 
 def test_what_is_left_of_them_is_not_taken_for_others():
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
-    several = as_one([("a", first), ("b", second)])
+    several = join_models([("a", first), ("b", second)])
     del second
     gc.collect()
-    again = as_one([("a", first), ("b", nn.Linear(8, 8))])
+    again = join_models([("a", first), ("b", nn.Linear(8, 8))])
     assert again is not several and set(layer_types(several)) == {"a.weight", "a.bias"}
 
 
