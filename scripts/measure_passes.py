@@ -54,9 +54,9 @@ PASSES: dict[str, tuple[str, ...]] = {
     "values": ("coding/values.py:", "kernels/cpu_decode.py:"),
     "entropy coding": ("coding/",),
     "looks at tensors": (
-        "quantization/uneven.py:", "quantization/nature.py:", "quantization/manifolds.py:", "quantization/averages.py:",
-        "quantization/untrained.py:", "quantization/frozen.py:", "quantization/undefined.py:",
-        "quantization/restored.py:",
+        "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",
+        "quantization/weight_averages.py:", "quantization/untrained_weights.py:", "quantization/frozen_tensors.py:",
+        "quantization/nan_check.py:", "quantization/restored_values.py:",
     ),
     "checksums": ("~:<method 'update' of 'xxhash", "~:<method 'digest' of 'xxhash", "~:<built-in method xxhash"),
     "files": ("~:<method 'write' of '_io", "~:<method 'readinto' of '_io", "~:<built-in method posix."),

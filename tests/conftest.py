@@ -26,7 +26,7 @@ from _pytest.unraisableexception import gc_collect_iterations_key
 
 import dsq_ckpt
 from dsq_ckpt.engine import warmup
-from dsq_ckpt.quantization import restored
+from dsq_ckpt.quantization import restored_values
 from tests.helpers import forks
 from tests.helpers.s3_server import SETTINGS, new_bucket, s3_server
 from tests.helpers.small_run import small_run
@@ -99,7 +99,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_loaded():
     """Let each test be as a process that has loaded no checkpoint: after a load, moments are saved with finer parts."""
-    restored._loads = restored.Loads()
+    restored_values._loads = restored_values.Loads()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,8 +31,8 @@ class _JoinedModels(nn.Module):
     """Module with the submodules of several models, to which it has weak references.
 
     It has `named_modules` and everything based on it, so it has parameters and buffers, but no children and no state
-    dict. Records of a model at earlier saves live as long as the model (see `quantization.frozen`), so this module
-    lives as long as its models, and must not keep them alive.
+    dict. Records of a model at earlier saves live as long as the model (see `quantization.frozen_tensors`), so this
+    module lives as long as its models, and must not keep them alive.
     """
 
     def __init__(self, models: Models) -> None:

@@ -42,7 +42,7 @@ from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import layer_types
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
-from dsq_ckpt.quantization.rounding import rounding
+from dsq_ckpt.quantization.rounded_weights import rounding
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.manifest import Manifest

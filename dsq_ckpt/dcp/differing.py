@@ -23,8 +23,8 @@ from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.groups_of_ranks import is_of_group, lists_of_names, options_of_groups
+from dsq_ckpt.quantization.exact_values import on_host
 from dsq_ckpt.quantization.groups import MODELS
-from dsq_ckpt.quantization.nature import on_host
 
 _LARGEST = 1 << 16  # bytes of integers, and of text, that are all compared
 _MOST = 1 << 14  # parts of a list, from its beginning

@@ -27,7 +27,7 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.device.transfer import host_copies
-from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.frozen_tensors import Frozen
 from dsq_ckpt.quantization.layout import Layout
 
 

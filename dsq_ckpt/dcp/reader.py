@@ -53,7 +53,7 @@ from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import kind_of
-from dsq_ckpt.quantization.restored import note_load
+from dsq_ckpt.quantization.restored_values import note_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.paths import checkpoint_path

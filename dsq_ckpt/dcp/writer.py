@@ -54,11 +54,11 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.frozen import Frozen, known, look
+from dsq_ckpt.quantization.frozen_tensors import Frozen, known, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.quantization.rounding import rounding
+from dsq_ckpt.quantization.rounded_weights import rounding
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint

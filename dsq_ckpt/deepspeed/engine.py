@@ -38,8 +38,8 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.quantization.restored import MOMENTS, note_load
-from dsq_ckpt.quantization.rounding import rounding
+from dsq_ckpt.quantization.restored_values import MOMENTS, note_load
+from dsq_ckpt.quantization.rounded_weights import rounding
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file
 from dsq_ckpt.storage.checkpoint import Checkpoint

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsq_ckpt.core.subclasses import memory_of
 from dsq_ckpt.quantization.groups import QUANTIZABLE
-from dsq_ckpt.quantization.updates import settings_of
+from dsq_ckpt.quantization.update_rules import settings_of
 
 MASTER = "master"
 

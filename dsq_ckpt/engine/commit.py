@@ -27,7 +27,7 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.quantization.worst import Worst
+from dsq_ckpt.quantization.worst_tensor import Worst
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.backend import sizes

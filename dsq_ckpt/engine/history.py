@@ -24,7 +24,7 @@ from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen import Watch
+from dsq_ckpt.quantization.frozen_tensors import Watch
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded

@@ -16,8 +16,8 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.quantization.chunk import ChunkKey, settle_streams
-from dsq_ckpt.quantization.frozen import Watch
-from dsq_ckpt.quantization.restored import Loads
+from dsq_ckpt.quantization.frozen_tensors import Watch
+from dsq_ckpt.quantization.restored_values import Loads
 
 _SAMPLE = 4096
 """Elements of a chunk that tell."""

@@ -16,7 +16,7 @@ from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.frozen_tensors import Frozen
 from dsq_ckpt.quantization.groups import (
     EXACT,
     QUANTIZABLE,
@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.groups import (
     second_moment_of,
 )
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.updates import divided_before, objects_of_optimizers, with_other_updates
+from dsq_ckpt.quantization.update_rules import divided_before, objects_of_optimizers, with_other_updates
 
 
 @dataclass(frozen=True)

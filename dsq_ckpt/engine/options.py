@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import ParentRef, SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
-from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.frozen_tensors import Frozen
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 

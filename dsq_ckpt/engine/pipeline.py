@@ -39,10 +39,10 @@ from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen import Watch
+from dsq_ckpt.quantization.frozen_tensors import Watch
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
-from dsq_ckpt.quantization.restored import loads, note_loads_elsewhere
+from dsq_ckpt.quantization.restored_values import loads, note_loads_elsewhere
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expanded

@@ -29,19 +29,19 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.reporting import Doubts, report
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
-from dsq_ckpt.quantization.averages import averages
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.frozen import Watch, some_of
+from dsq_ckpt.quantization.exact_values import are_zero, unlike_weights
+from dsq_ckpt.quantization.frozen_tensors import Watch, some_of
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.groups import in_tree
 from dsq_ckpt.quantization.layout import MEASURED, Layout
-from dsq_ckpt.quantization.nature import are_zero, unlike_weights
+from dsq_ckpt.quantization.lost_rows import are_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.nan_check import hold_nan
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
-from dsq_ckpt.quantization.restored import with_parts_for
+from dsq_ckpt.quantization.restored_values import with_parts_for
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
-from dsq_ckpt.quantization.undefined import hold_nan
-from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows, may_have_lost_rows
-from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
+from dsq_ckpt.quantization.untrained_weights import may_be_untrained, other_names
+from dsq_ckpt.quantization.weight_averages import averages
 from dsq_ckpt.storage.paths import expanded
 
 

@@ -18,9 +18,9 @@ from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_of
 from dsq_ckpt.quantization.layout import Layout
+from dsq_ckpt.quantization.lost_rows import RATIO
+from dsq_ckpt.quantization.model_tensors import without_twins
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.quantization.uneven import RATIO
-from dsq_ckpt.quantization.whose import without_twins
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""

@@ -33,7 +33,7 @@ from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
 from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
-from dsq_ckpt.quantization.restored import waves_in_parts
+from dsq_ckpt.quantization.restored_values import waves_in_parts
 from dsq_ckpt.quantization.step_lengths import step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 

@@ -22,7 +22,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.log_server import LogServer
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from dsq_ckpt.lowdiff.server import Server, describe
-from dsq_ckpt.quantization.restored import note_loads_elsewhere
+from dsq_ckpt.quantization.restored_values import note_loads_elsewhere
 
 
 def main(descriptor: int) -> int:

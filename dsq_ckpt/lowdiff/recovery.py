@@ -30,7 +30,7 @@ from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first, sessions
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
-from dsq_ckpt.quantization.restored import note_load
+from dsq_ckpt.quantization.restored_values import note_load
 from dsq_ckpt.storage.paths import local_path
 
 

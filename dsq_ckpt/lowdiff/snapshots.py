@@ -34,7 +34,7 @@ from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import is_lossy
-from dsq_ckpt.quantization.updates import settings_of
+from dsq_ckpt.quantization.update_rules import settings_of
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint

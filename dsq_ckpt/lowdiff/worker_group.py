@@ -29,7 +29,7 @@ from dsq_ckpt.lowdiff.memory import SurvivingReplica
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState
 from dsq_ckpt.lowdiff.worker_client import NotSparse, ProcessGone, WorkerClient
-from dsq_ckpt.quantization.restored import loads
+from dsq_ckpt.quantization.restored_values import loads
 
 _POSTED = ("broken", "starting", "saving", "wanted", "whole", "restart")
 _START = 120.0

@@ -18,9 +18,9 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook import Codebook, Fitted, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
-from dsq_ckpt.quantization.restored import Loads
+from dsq_ckpt.quantization.restored_values import Loads
 from dsq_ckpt.quantization.scales import Scales
-from dsq_ckpt.quantization.worst import Worst, worst_tensor
+from dsq_ckpt.quantization.worst_tensor import Worst, worst_tensor
 
 
 @dataclass(frozen=True)

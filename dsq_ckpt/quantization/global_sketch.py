@@ -33,7 +33,7 @@ from dsq_ckpt.quantization.passes import (
     sparse_of,
     vanishes,
 )
-from dsq_ckpt.quantization.restored import Loads
+from dsq_ckpt.quantization.restored_values import Loads
 from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
 
 _T = TypeVar("_T")

@@ -5,7 +5,7 @@ kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: pe
 one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
 moment we know or known to be the model's, the points that parametrizations of torch start from, parameters that say
 they lie on a manifold, what is known to be frozen, or rounded by the model, and what no training leaves in weights (see
-`nature`). All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+`exact_values`). All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from typing import Any
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
-from dsq_ckpt.quantization.frozen import Frozen
+from dsq_ckpt.quantization.frozen_tensors import Frozen
 from dsq_ckpt.quantization.groups import by_own_size
-from dsq_ckpt.quantization.updates import beside_first_moments, finer, fitted_to_weights
-from dsq_ckpt.quantization.whose import of_models
+from dsq_ckpt.quantization.model_tensors import of_models
+from dsq_ckpt.quantization.update_rules import beside_first_moments, finer, fitted_to_weights
 
 _BY_UPDATE, _BY_SIZE = "/update", "/relative"
 """Ends of the names of groups whose first moments are in units of Adam's update, and of their own size."""

@@ -20,7 +20,7 @@ from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
 from dsq_ckpt.quantization.layout import GRADIENT, Layout
-from dsq_ckpt.quantization.numbered import is_numbered, state_by_weight
+from dsq_ckpt.quantization.numbered_state import is_numbered, state_by_weight
 
 OCTAVES = 256
 CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5

@@ -18,7 +18,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import group_config
-from dsq_ckpt.quantization.restored import Spread, not_spread
+from dsq_ckpt.quantization.restored_values import Spread, not_spread
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16

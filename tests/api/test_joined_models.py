@@ -12,9 +12,9 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.api.joined_models import join_models
-from dsq_ckpt.quantization.frozen import known, look
+from dsq_ckpt.quantization.frozen_tensors import known, look
 from dsq_ckpt.quantization.groups import layer_types
-from dsq_ckpt.quantization.rounding import rounding
+from dsq_ckpt.quantization.rounded_weights import rounding
 
 
 class BitLinear(nn.Linear):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.quantization import restored as restored_weights
+from dsq_ckpt.quantization import restored_values as restored_weights
 from tests.helpers.states import loaded, relative_error, symbols
 
 LAYERS = {

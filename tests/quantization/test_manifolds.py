@@ -12,8 +12,8 @@ from torch.nn import functional, init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsq_ckpt
+from dsq_ckpt.quantization.exact_values import unlike_weights
 from dsq_ckpt.quantization.manifolds import Looks, on_manifold
-from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import loaded, relative_error
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.quantization import restored
+from dsq_ckpt.quantization import restored_values
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import symbols
 
@@ -75,7 +75,7 @@ def loaded_by_one(run: Path, rank: int) -> None:
     }
     for reader in range(dist.get_world_size()):
         fresh()
-        restored._loads = restored.Loads()
+        restored_values._loads = restored_values.Loads()
         first, second = run / f"{reader}-a", run / f"{reader}-b"
         dsq_ckpt.save(state, first)
         if rank == reader:

@@ -9,7 +9,7 @@ import deepspeed
 import torch.distributed as dist
 from common import LOSSY, begin, check, end, engine_of, settings, train
 
-from dsq_ckpt.quantization import restored
+from dsq_ckpt.quantization import restored_values
 from dsq_ckpt.storage.manifest import Manifest
 
 
@@ -31,7 +31,7 @@ def main() -> None:
             continue  # DeepSpeed refuses that without a universal checkpoint
         tag = "universal" if step == "universal" else None
         path, _ = engine.load_checkpoint(str(run), tag=tag)
-        check(restored.loads().of_moments == 1, f"stage {stage}: moments are known to be where a restore put them")
+        check(restored_values.loads().of_moments == 1, f"stage {stage}: moments are where a restore put them")
         losses = train(engine, 3, 5)
         check(path is not None and max(losses) < 5.5, f"stage {stage}: goes on with {dist.get_world_size()}: {losses}")
         with warnings.catch_warnings():

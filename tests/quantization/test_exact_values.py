@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import prune
 
 import dsq_ckpt
-from dsq_ckpt.quantization.nature import unlike_weights
+from dsq_ckpt.quantization.exact_values import unlike_weights
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.peak_memory import PeakMemory
 from tests.helpers.states import loaded, relative_error

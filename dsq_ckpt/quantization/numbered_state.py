@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from dsq_ckpt.quantization.groups import is_of_optimizers
-from dsq_ckpt.quantization.whose import of_models
+from dsq_ckpt.quantization.model_tensors import of_models
 
 Shape = tuple[int, ...]
 

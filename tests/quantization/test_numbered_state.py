@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.numbered import Shape, numbered, state_by_weight
+from dsq_ckpt.quantization.numbered_state import Shape, numbered, state_by_weight
 from dsq_ckpt.quantization.scales import gauges_of
 
 MATRIX = (64, 128)

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.quantization.groups import kind_of
-from dsq_ckpt.quantization.numbered import Shape, numbered
-from dsq_ckpt.quantization.whose import of_models, tails
+from dsq_ckpt.quantization.model_tensors import of_models, tails
+from dsq_ckpt.quantization.numbered_state import Shape, numbered
 
 _MODEL = "model"
 

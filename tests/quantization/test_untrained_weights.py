@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.quantization.groups import kind_of
-from dsq_ckpt.quantization.untrained import may_be_untrained, other_names
+from dsq_ckpt.quantization.untrained_weights import may_be_untrained, other_names
 
 M, T, V = (80, 80), (70, 80), (9, 90)
 

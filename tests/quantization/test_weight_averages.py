@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
-from dsq_ckpt.quantization.averages import averages
+from dsq_ckpt.quantization.weight_averages import averages
 
 SHAPE = (96, 80)
 

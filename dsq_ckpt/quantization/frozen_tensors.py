@@ -22,10 +22,10 @@ from torch import nn
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.unchanged import checksum
 from dsq_ckpt.core.wrappers import unwrapped
-from dsq_ckpt.quantization.averages import averages
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
-from dsq_ckpt.quantization.restored import Spread
+from dsq_ckpt.quantization.restored_values import Spread
+from dsq_ckpt.quantization.weight_averages import averages
 
 _T = TypeVar("_T")
 _CHANGES = 2

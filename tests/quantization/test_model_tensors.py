@@ -8,7 +8,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.quantization.groups import _kind, key_of_optimizer, kind_of, layer_types
-from dsq_ckpt.quantization.whose import of_models, without_twins
+from dsq_ckpt.quantization.model_tensors import of_models, without_twins
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -67,7 +67,7 @@ def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
         asked.append(arguments)
         return of_models(*arguments)
 
-    for module in ("layout", "numbered", "untrained"):
+    for module in ("layout", "numbered_state", "untrained_weights"):
         monkeypatch.setattr(f"dsq_ckpt.quantization.{module}.of_models", counted)
     model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
     optimizer = torch.optim.AdamW(model.parameters())

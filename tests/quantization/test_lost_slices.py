@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.uneven import RATIO, are_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.lost_rows import RATIO, are_needed, has_lost_rows, may_have_lost_rows
 from tests.helpers.states import loaded
 
 

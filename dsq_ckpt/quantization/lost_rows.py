@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsq_ckpt.quantization.nature import on_host
+from dsq_ckpt.quantization.exact_values import on_host
 
 RATIO = 64
 """How many times smaller than the tensor's root mean square a row's spread is which a refined step hardly resolves."""

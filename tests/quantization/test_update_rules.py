@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt.quantization.updates import (
+from dsq_ckpt.quantization.update_rules import (
     beside_first_moments,
     divided_before,
     objects_of_optimizers,

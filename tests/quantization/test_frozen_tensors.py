@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import dsq_ckpt
-from dsq_ckpt.quantization import frozen
-from dsq_ckpt.quantization.frozen import Frozen, look
+from dsq_ckpt.quantization import frozen_tensors
+from dsq_ckpt.quantization.frozen_tensors import Frozen, look
 
 
 class Model(nn.Module):
@@ -97,10 +97,10 @@ def test_ranks_agree():
 def test_models_are_let_go():
     model = Model()
     told(model)
-    reference, known = weakref.ref(model), len(frozen._watches)
+    reference, known = weakref.ref(model), len(frozen_tensors._watches)
     del model
     gc.collect()
-    assert reference() is None and len(frozen._watches) < known
+    assert reference() is None and len(frozen_tensors._watches) < known
 
 
 def saves(model, tmp_path, config=None, count=3):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.rounding import rounding
+from dsq_ckpt.quantization.rounded_weights import rounding
 from tests.helpers.states import loaded
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.undefined import hold_nan
+from dsq_ckpt.quantization.nan_check import hold_nan
 from dsq_ckpt.storage.manifest import Manifest
 
 NAN = float("nan")
