@@ -134,13 +134,13 @@ def _groups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
 
     found: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {}
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
-        for _, ref in checkpoint.chunks():
-            record = checkpoint.record(ref)
+        for _, ref in checkpoint.iter_chunks():
+            record = checkpoint.read_record(ref)
             if record["type"] != "coded":
                 continue
-            links = checkpoint.chain(ref, "parent", ("coded",))
-            parent = checkpoint.codes(links[1], workers) if len(links) > 1 else None
-            found.setdefault(record["group"], []).append((checkpoint.codes(ref, workers), parent))
+            links = checkpoint.follow_chain(ref, "parent", ("coded",))
+            parent = checkpoint.decode_codes(links[1], workers) if len(links) > 1 else None
+            found.setdefault(record["group"], []).append((checkpoint.decode_codes(ref, workers), parent))
     largest: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
     for group, parts in sorted(found.items(), key=lambda item: sum(len(codes) for codes, _ in item[1])):
         codes = np.concatenate([codes for codes, _ in parts])[:_BLOCK]

@@ -120,7 +120,7 @@ def spent(run: Path) -> dict[str, int]:
     for path in sorted(run.iterdir()):
         manifest = Manifest.read(path)
         found["manifests"] += (path / "manifest.json").stat().st_size
-        found["indices"] += manifest.bytes_in("index")
+        found["indices"] += manifest.sum_bytes("index")
         when = "deltas" if manifest.depth else "keyframes"
         for own in manifest.files:
             if own.role != "own":
@@ -242,8 +242,11 @@ RULES: dict[str, Callable[[int], int | None]] = {
 def layers(path: Path) -> float:
     """Return how many records of codes a load of a checkpoint decodes for each element that is quantized."""
     with Checkpoint(path) as checkpoint:
-        coded = [(key.elements, ref) for key, ref in checkpoint.chunks() if checkpoint.record(ref)["type"] == "coded"]
-        decoded = sum(n * len(checkpoint.chain(ref, "parent", ("coded",))) for n, ref in coded)
+        coded = [
+            (key.elements, ref) for key, ref in checkpoint.iter_chunks()
+            if checkpoint.read_record(ref)["type"] == "coded"
+        ]
+        decoded = sum(n * len(checkpoint.follow_chain(ref, "parent", ("coded",))) for n, ref in coded)
         return decoded / sum(n for n, _ in coded)
 
 

@@ -53,7 +53,7 @@ from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FileInfo
-from dsq_ckpt.storage.shard import Written
+from dsq_ckpt.storage.shard import WrittenRecord
 
 _ROWS, _COLUMNS = 8, 64
 """Shape of the shard of a tensor on one rank."""
@@ -262,7 +262,7 @@ def rank_result(rank: int, own: RankResult, directory: Path) -> RankResult:
         return of._replace(offsets=(rank * _ROWS, 0))
 
     files = [file(info) for info in own.files]
-    written: dict[ChunkKey | str, Written] = {
+    written: dict[ChunkKey | str, WrittenRecord] = {
         key(of): replace(record, ref=record.ref._replace(file=files[0].name))
         for of, record in own.written.items() if isinstance(of, ChunkKey)
     }

@@ -49,7 +49,7 @@ from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.refinement import Refinement
+from dsq_ckpt.storage.refinement import RefinementOption
 
 
 class Compressor:
@@ -240,7 +240,8 @@ class Compressor:
 
     @held_signals()
     def load(
-        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto",
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *,
+        refinement: RefinementOption = "auto",
         allow_cast: bool = False,
     ) -> dict[str, Any]:
         """Restore model, optimizer and search, in place; collective.

@@ -15,8 +15,8 @@ from dsq_ckpt.api.oneshot import Evaluate, Source, compress
 from dsq_ckpt.api.saving import ConfigLike
 from dsq_ckpt.api.snapshot_config import is_valid_bound
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.storage.paths import local_path
-from dsq_ckpt.storage.target_directory import refuse_checkpoint
+from dsq_ckpt.storage.paths import resolve_local_path
+from dsq_ckpt.storage.target_directory import refuse_target
 
 BOUNDS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
@@ -96,7 +96,7 @@ def explore(
         >>> [one.path.name for one in found]
         ['within-0.1', 'within-0.01']
     """
-    into = local_path(directory)
+    into = resolve_local_path(directory)
     proper = isinstance(bounds, Iterable) and not isinstance(bounds, str) and all(map(is_valid_bound, bounds))
     targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
     if not targets or len({path.name for path in targets.values()}) != len(bounds):
@@ -105,7 +105,7 @@ def explore(
             "each once"
         )
     for path in targets.values():
-        refuse_checkpoint(path, overwrite)  # before the first search, which may take long
+        refuse_target(path, overwrite)  # before the first search, which may take long
     found: list[Tradeoff] = []
     for bound, path in targets.items():
         began = time.monotonic()

@@ -40,11 +40,11 @@ from dsq_ckpt.dcp.reader import DSQStorageReader
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.errors import DSQError, LoadFailed
-from dsq_ckpt.storage.attachments import hint_of_attachments, refuse_without_tensors, warn_of_attachments
+from dsq_ckpt.storage.attachments import format_attachment_hint, refuse_without_tensors, warn_about_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.paths import existing_path
-from dsq_ckpt.storage.refinement import Refinement
+from dsq_ckpt.storage.paths import require_checkpoint_path
+from dsq_ckpt.storage.refinement import RefinementOption
 
 
 @held_signals()
@@ -52,7 +52,7 @@ def load(
     state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
-    refinement: Refinement = "auto",
+    refinement: RefinementOption = "auto",
     exact: Sequence[str] = (),
     allow_cast: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -120,7 +120,7 @@ def load(
 def load_with_modules(
     state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain_paths: Sequence[Path] = (),
     modules: Mapping[tuple[Any, ...], nn.Module] | None = None, excluded_keys: Collection[str] = (),
-    refinement: Refinement = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
+    refinement: RefinementOption = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
     process_group: dist.ProcessGroup | None = None, no_dist: bool = False, history: SaveHistory | None = None,
 ) -> None:
     """Load as `load` does, into a state dict some entries of which are the state dicts of modules.
@@ -152,9 +152,9 @@ def load_with_modules(
         nonlocal reader, expanded, object_placeholders, module_placeholders, hint
         background.wait()
         reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history)
-        directory = existing_path(path)
+        directory = require_checkpoint_path(path)
         manifest = Manifest.read(directory)
-        hint = hint_of_attachments(manifest)
+        hint = format_attachment_hint(manifest)
         expanded = expand_stateful(state_dict, loads=True)
         refuse_cycles(expanded)
         warn_of_nested_stateful(expanded, comm.rank)
@@ -168,7 +168,7 @@ def load_with_modules(
         with Checkpoint(directory) as checkpoint:
             refuse_without_tensors(checkpoint, "loaded", LoadFailed)
             if objects or match_modules:
-                with checkpoint.naming():
+                with checkpoint.translate_errors():
                     nesting = Nesting.from_json(checkpoint.index) or Nesting({})
                     tensors = checkpoint.index["tensors"]
             if objects:
@@ -181,7 +181,7 @@ def load_with_modules(
                 restricted_paths.extend(module_placeholders.plain_paths)
             to_fill.extend(fillings(expanded, checkpoint, state_dict))
             if to_fill:
-                warn_of_attachments(checkpoint, "loaded", comm.rank)
+                warn_about_attachments(checkpoint, "loaded", comm.rank)
         restricted_paths.extend(empty_paths)
         return (
             {} if object_placeholders is None else object_placeholders.unexpected_keys,

@@ -46,8 +46,8 @@ from dsq_ckpt.quantization.rounded_weights import rounding
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.paths import expanded, local_path
-from dsq_ckpt.storage.target_directory import refuse_checkpoint
+from dsq_ckpt.storage.paths import expand_path, resolve_local_path
+from dsq_ckpt.storage.target_directory import refuse_target
 
 Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
@@ -125,8 +125,8 @@ def compress(
     comm = communicator or SingleProcess()
 
     def prepare() -> tuple[Path, DSQConfig, Opened]:
-        target = local_path(path)
-        refuse_checkpoint(target, overwrite)
+        target = resolve_local_path(path)
+        refuse_target(target, overwrite)
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
         expect_folds(evaluate, check)
@@ -178,7 +178,7 @@ def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evalu
     if isinstance(source, nn.Module | Mapping):
         state = get_state_dict(source) if isinstance(source, nn.Module) else expand_stateful(dict(source))
         opened = _open_state_dict(dict(state))
-    elif not is_url(source) and expanded(source).resolve() == target.resolve():
+    elif not is_url(source) and expand_path(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
         opened = open_source(source)

@@ -37,7 +37,7 @@ def read_saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
     groups_by_number = {}
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and path[3:] == ("params",):
-            data = files.object_bytes(files.find(name, None))
+            data = files.read_object(files.find_record(name, None))
             try:
                 groups_by_number[path[2]] = torch.load(io.BytesIO(data), weights_only=True)
             except (pickle.UnpicklingError, EOFError, RuntimeError):  # more than plain data: no list of names

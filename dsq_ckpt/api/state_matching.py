@@ -33,7 +33,7 @@ from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.paths import existing_path
+from dsq_ckpt.storage.paths import require_checkpoint_path
 
 _gradient_lock = threading.RLock()  # reentrant: a signal handler or a hook of a module may save during a save
 
@@ -112,9 +112,9 @@ def match_saved_state(
 
     def match_rank() -> _KeyMismatches:
         nonlocal match
-        directory = existing_path(path)
+        directory = require_checkpoint_path(path)
         refuse_meta(state["model"])
-        with CheckpointFiles(directory) as files, files.naming():
+        with CheckpointFiles(directory) as files, files.translate_errors():
             nesting, tensors = Nesting.from_json(files.index), files.index["tensors"]
             saved_groups = [] if nesting is None or "optimizer" not in state else read_saved_groups(files, nesting)
         match = StateMatch(directory)
@@ -250,7 +250,7 @@ def warn_of_unexpected_tensors(state: Mapping[str, Any], path: str | os.PathLike
     """
     def collect_unexpected_tensors() -> set[str]:
         # The checkpoint may have been replaced since the load.
-        with suppress(DSQError), CheckpointFiles(existing_path(path)) as files, files.naming():
+        with suppress(DSQError), CheckpointFiles(require_checkpoint_path(path)) as files, files.translate_errors():
             nesting = Nesting.from_json(files.index) or Nesting({})
             return {str(keys[0]) for name, keys in nesting.items() if name in files.index["tensors"]} - state.keys()
         return set()

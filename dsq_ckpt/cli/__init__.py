@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from dsq_ckpt.cli import exporting, json_files, output
 from dsq_ckpt.cli.exporting import Format, Layers
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.version import __version__
 
 
@@ -52,7 +52,7 @@ app = typer.Typer(
 
 
 def _path(metavar: str, what: str) -> Any:
-    return typer.Argument(metavar=metavar, help=what, parser=expanded)
+    return typer.Argument(metavar=metavar, help=what, parser=expand_path)
 
 
 RunPath = Annotated[Path, _path("RUN", "Directory that the checkpoints of a run lie in.")]
@@ -112,7 +112,7 @@ def report(
     run: RunPath,
     target: Annotated[
         Path, typer.Option(
-            "--output", "-o", parser=expanded, metavar="FILE", help="The page to write; makes missing directories."
+            "--output", "-o", parser=expand_path, metavar="FILE", help="The page to write; makes missing directories."
         )
     ] = "report.html",  # type: ignore[assignment]
     as_json: Json = False,
@@ -334,12 +334,14 @@ def bench(
     threads: Annotated[int, typer.Option(min=0, help="Worker threads; 0: as a save of one rank would choose.")] = 0,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", parser=expanded, metavar="PATH", help="Where to write; default: a temporary directory."),
+        typer.Option(
+            "--dir", parser=expand_path, metavar="PATH", help="Where to write; default: a temporary directory."
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
     stall: Annotated[bool, typer.Option("--stall", help="Only how long training waits for async_save.")] = False,
     json_file: Annotated[Path | None, typer.Option(
-        "--json", parser=expanded, metavar="PATH", help="Write the result to this file too."
+        "--json", parser=expand_path, metavar="PATH", help="Write the result to this file too."
     )] = None,
 ) -> None:
     """Measure saving and loading on this machine."""

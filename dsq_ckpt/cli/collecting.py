@@ -7,22 +7,22 @@ from pathlib import Path
 from dsq_ckpt.cli import output
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage import gc, remote_gc
-from dsq_ckpt.storage.links import left_by_removal
-from dsq_ckpt.storage.manifest import checkpoints
-from dsq_ckpt.storage.runs import run_below
+from dsq_ckpt.storage.links import compute_freed_space
+from dsq_ckpt.storage.manifest import iter_checkpoints
+from dsq_ckpt.storage.runs import find_run_below
 
 
 def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     """Delete it, or list it with `dry_run`, and print what was left alone and why."""
     collecting = remote_gc if is_remote(path) else gc
     with output.meter("looking for garbage", hidden=as_json):
-        left = collecting.left(path, older_than)
-        orphans = collecting.garbage(path, older_than)
+        left = collecting.find_skipped(path, older_than)
+        orphans = collecting.find_garbage(path, older_than)
         linked, freed = set[Path](), sum(orphan.bytes for orphan in orphans)
         if not is_remote(path):
-            linked, freed = left_by_removal(file for orphan in orphans for file in gc.files_of(orphan))
+            linked, freed = compute_freed_space(file for orphan in orphans for file in gc.list_files(orphan))
         if not dry_run:
-            orphans = collecting.collect(path, older_than)
+            orphans = collecting.collect_garbage(path, older_than)
     if as_json:
         output.print_json({
             "path": str(path), "dry_run": dry_run, "bytes": freed,
@@ -42,7 +42,8 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
     more = f"; the bytes of {len(linked)} file(s) stay, by links elsewhere" if linked else ""
     screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}{more}" if orphans else "nothing to delete")
-    if not orphans and not any(True for _ in checkpoints(path, lambda *_: None)) and (below := run_below(path)):
+    has_checkpoints = any(True for _ in iter_checkpoints(path, lambda *_: None))
+    if not orphans and not has_checkpoints and (below := find_run_below(path)):
         screen.print(f"'{path}' holds no checkpoint; directories in it do, such as '{below}': name one", soft_wrap=True)
     for entry in left:
         younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""

@@ -58,7 +58,7 @@ def run(
     ]
     screen = output.console()
     screen.print(output.fields([
-        ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.setting("system")),
+        ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.get_setting("system")),
         ("uncompressed", output.size(logical)), ("written", f"{output.size(kept)} ({output.ratio(logical, kept)})"),
         *searched, ("took", output.seconds(manifest.seconds)),
     ]))

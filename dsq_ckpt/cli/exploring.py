@@ -10,7 +10,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.cli.compressing import configuration
 from dsq_ckpt.cli.evaluating import judge
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.storage.atomic_io import new_file
+from dsq_ckpt.storage.atomic_io import create_file
 
 
 def run(
@@ -115,5 +115,5 @@ def _draw(found: Sequence[Tradeoff], plot: Path) -> None:
     axis.margins(x=0.12)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    with new_file(plot) as stream:
+    with create_file(plot) as stream:
         figure.savefig(stream, format=plot.suffix[1:], dpi=150)

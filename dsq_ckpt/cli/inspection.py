@@ -10,8 +10,8 @@ from typing import Any
 from dsq_ckpt.cli import output
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.description import describe, restored_error
-from dsq_ckpt.storage.manifest import Manifest, checkpoints
+from dsq_ckpt.storage.description import compute_restored_error, describe
+from dsq_ckpt.storage.manifest import Manifest, iter_checkpoints
 
 _SHARE = "share of the metric"
 _AS_METRIC = "units of the metric"
@@ -66,7 +66,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     screen = output.console()
     screen.print(_kinds(path, manifest))
     screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
-    if manifest.setting("quantize", "small_moments") == "bf16":
+    if manifest.get_setting("quantize", "small_moments") == "bf16":
         screen.print("moments of norms, biases, one-dimensional and small tensors: bf16, 0.4 % off at most")
     if not manifest.groups:
         return
@@ -74,7 +74,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         "<group", "elements", "<codebook", "levels", "step", "coded", "bits/element", "base error", "restored"
     )
     for name, group in sorted(manifest.groups.items()):
-        restored = restored_error(group)
+        restored = compute_restored_error(group)
         rows.add_row(
             name, output.number(group.elements), _codebook(name, manifest), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
@@ -91,7 +91,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         "errors of first moments: those of the optimizer's next update"
     )
     for name, group in sorted(manifest.groups.items()):
-        whole = restored_error(group)
+        whole = compute_restored_error(group)
         whole = group.relative_error if whole is None else whole
         if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
             screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
@@ -101,8 +101,8 @@ def _codebook(group: str, manifest: Manifest) -> str:
     """Return the `fit` that a configuration gives to a group, as text."""
     kind, _, layer = group.partition("/")
     own = ("groups", layer.partition("/")[0]) if kind == "weights" else ()
-    at = ("quantize", *own) if own and manifest.setting("quantize", *own) else ("quantize", kind)
-    fit = manifest.setting(*at, "codebook", "fit") or "-"
+    at = ("quantize", *own) if own and manifest.get_setting("quantize", *own) else ("quantize", kind)
+    fit = manifest.get_setting(*at, "codebook", "fit") or "-"
     # A first moment without its second one is stored by its size alone: `groups.assign`.
     return "kmeans" if fit == "update" and not group.endswith("/update") else str(fit)
 
@@ -131,10 +131,10 @@ def _unit(name: str, value: Any) -> str:
 def tensor_list(path: Path) -> list[dict[str, Any]]:
     """Return name, dtype, shape, chunks and group (or `exact`, `bf16`) of every tensor and object."""
     found: list[dict[str, Any]] = []
-    with Checkpoint(path) as checkpoint, checkpoint.naming():
+    with Checkpoint(path) as checkpoint, checkpoint.translate_errors():
         stored: dict[str, str] = {}
-        for key, ref in checkpoint.chunks():
-            record = checkpoint.record(ref)
+        for key, ref in checkpoint.iter_chunks():
+            record = checkpoint.read_record(ref)
             how = {"coded": str(record.get("group")), "merged": "merged"}.get(record["type"])
             how = how or str(record.get("stored", "exact"))
             # NaN in one rank's part makes that part exact; the tensor is still lossy.
@@ -171,7 +171,7 @@ def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
         ("uncompressed", output.size(logical)),
         ("written", f"{output.size(about['bytes_written'])} ({output.ratio(logical, about['bytes_written'])})"),
         ("kept", f"{output.size(about['bytes_kept'])} ({output.ratio(logical, about['bytes_kept'])}), without linked "
-                 f"ancestors ({output.size(manifest.bytes_in('ancestor'))})"),
+                 f"ancestors ({output.size(manifest.sum_bytes('ancestor'))})"),
         ("writer", ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
                    + f", format {manifest.version}"),
     ]
@@ -191,14 +191,14 @@ def _kinds(path: Path, manifest: Manifest) -> Any:
             output.ratio(sizes.logical, sizes.base + (sizes.refinement if kept else 0)),
         )
     about = describe(path)
-    if beside := manifest.bytes_in("attachment"):
+    if beside := manifest.sum_bytes("attachment"):
         rows.add_row("DeepSpeed's own files", *[output.size(beside)] * 2, "-", *[output.ratio(beside, beside)] * 2)
     stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values()) + beside
     rows.add_row("tables, index, manifest", "-", output.size(about["bytes_kept"] - stored))
     rows.add_row(
-        "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.bytes_in("refinement")),
-        output.size(manifest.bytes_in("refinement")) if kept else "-",
-        output.ratio(about["bytes_logical"], about["bytes_kept"] - manifest.bytes_in("refinement")),
+        "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.sum_bytes("refinement")),
+        output.size(manifest.sum_bytes("refinement")) if kept else "-",
+        output.ratio(about["bytes_logical"], about["bytes_kept"] - manifest.sum_bytes("refinement")),
         output.ratio(about["bytes_logical"], about["bytes_kept"]),
     )
     return rows
@@ -211,7 +211,8 @@ def _files(path: Path, manifest: Manifest) -> Any:
     """
     places: dict[str, str] = {}
     with contextlib.suppress(OSError):  # whoever may read the checkpoint need not be able to list its parent
-        places = {other.save_id: place.name for place, other in checkpoints(path.absolute().parent, lambda *_: None)}
+        run = path.absolute().parent
+        places = {other.save_id: place.name for place, other in iter_checkpoints(run, lambda *_: None)}
     depths = _depths(path, manifest)
     rows: dict[tuple[int, int, str, str], list[int]] = {}
     for file in manifest.files:
@@ -233,10 +234,10 @@ def _save_of(name: str) -> str:
 def _depths(path: Path, manifest: Manifest) -> dict[str, int]:
     """Return the distance of each save of the chain from the keyframe, by the files that its first file needs."""
     depths = {manifest.save_id: manifest.depth}
-    with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, checkpoint.naming():
+    with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, checkpoint.translate_errors():
         for file in manifest.files:
             if file.role == "ancestor" and _save_of(file.name) not in depths:
-                needed = {_save_of(name) for name in checkpoint.requires(file.name)}
+                needed = {_save_of(name) for name in checkpoint.required_files(file.name)}
                 depths[_save_of(file.name)] = len(needed) - 1
     return depths
 

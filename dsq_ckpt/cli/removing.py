@@ -8,8 +8,8 @@ from pathlib import Path
 from dsq_ckpt.cli import output
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage import removal
-from dsq_ckpt.storage.manifest import checkpoints as checkpoints_of
-from dsq_ckpt.storage.runs import canonical
+from dsq_ckpt.storage.manifest import iter_checkpoints as checkpoints_of
+from dsq_ckpt.storage.runs import canonicalize
 
 
 def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
@@ -21,12 +21,12 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
     """
     with output.meter("removing", hidden=as_json):
         _refuse_twice(checkpoints)
-        done: list[removal.Removed] = []
+        done: list[removal.RemovalResult] = []
         for checkpoint in checkpoints:
-            done.append(removal.remove(checkpoint, dry_run=True, after=done))
+            done.append(removal.remove_checkpoint(checkpoint, dry_run=True, after=done))
         runs = _without_refinement([one.path for one in done])
         if not dry_run:
-            done = [removal.remove(checkpoint) for checkpoint in checkpoints]
+            done = [removal.remove_checkpoint(checkpoint) for checkpoint in checkpoints]
     if as_json:
         output.print_json([{
             "path": str(one.path), "dry_run": dry_run, "bytes": one.bytes, "files": [str(file) for file in one.files],
@@ -42,7 +42,7 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
         ))
 
 
-def _print(done: Sequence[removal.Removed], runs: Sequence[Path], dry_run: bool) -> None:
+def _print(done: Sequence[removal.RemovalResult], runs: Sequence[Path], dry_run: bool) -> None:
     """Print a line for each checkpoint, and one for each run that has base layers alone then."""
     verb = "would remove" if dry_run else "removed"
     for one in done:
@@ -73,7 +73,7 @@ def _without_refinement(removed: Sequence[Path]) -> list[Path]:
 def _refuse_twice(checkpoints: Sequence[Path]) -> None:
     """Refuse a checkpoint that is named twice."""
     seen: set[Path] = set()
-    for checkpoint in map(canonical, checkpoints):
+    for checkpoint in map(canonicalize, checkpoints):
         if checkpoint in seen:
             raise ConfigError(f"'{checkpoint}' is named twice; name each checkpoint once")
         seen.add(checkpoint)

@@ -16,12 +16,18 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import check
 from dsq_ckpt.report.history import Leftovers, leftovers
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.beside import lost_its_manifest, missing
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
-from dsq_ckpt.storage.meanwhile import PATIENCE, PAUSE, Fate, fate, lost_files
+from dsq_ckpt.storage.companion_files import has_lost_manifest, list_missing_files
+from dsq_ckpt.storage.concurrent_changes import (
+    POLL_INTERVAL,
+    REMOVAL_TIMEOUT,
+    ConcurrentChange,
+    detect_change,
+    find_missing_files,
+)
+from dsq_ckpt.storage.container import checksum_file
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, iter_checkpoints
 
 
 @dataclass
@@ -45,7 +51,7 @@ class Report:
     """Number of tensors and objects decoded; None: decoding was not tried."""
     decoded_by: str | None = None
     """A later checkpoint whose decoding walked the whole chain of this one."""
-    meanwhile: Fate | None = None
+    meanwhile: ConcurrentChange | None = None
     """How the checkpoint went before all of it was read; nothing is known of it then."""
 
     @property
@@ -60,7 +66,7 @@ class Report:
             "problems": [vars(problem) for problem in self.problems], "meanwhile": self.meanwhile,
         }
 
-    def gone(self, became: Fate) -> None:
+    def gone(self, became: ConcurrentChange) -> None:
         """Note that the checkpoint was removed or replaced, and with it what was found."""
         self.meanwhile, self.problems, self.tensors, self.decoded_by = became, [], None, None
 
@@ -151,7 +157,7 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     if is_complete(path):
         reports = [Report(path, Manifest.read(path).save_id)]
     else:
-        complete = dict(checkpoints(path, lambda *_: None))
+        complete = dict(iter_checkpoints(path, lambda *_: None))
         reports = [Report(directory, manifest.save_id) for directory, manifest in complete.items()]
         if is_remote(path) or path.is_dir():
             left = leftovers(path, complete)
@@ -197,10 +203,11 @@ def _check_files(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
                 problem = _check_file(file.path_in(report.path), file, known, meter)
                 if problem is not None and not _dropped_meanwhile(report.path, file):
                     report.problems.append(Problem(file.name, problem))
-            there = {entry.name for entry in storage_of(report.path).entries(report.path)} if manifest.beside else ()
+            entries = get_storage(report.path).list_entries(report.path) if manifest.beside else ()
+            there = {entry.name for entry in entries}
             report.problems += [
                 Problem(name, "is missing: it was saved with the checkpoint, which may not be resumed from without it")
-                for name in missing(report.path, manifest, there)
+                for name in list_missing_files(report.path, manifest, there)
             ]
 
 
@@ -214,7 +221,7 @@ def _check_file(
             status = os.stat(path)
             inode = (status.st_dev, status.st_ino)
         if inode not in known:
-            known[inode] = file_checksum(path)
+            known[inode] = checksum_file(path)
             meter.advance(file.size)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
@@ -236,25 +243,25 @@ def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
 
 def _compare_with_present(reports: list[Report]) -> None:
     """Take back what was found of checkpoints that are not there any more, and look for what others need of them."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + REMOVAL_TIMEOUT
     for report in reports:
         if report.problems and report.meanwhile is None:
             if report.save_id is None and _without_manifest(report.path, deadline):
                 continue
-            found = fate(report.path, report.save_id, report.manifest, deadline)
+            found = detect_change(report.path, report.save_id, report.manifest, deadline)
             if found is not None:
                 report.gone(found)
     for report in reports:
         if report.manifest is not None and not report.problems and report.meanwhile is None:
-            lost = lost_files(report.path, report.manifest, of_others=True)
-            if lost and fate(report.path, report.save_id) is None:
+            lost = find_missing_files(report.path, report.manifest, of_others=True)
+            if lost and detect_change(report.path, report.save_id) is None:
                 report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in lost]
 
 
 def _without_manifest(path: Path, deadline: float) -> bool:
     """Return whether a checkpoint has lost its manifest alone; one that is being removed is given time to go."""
-    while (lost := path.is_dir() and lost_its_manifest(path)) and time.monotonic() < deadline:
-        time.sleep(PAUSE)
+    while (lost := path.is_dir() and has_lost_manifest(path)) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL)
     return lost
 
 
@@ -314,22 +321,22 @@ def _decode_checkpoint(
 ) -> list[Problem]:
     """Decode everything; a tensor that raises, whatever it raises, is a tensor that cannot be loaded."""
     report.tensors = 0
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         sizes = {fqn: [0, tensor["shape"]] for fqn, tensor in checkpoint.index["tensors"].items()}
         failed: dict[str, str] = {}
-        for key, ref in checkpoint.chunks():
+        for key, ref in checkpoint.iter_chunks():
             try:
-                with checkpoint.naming():
-                    checkpoint.record(ref, key.fqn, key.offsets)
-                    tensor = checkpoint.tensor(ref, checkpoint.has_refinement, workers)
+                with checkpoint.translate_errors():
+                    checkpoint.read_record(ref, key.fqn, key.offsets)
+                    tensor = checkpoint.decode_tensor(ref, checkpoint.has_refinement, workers)
                 sizes[key.fqn][0] += tensor.numel()
                 meter.advance(tensor.nbytes)
             except Exception as error:
                 failed.setdefault(key.fqn, str(error) or repr(error))
         for fqn in checkpoint.index["objects"]:
             try:
-                with checkpoint.naming():
-                    checkpoint.object_bytes(checkpoint.find(fqn, None))
+                with checkpoint.translate_errors():
+                    checkpoint.read_object(checkpoint.find_record(fqn, None))
             except Exception as error:
                 failed[fqn] = str(error) or repr(error)
         for fqn, (elements, shape) in sizes.items():

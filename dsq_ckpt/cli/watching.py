@@ -19,10 +19,10 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.history import RunCheckpoint
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import Entry, storage_of
-from dsq_ckpt.storage.description import losses
+from dsq_ckpt.storage.backend import DirectoryEntry, get_storage
+from dsq_ckpt.storage.description import format_losses
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
-from dsq_ckpt.storage.order import in_order
+from dsq_ckpt.storage.save_order import sort_by_save_order
 
 _READ_AGAIN = 8  # newest checkpoints, whose refinement may be dropped
 _INTERVALS = 10  # between checkpoints, whose median tells when the next one comes
@@ -56,26 +56,27 @@ class Watched:
         self.damaged = {}
         for path, entry in self._directories():
             known = self._seen.get(path)
-            if known is not None and known[0] == entry.changed and path not in newest:
+            if known is not None and known[0] == entry.modified and path not in newest:
                 seen[path] = known
                 continue
             try:
                 manifest = Manifest.read(path)
-                overhead = storage_of(path).size(path / MANIFEST)
+                overhead = get_storage(path).size(path / MANIFEST)
             except (CheckpointNotFound, FileNotFoundError):
                 continue  # a save under way, something else, or removed meanwhile
             except DSQError as error:
                 self.damaged[path] = str(error)
                 continue
-            seen[path] = entry.changed, RunCheckpoint.of(path, manifest, overhead)
+            seen[path] = entry.modified, RunCheckpoint.of(path, manifest, overhead)
         self._seen = seen
         by_path = {path: one for path, (_, one) in seen.items()}
-        self.entries = [by_path[path] for path, _ in in_order([(one.path, one.manifest) for one in by_path.values()])]
+        found = [(one.path, one.manifest) for one in by_path.values()]
+        self.entries = [by_path[path] for path, _ in sort_by_save_order(found)]
         return [entry for entry in self.entries if entry.manifest.save_id not in before]
 
-    def _directories(self) -> Iterator[tuple[Path, Entry]]:
-        for entry in storage_of(self.run).entries(self.run):
-            if entry.directory and not is_hidden(entry.name) and entry.name != "lost+found":
+    def _directories(self) -> Iterator[tuple[Path, DirectoryEntry]]:
+        for entry in get_storage(self.run).list_entries(self.run):
+            if entry.is_directory and not is_hidden(entry.name) and entry.name != "lost+found":
                 yield self.run / entry.name, entry
 
     @property
@@ -84,7 +85,7 @@ class Watched:
         files: dict[object, int] = {}
         for entry in self.entries:
             manifest = entry.manifest
-            own = manifest.bytes_in("own", "index", "refinement", "attachment")
+            own = manifest.sum_bytes("own", "index", "refinement", "attachment")
             files[entry.path] = entry.classes["everything"].kept - own
             for file in manifest.files:
                 files[(entry.path, file.name) if file.role == "attachment" else file.name] = file.size
@@ -161,7 +162,7 @@ def _line(entry: RunCheckpoint) -> str:
     return ", ".join([
         f"{entry.path.name}: {output.size(part.written)}", output.ratio(part.logical, part.written),
         f"delta {manifest.depth}" if manifest.depth else "keyframe", output.seconds(manifest.seconds),
-        *losses(manifest.quality),
+        *format_losses(manifest.quality),
     ])
 
 

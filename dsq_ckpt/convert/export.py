@@ -29,12 +29,12 @@ from dsq_ckpt.convert.causes import cause_of
 from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
-from dsq_ckpt.storage.atomic_io import new_directory, new_file, sync_directory
-from dsq_ckpt.storage.attachments import attachments, refuse_without_tensors, warn_of_attachments
+from dsq_ckpt.storage.atomic_io import create_directory, create_file, sync_directory
+from dsq_ckpt.storage.attachments import list_attachments, refuse_without_tensors, warn_about_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.paths import expanded, local_path
-from dsq_ckpt.storage.record_fields import dtype_of
-from dsq_ckpt.storage.refinement import Refinement, checked_refinement, is_refined
+from dsq_ckpt.storage.paths import expand_path, resolve_local_path
+from dsq_ckpt.storage.record_fields import parse_dtype
+from dsq_ckpt.storage.refinement import RefinementOption, check_refinement, uses_refinement
 from dsq_ckpt.storage.target_directory import refuse_existing
 
 StrPath = str | os.PathLike[str]
@@ -62,7 +62,7 @@ class Exported:
 
 
 def export_dcp(
-    source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    source: StrPath, target: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write a plain DCP directory, which `dcp.load` reads into the state dict that was saved.
@@ -81,17 +81,17 @@ def export_dcp(
         CheckpointExists: `target` exists.
         ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint; or nothing is below `part`.
     """
-    goal = Path(os.path.normpath(local_path(target)))
+    goal = Path(os.path.normpath(resolve_local_path(target)))
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
     with Opened(source, refinement, progress, part, done="exported") as opened:
         flat: dict[str, Any] = {
-            fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
+            fqn: torch.empty(tensor["shape"], dtype=parse_dtype(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
         }
         flat.update(dict.fromkeys(opened.objects))
-        with new_directory(goal, overwrite) as hidden:
+        with create_directory(goal, overwrite) as hidden:
             writer = dcp.FileSystemWriter(hidden, single_file_per_rank=True, thread_count=1)
             try:
                 with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def export_dcp(
 
 
 def export_torch(
-    source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    source: StrPath, file: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     allow_pickle: bool = False, part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write a `torch.save` file with the nested state dict that was saved; all tensors are in memory at once.
@@ -122,11 +122,11 @@ def export_torch(
         CheckpointExists: `file` exists.
         ExportError: an object is more than plain data and `allow_pickle` was not given; or nothing is below `part`.
     """
-    goal = Path(os.path.normpath(local_path(file)))
+    goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
     with Opened(source, refinement, progress, part, done="exported") as opened:
         nested = opened.nested(allow_pickle)
-        with new_file(goal) as stream:
+        with create_file(goal) as stream:
             try:
                 torch.save(nested, stream)
             except RuntimeError as error:
@@ -134,7 +134,7 @@ def export_torch(
         return opened.result(goal)
 
 
-def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool = False) -> dict[str, Any]:
+def read(source: StrPath, *, refinement: RefinementOption = "auto", allow_pickle: bool = False) -> dict[str, Any]:
     """Return the saved nested state dict, as whole tensors on the CPU; the run is not resumed by this.
 
     Args:
@@ -150,7 +150,7 @@ def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool
 
 
 def export_safetensors(
-    source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    source: StrPath, file: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write all tensors, by their flat names, to a safetensors file.
@@ -170,7 +170,7 @@ def export_safetensors(
         CheckpointExists: `file` exists.
         ExportError: safetensors has no name for a tensor's dtype; or nothing is below `part`.
     """
-    goal = Path(os.path.normpath(local_path(file)))
+    goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
     with Opened(source, refinement, progress, part, done="exported") as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
@@ -185,7 +185,7 @@ def export_safetensors(
             header[fqn] = {"dtype": _safetensors_dtype(fqn, opened), "shape": shape, "data_offsets": [start, end]}
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
-        with new_file(goal) as stream:
+        with create_file(goal) as stream:
             stream.write(len(head).to_bytes(8, "little") + head)
             for fqn in names:
                 tensor = opened.tensor(fqn)
@@ -222,17 +222,17 @@ class Opened:
     """
 
     def __init__(
-        self, path: StrPath, refinement: Refinement, progress: Progress | None, part: str | None = None, *,
+        self, path: StrPath, refinement: RefinementOption, progress: Progress | None, part: str | None = None, *,
         done: str | None = None,
     ) -> None:
-        self.checkpoint = Checkpoint(expanded(path))
-        self.files = [file.name for file in attachments(self.checkpoint.manifest)]
+        self.checkpoint = Checkpoint(expand_path(path))
+        self.files = [file.name for file in list_attachments(self.checkpoint.manifest)]
         try:
             if done is not None:
                 refuse_without_tensors(self.checkpoint, done, ExportError)
-                warn_of_attachments(self.checkpoint, done)
-            self.refined = is_refined(self.checkpoint.manifest, checked_refinement(refinement), path)
-            with self.checkpoint.naming():
+                warn_about_attachments(self.checkpoint, done)
+            self.refined = uses_refinement(self.checkpoint.manifest, check_refinement(refinement), path)
+            with self.checkpoint.translate_errors():
                 self.paths = Nesting.from_json(self.checkpoint.index)
                 self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]
                 self.objects: list[str] = sorted(self.checkpoint.index["objects"])
@@ -277,7 +277,7 @@ class Opened:
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
-        with self.checkpoint.naming():
+        with self.checkpoint.translate_errors():
             root = flat if self.paths is None else self.paths.nested(flat)
             number_parameters(root, {id(root)})
             return root
@@ -287,7 +287,7 @@ class Opened:
         return list(self.paths) if self.paths is not None else [*self.tensors, *self.objects]
 
     def dtype(self, fqn: str) -> torch.dtype:
-        return dtype_of(self.tensors[fqn]["dtype"])
+        return parse_dtype(self.tensors[fqn]["dtype"])
 
     def size(self, fqn: str) -> int:
         """Return the uncompressed bytes of a tensor."""
@@ -299,7 +299,7 @@ class Opened:
         Raises:
             CorruptCheckpoint: its chunks do not cover it.
         """
-        with self.checkpoint.naming():
+        with self.checkpoint.translate_errors():
             whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn), device="cpu")
             filled = 0
             for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
@@ -316,14 +316,14 @@ class Opened:
 
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
         """Return the part of a tensor that a rank stored."""
-        with self.checkpoint.naming():
-            ref = self.checkpoint.find(self._stored.get(fqn, fqn), offsets)
-            return self.checkpoint.tensor(ref, self.refined, self._workers)
+        with self.checkpoint.translate_errors():
+            ref = self.checkpoint.find_record(self._stored.get(fqn, fqn), offsets)
+            return self.checkpoint.decode_tensor(ref, self.refined, self._workers)
 
     def object_bytes(self, fqn: str) -> bytes:
         """Return the bytes of an object that DCP serialized."""
-        with self.checkpoint.naming():
-            return self.checkpoint.object_bytes(self.checkpoint.find(self._stored.get(fqn, fqn), None))
+        with self.checkpoint.translate_errors():
+            return self.checkpoint.read_object(self.checkpoint.find_record(self._stored.get(fqn, fqn), None))
 
     def object(self, fqn: str, allow_pickle: bool) -> Any:
         """Return an object; unpickle only plain data unless the caller trusts the file."""

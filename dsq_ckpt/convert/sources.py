@@ -29,11 +29,11 @@ from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.job import rank_in_job
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_of_attachments
-from dsq_ckpt.storage.manifest import Manifest, checkpoints, is_complete
-from dsq_ckpt.storage.other_formats import other_format
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_about_attachments
+from dsq_ckpt.storage.manifest import Manifest, is_complete, iter_checkpoints
+from dsq_ckpt.storage.other_formats import describe_other_format
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 Values = dict[ChunkKey, torch.Tensor]
 
@@ -105,7 +105,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         raise ConfigError(
             f"source {str(path)!r}: expected a file or directory of the local file system; download it first"
         )
-    path = expanded(path)
+    path = expand_path(path)
     try:
         if path.is_dir():
             return _directory(path)
@@ -200,13 +200,13 @@ class _Own:
         self._opened = export.Opened(path, "auto", None)
         try:
             refuse_without_tensors(self._opened.checkpoint, "compressed", LoadFailed)
-            warn_of_attachments(self._opened.checkpoint, "compressed", rank_in_job())
+            warn_about_attachments(self._opened.checkpoint, "compressed", rank_in_job())
         except BaseException:
             self._opened.close()
             raise
-        with self._opened.checkpoint.naming():
+        with self._opened.checkpoint.translate_errors():
             self.tensors = _covered(path, {
-                name: Stored(tuple(tensor["shape"]), dtype_of(tensor["dtype"]), tuple(
+                name: Stored(tuple(tensor["shape"]), parse_dtype(tensor["dtype"]), tuple(
                     (tuple(offsets), tuple(shape)) for offsets, shape, _, _ in tensor["chunks"]
                 )) for name, tensor in self._opened.tensors.items()
             })
@@ -347,9 +347,9 @@ def _directory(path: Path) -> Source:
     shards = [name for name in names if name.endswith(SAFETENSORS)]
     if shards:
         return InMemory(safetensors_state([(path / name, None) for name in shards]))
-    if next(checkpoints(path, lambda *_: None), None) is not None:
+    if next(iter_checkpoints(path, lambda *_: None), None) is not None:
         Manifest.read(path)  # raises: it is a run, and which is its newest checkpoint
-    if other := other_format(path):
+    if other := describe_other_format(path):
         raise CheckpointNotFound(f"'{path}' {other}")
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""

@@ -45,7 +45,7 @@ def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: i
     empty = [path for path, _ in empty_dicts(state_dict) if path]
     if not empty:
         return
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         nesting, tensors = Nesting.from_json(checkpoint.index) or Nesting({}), checkpoint.index["tensors"]
     for path in empty:
         below = sum(name in tensors and own[: len(path)] == path for name, own in nesting.items())
@@ -65,7 +65,7 @@ def warn_of_unfilled(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: 
     So it is with a model whose names have a prefix that those of the saved one have not: training would go on from
     fresh weights, with the moments and steps that were loaded.
     """
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         known = checkpoint.index["tensors"]
     asked: dict[str, list[str]] = {}
     for name, value in planner.state_dict.items():
@@ -96,7 +96,7 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     }
     if not told and not extra:
         return
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     _warn_of_extra_states(extra, nesting)
     for path, own in told.items():

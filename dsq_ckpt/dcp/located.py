@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 
 class Located:
@@ -28,4 +28,4 @@ class Located:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = checkpoint_path(checkpoint_id)
+            self.path = resolve_checkpoint_path(checkpoint_id)

@@ -34,7 +34,7 @@ from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 _MOST_TOLD = 3  # objects that a save warns of
 
@@ -251,7 +251,7 @@ def fillings(
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
     parameters = parameters_of(given)
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
             if not state_dict and (tensors or checkpoint.index["objects"]):
@@ -295,7 +295,7 @@ def placeholder(
     Raises:
         LoadFailed: it is of an optimizer's state for other parameters than those that the optimizer has.
     """
-    shape, dtype = torch.Size(tensor["shape"]), dtype_of(tensor["dtype"])
+    shape, dtype = torch.Size(tensor["shape"]), parse_dtype(tensor["dtype"])
     own = parameters.get(str(path[0]), ())
     if own and len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal():
         name, number = ".".join(map(str, path)), int(path[2])

@@ -56,9 +56,9 @@ from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.restored_values import note_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.record_fields import dtype_of
-from dsq_ckpt.storage.refinement import Refinement, checked_refinement, is_refined
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.record_fields import parse_dtype
+from dsq_ckpt.storage.refinement import RefinementOption, check_refinement, uses_refinement
 from dsq_ckpt.storage.shard import RecordRef
 
 logger = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ class DSQStorageReader(Located, StorageReader):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        refinement: Refinement = "auto",
+        refinement: RefinementOption = "auto",
         exact: Sequence[str] = (),
         allow_cast: bool = False,
         threads: int = 0,
         history: SaveHistory | None = None,
     ) -> None:
-        self.path = None if path is None else checkpoint_path(path)
-        self._refinement = checked_refinement(refinement)
+        self.path = None if path is None else resolve_checkpoint_path(path)
+        self._refinement = check_refinement(refinement)
         self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
@@ -207,7 +207,7 @@ class DSQStorageReader(Located, StorageReader):
         def loads() -> Iterator[ChunkLoad]:
             for index, ref in _in_order(checkpoint, wanted):
                 let_signals_through()
-                record, items = checkpoint.record(ref), wanted[index]
+                record, items = checkpoint.read_record(ref), wanted[index]
                 self._check_lossy(index.fqn, record)
                 key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
                 targets = [planner.resolve_tensor(item).detach() for item in items]
@@ -215,7 +215,7 @@ class DSQStorageReader(Located, StorageReader):
                 # tied tensors: they would be written at the same time. Anything else is sliced from a copy.
                 apart = [target.device.type == "cpu" and taken.add(*memory_of(target)) for target in targets]
                 into = alias_of(targets[0]) if apart == [True] else None
-                load = checkpoint.load(
+                load = checkpoint.prepare_load(
                     ref, refined, workers, into, _span(items, key.shape),
                     _whole(items, key) and "residual" not in record, known,
                 )
@@ -235,7 +235,7 @@ class DSQStorageReader(Located, StorageReader):
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may give memory of their own
-                    tied.add(key.fqn, ref, _is_lossy(checkpoint.record(ref)), target, piece)
+                    tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
                 if load.tensor is not into:
                     target.copy_(piece)
                 elif not target.is_inference():
@@ -265,7 +265,7 @@ class DSQStorageReader(Located, StorageReader):
                 raise LoadFailed(f"exact: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
 
     def _refined(self, checkpoint: Checkpoint) -> bool:
-        return is_refined(checkpoint.manifest, self._refinement, checkpoint.directory)
+        return uses_refinement(checkpoint.manifest, self._refinement, checkpoint.directory)
 
     def _open(self) -> Checkpoint:
         if self.path is None:
@@ -301,9 +301,9 @@ def _in_order(
     found, measures = [], set[str]()
     for index in wanted:
         assert index.offset is not None
-        ref = checkpoint.find(index.fqn, tuple(index.offset))
+        ref = checkpoint.find_record(index.fqn, tuple(index.offset))
         found.append((index, ref))
-        if (measure := checkpoint.record(ref).get("root")) is not None:
+        if (measure := checkpoint.read_record(ref).get("root")) is not None:
             measures.add(str(measure))
     return sorted(found, key=lambda pair: pair[0].fqn not in measures)
 
@@ -328,8 +328,8 @@ def _refuse_different(opened: Sequence[Any]) -> None:
 
 def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> None:
     fqn = item.storage_index.fqn
-    ref = checkpoint.find(fqn, None)
-    data = checkpoint.object_bytes(ref)
+    ref = checkpoint.find_record(fqn, None)
+    data = checkpoint.read_object(ref)
     try:
         planner.load_bytes(item, BytesIO(data))
     except DSQError as error:
@@ -343,14 +343,14 @@ def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -
 def metadata_of(checkpoint: Checkpoint) -> Metadata:
     """Return DCP's metadata, rebuilt from the index without unpickling."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    with checkpoint.naming():
+    with checkpoint.translate_errors():
         for fqn, tensor in checkpoint.index["tensors"].items():
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
                 for offsets, shape, _, _ in tensor["chunks"]
             ]
             entries[fqn] = TensorStorageMetadata(
-                TensorProperties(dtype=dtype_of(tensor["dtype"])), torch.Size(tensor["shape"]), chunks
+                TensorProperties(dtype=parse_dtype(tensor["dtype"])), torch.Size(tensor["shape"]), chunks
             )
         for fqn in checkpoint.index["objects"]:
             entries[fqn] = BytesStorageMetadata()

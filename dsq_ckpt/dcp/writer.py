@@ -59,9 +59,9 @@ from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.quantization.rounded_weights import rounding
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.target_directory import refuse_checkpoint
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.target_directory import refuse_target
 
 
 class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
@@ -111,7 +111,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         history: SaveHistory | None = None,
         on_save: OnSave | None = None,
     ) -> None:
-        self.path = None if path is None else checkpoint_path(path)
+        self.path = None if path is None else resolve_checkpoint_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
@@ -248,7 +248,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             else:
                 state = self._quantized(context, plan, planner, comm, workers)
             if not plan.items:  # no manifest would ever name this rank's file
-                storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
+                get_storage(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
                 return finished([])
             return finished(write_results(plan.items, pipeline.write(context, self._rank, state, workers)))
 
@@ -329,7 +329,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             nonlocal state_dict
             state_dict = settled(state_dict)
             if call is not None and call.checkpoint_id is not None:
-                self.path = checkpoint_path(call.checkpoint_id)
+                self.path = resolve_checkpoint_path(call.checkpoint_id)
             if call is not None and call.processes and self._options.on_save is not None:
                 raise ConfigError(
                     "on_save is a function of this process, and DCP's background process commits: save in a thread, or "
@@ -337,7 +337,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
                 )
             self._save = self._begin()
             if comm is not None and comm.rank == 0:
-                refuse_checkpoint(self._save.path, self._options.overwrite)
+                refuse_target(self._save.path, self._options.overwrite)
             default = call is not None and call.default_planner
             return self._save.settings, save_id, default, None if searches else CopyCost.of(state_dict)
 

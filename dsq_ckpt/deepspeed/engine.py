@@ -41,11 +41,11 @@ from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.quantization.restored_values import MOMENTS, note_load
 from dsq_ckpt.quantization.rounded_weights import rounding
 from dsq_ckpt.storage import pickle_refs
-from dsq_ckpt.storage.atomic_io import new_file
+from dsq_ckpt.storage.atomic_io import create_file
+from dsq_ckpt.storage.attachment_files import find_plain_backups, restore_backups
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.foreign_files import plain_backups, restore
 from dsq_ckpt.storage.manifest import Manifest, is_complete
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.runs import get_run
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             LoadFailed: on all ranks, if their tags differ, or DeepSpeed cannot load them into this engine.
         """
         directory = find_tag(self._comm, load_dir, tag)
-        run_on_all_ranks(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
+        run_on_all_ranks(self._comm, lambda: restore_backups(directory) if self._comm.rank == 0 else None, LoadFailed)
         manifest: Manifest | None = None
 
         def checked() -> list[str]:
@@ -213,7 +213,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)
         }
-        with pickle_refs.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
+        with pickle_refs.keep_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
             try:
                 yield
             except AssertionError as error:
@@ -228,7 +228,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 ) from error
             finally:
                 self._looked_at = None
-                pickle_refs.close()
+                pickle_refs.close_last_checkpoint()
         if manifest is not None:
             if self._comm.rank == 0:
                 logger.info("loaded %s, refinement %s, depth %d", directory.name, manifest.refinement, manifest.depth)
@@ -248,7 +248,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     def cleanup(self) -> None:
         """Close the files that were read."""
-        pickle_refs.close()
+        pickle_refs.close_last_checkpoint()
         self.inner.cleanup()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
@@ -316,7 +316,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     def _parent_of(self, directory: Path) -> str:
         """Return the parent of a tag, which may be in another run directory, as with Hugging Face's trainer."""
-        if self._last is None or run_of(self._last) == run_of(directory):
+        if self._last is None or get_run(self._last) == get_run(directory):
             return "auto"
         try:
             return str(self._last) if is_complete(self._last) else "auto"
@@ -329,7 +329,7 @@ class DSQCheckpointEngine(CheckpointEngine):
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
         """Verify this rank's share of a tag's files; return the problems, and the manifest of a compressed tag."""
         if not is_complete(directory):
-            if any(directory.glob("*.dsq")) and not plain_backups(directory):
+            if any(directory.glob("*.dsq")) and not find_plain_backups(directory):
                 raise CheckpointNotFound(
                     f"'{directory}' holds no manifest.json: its save did not complete, or that file was deleted; load "
                     "another tag"
@@ -368,6 +368,6 @@ def _pickles(value: Any) -> bool:
 def _write_plain(queue: Mapping[Path, Any]) -> None:
     """Write files outside of a tag, such as those of `save_16bit_model`, uncompressed and atomically."""
     for path, state in queue.items():
-        with new_file(path) as stream:
+        with create_file(path) as stream:
             torch.save(state, stream)
 

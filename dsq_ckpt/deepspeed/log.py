@@ -27,8 +27,8 @@ from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover_train_state
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient
-from dsq_ckpt.storage.paths import local_path
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.paths import resolve_local_path
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 
 class EngineLog(GradientLog):
@@ -175,7 +175,7 @@ class _PartitionCapture:
     ) -> None:
         layout = ArenaLayout()
         self._own = own
-        self._places = [layout.add(entry.elements * dtype_of(entry.dtype).itemsize) for entry in own]
+        self._places = [layout.add(entry.elements * parse_dtype(entry.dtype).itemsize) for entry in own]
         buffers_at = layout.add(buffer_bytes)
         slot = client.slot()
         self._arena, new = client.ensure_arena(slot, layout.size)
@@ -189,7 +189,7 @@ class _PartitionCapture:
             gradient = train_state.parameters[entry.name].grad
             if gradient is None or entry.name not in names:
                 continue
-            at, dtype = self._places[place], dtype_of(entry.dtype)
+            at, dtype = self._places[place], parse_dtype(entry.dtype)
             self._arena.view(at, entry.shape, dtype).copy_(gradient)
             self._dense.append({"param": place, "dtype": dtype_name(dtype), "at": at})
 
@@ -258,7 +258,7 @@ def recover(
     train_state = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)
     with train_state.replayable():
         recovered = recover_train_state(
-            local_path(run), train_state, comm, replay_log=replay_log, memory=False, timeout=timeout
+            resolve_local_path(run), train_state, comm, replay_log=replay_log, memory=False, timeout=timeout
         )
     if recovered is not None:
         refresh_of(engine)()

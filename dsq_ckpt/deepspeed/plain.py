@@ -11,16 +11,16 @@ import torch
 from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, StrPath
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
-from dsq_ckpt.storage.atomic_io import flush, new_directory, sync_directory
-from dsq_ckpt.storage.attachments import attachments
-from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.paths import expanded, local_path
-from dsq_ckpt.storage.refinement import Refinement
+from dsq_ckpt.storage.atomic_io import create_directory, flush, sync_directory
+from dsq_ckpt.storage.attachments import list_attachments
+from dsq_ckpt.storage.container import checksum_file
+from dsq_ckpt.storage.paths import expand_path, resolve_local_path
+from dsq_ckpt.storage.refinement import RefinementOption
 from dsq_ckpt.storage.target_directory import refuse_existing
 
 
 def export_deepspeed(
-    source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    source: StrPath, target: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     allow_pickle: bool = False, progress: Progress | None = None,
 ) -> Exported:
     """Write a tag's files as DeepSpeed writes them, for machines without `dsq_ckpt`.
@@ -41,12 +41,12 @@ def export_deepspeed(
         LoadFailed: a file needs a module that is not installed.
         CorruptCheckpoint: a file does not match its checksum.
     """
-    source, goal = expanded(source), Path(os.path.normpath(local_path(target)))
+    source, goal = expand_path(source), Path(os.path.normpath(resolve_local_path(target)))
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
         raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
     with Opened(source, refinement, None) as opened:
-        files = attachments(opened.checkpoint.manifest)
+        files = list_attachments(opened.checkpoint.manifest)
         if not files:
             raise ExportError(f"'{source}' was not saved by DeepSpeed; choose another format")
         if not allow_pickle:
@@ -55,11 +55,11 @@ def export_deepspeed(
                 "pass allow_pickle=True for a checkpoint that you trust"
             )
         refined, count, total = opened.refined, 0, 0
-    with new_directory(goal, overwrite) as hidden:
+    with create_directory(goal, overwrite) as hidden:
         hidden.mkdir()
         for file in files:
             path = source / file.name
-            if file_checksum(path) != (file.size, file.checksum):
+            if checksum_file(path) != (file.size, file.checksum):
                 raise CorruptCheckpoint(f"'{path}' does not have the checksum {file.checksum}: it was altered")
             with pickle_refs.stored_in(source, refined):
                 try:
@@ -74,7 +74,7 @@ def export_deepspeed(
             if progress is not None:
                 progress(sum(sizes))
         sync_directory(hidden)
-    pickle_refs.close()
+    pickle_refs.close_last_checkpoint()
     return Exported(goal, count, total, refined)
 
 

@@ -12,7 +12,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.storage.atomic_io import new_file
+from dsq_ckpt.storage.atomic_io import create_file
 from dsq_ckpt.storage.manifest import is_complete
 
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -115,7 +115,7 @@ def own_latest(save_dir: str) -> None:
     with contextlib.suppress(OSError):  # what is wrong there, DeepSpeed says
         if file.stat().st_nlink > 1:
             text = file.read_bytes()
-            with new_file(file) as stream:
+            with create_file(file) as stream:
                 stream.write(text)
 
 

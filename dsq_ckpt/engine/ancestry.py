@@ -26,11 +26,11 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
 from dsq_ckpt.storage.atomic_io import sync_directory
-from dsq_ckpt.storage.container import file_checksum
+from dsq_ckpt.storage.container import checksum_file
 from dsq_ckpt.storage.links import copy_file, replace_by_link
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.runs import canonical, run_of
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile, iter_checkpoints
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.runs import canonicalize, get_run
 
 CHECKED_EVERY = 4
 """Of so many deltas of a chain that follow each other, each file is checked with one."""
@@ -67,7 +67,7 @@ class _Check:
         return self._found
 
     def _run(self) -> None:
-        directory = expanded(self._parent.path)
+        directory = expand_path(self._parent.path)
         try:
             with Workers(1, 1) as workers:
                 found = damaged(directory, due(self._parent)[self._share], workers)
@@ -121,7 +121,7 @@ def with_sound_parent(
     _under_way[:] = [check for check in _under_way if check not in checks]
     if builds_on_damage:
         return replace(context, parent=None, model=None)
-    if parent is not None and not is_remote(expanded(parent.path)):  # object stores look after their bytes themselves
+    if parent is not None and not is_remote(expand_path(parent.path)):  # object stores verify their bytes themselves
         _under_way.append(_Check(context, parent, comm.rank))
         del _under_way[:-_MOST]
     return context
@@ -134,7 +134,7 @@ def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bo
     if parent is not None:
         own = _checked(parent, lambda: [file for file in due(parent, everything=True) if file.name in names], workers)
     # By run, since all checkpoints of it are restored at once.
-    once = {(run_of(path), name): (path, problem) for (path, name), problem in (found | own).items()}
+    once = {(get_run(path), name): (path, problem) for (path, name), problem in (found | own).items()}
     settled = "; ".join(_settled(path, name, problem) for (_, name), (path, problem) in sorted(once.items()))
     if parent is not None and (own or "" in names):
         state = "is damaged" if any(names) else "could not be checked"
@@ -150,10 +150,10 @@ def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bo
 def _checked(parent: ParentRef, chosen: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Findings:
     """Return the problems of some files of the parent, or of the manifest that lists them."""
     try:
-        found = damaged(expanded(parent.path), chosen(), workers)
+        found = damaged(expand_path(parent.path), chosen(), workers)
     except (DSQError, OSError) as error:
         found = {"": str(error)}
-    return _in(expanded(parent.path), found)
+    return _in(expand_path(parent.path), found)
 
 
 def _in(directory: Path, found: Mapping[str, str]) -> Findings:
@@ -175,7 +175,7 @@ def _gone(path: Path) -> bool:
 
 def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
     """Return the data files of a checkpoint that are to be checked with a delta against it, largest first."""
-    files = [file for file in Manifest.read(expanded(parent.path)).files if file.role in ("own", "ancestor")]
+    files = [file for file in Manifest.read(expand_path(parent.path)).files if file.role in ("own", "ancestor")]
     turn = parent.depth + parent.place - 1  # rises with each delta, but where the parent changes after several
     chosen = [file for file in files if everything or _is_due(file.name, turn)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))
@@ -200,7 +200,7 @@ def problem_of(path: Path, expected: ManifestFile) -> str | None:
     try:
         if not is_remote(path):
             _forget_pages(path)
-        size, checksum = file_checksum(path)
+        size, checksum = checksum_file(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if size != expected.size:
@@ -226,14 +226,14 @@ def _settled(directory: Path, name: str, problem: str) -> str:
     if is_remote(directory):
         return f"{text}: checkpoints that need it cannot be read any more, unless the store keeps an older version"
     try:
-        holders = {path: manifest for path, manifest in checkpoints(run_of(directory), lambda *_: None)}
+        holders = {path: manifest for path, manifest in iter_checkpoints(get_run(directory), lambda *_: None)}
         with suppress(CheckpointNotFound):  # deleted since
-            holders.setdefault(canonical(directory), Manifest.read(directory))
+            holders.setdefault(canonicalize(directory), Manifest.read(directory))
         files = {
             path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
         }
         bad, good = _sorted_by_soundness(files)
-        if not bad and canonical(directory) not in files:
+        if not bad and canonicalize(directory) not in files:
             return f"{text}; it is gone, and no checkpoint that is left has this copy"
         if not bad:
             return f"{text}, and is sound when it is read again: the disk may be failing"

@@ -24,14 +24,14 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
-from dsq_ckpt.storage.backend import sizes, storage_of
+from dsq_ckpt.storage.backend import get_storage, read_sizes
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.links import reading_parent
-from dsq_ckpt.storage.manifest import Manifest, checkpoints
-from dsq_ckpt.storage.paths import checkpoint_path, expanded
-from dsq_ckpt.storage.record_fields import FACTORS, dtype_of
-from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
+from dsq_ckpt.storage.links import explain_parent_errors
+from dsq_ckpt.storage.manifest import Manifest, iter_checkpoints
+from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
+from dsq_ckpt.storage.record_fields import FACTORS, parse_dtype
+from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_directory
 from dsq_ckpt.storage.shard import RecordRef
 
 _told: set[Path] = set()  # run directories that were said to hold several states
@@ -67,18 +67,18 @@ def lineage(
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
-    run = run_of(path)
+    run = get_run(path)
     if parent is None or parent == "auto":
         last = _last(run, shapes, history, warns=parent is not None)
         if last is None:
             return Lineage(lossy_resumes=_resumes(run, history))
-        own = last._replace(place=0) if expanded(last.path) == path.absolute() else last  # which is overwritten
+        own = last._replace(place=0) if expand_path(last.path) == path.absolute() else last  # which is overwritten
         return Lineage(last, _shared(last, history, siblings) or own, last.lossy_resumes)
-    named = checkpoint_path(parent)
+    named = resolve_checkpoint_path(parent)
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
     # Whatever it is coded against, the state comes from what this process saved or loaded last.
-    origin = _last(run, shapes, history) or _last(run_of(named), shapes, history)
+    origin = _last(run, shapes, history) or _last(get_run(named), shapes, history)
     resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
     base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes, place=0)
     return Lineage(base if continues(shapes, older) else None, base, resumes)
@@ -118,7 +118,7 @@ def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef |
     None: it is not, or it is gone; or the last one was loaded, so that its codes are in memory and not that one's; or
     most of the last one has no codes there that it could be coded given, and the next one would have none either.
     """
-    path, known = expanded(last.path), history.find(last.save_id)
+    path, known = expand_path(last.path), history.find(last.save_id)
     with suppress(DSQError):
         manifest = Manifest.read(path)
         if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
@@ -173,10 +173,10 @@ def choose_parent(
     """
     if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.most_links:
         return None
-    path = expanded(base.path)
+    path = expand_path(base.path)
     manifest = Manifest.read(path)
     needed = {file.path_in(path): file for file in manifest.files if file.role in ("own", "ancestor")}
-    found = sizes(needed)
+    found = read_sizes(needed)
     for place, file in needed.items():
         size, problem = found[place], None
         if isinstance(size, FileNotFoundError):
@@ -223,8 +223,8 @@ class Parent:
         self._shared = shared
         self.model = model
         self._workers = workers
-        with reading_parent(expanded(ref.path), ref.save_id):
-            self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
+        with explain_parent_errors(expand_path(ref.path), ref.save_id):
+            self.checkpoint = Checkpoint(expand_path(ref.path), lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
             raise SaveFailed(
@@ -245,26 +245,26 @@ class Parent:
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with reading_parent(expanded(self.ref.path), self.ref.save_id):
+        with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
             return self._codes(key, group)
 
     def _codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
         book, ref = self.model.books.get(group), self._find(key)
         if ref is None:
             return None
-        record = self.checkpoint.record(ref)
+        record = self.checkpoint.read_record(ref)
         if book is None or tuple(record["shape"]) != key.shape:
             return None
         if record["type"] != "coded" or record["group"] != group or "residual" in record:
             return None
-        if self.checkpoint.codebook(ref).symbols != book.symbols:
+        if self.checkpoint.read_codebook(ref).symbols != book.symbols:
             return None
         if record.get("exponent", 0) != self.model.exponents.get(key.fqn, 0):
             return None
         codes = self._cache.codes.get(key)
         if codes is None:
-            codes = self.checkpoint.codes(ref, self._workers)
-        return BaseRecord(ref, self.checkpoint.requires(ref.file)), codes
+            codes = self.checkpoint.decode_codes(ref, self._workers)
+        return BaseRecord(ref, self.checkpoint.required_files(ref.file)), codes
 
     def device_codes(self, key: ChunkKey) -> torch.Tensor | None:
         """Return the previous codes of a chunk in device memory, None if they are not there; removed unless shared."""
@@ -277,22 +277,22 @@ class Parent:
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with reading_parent(expanded(self.ref.path), self.ref.save_id):
+        with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
             return self._values(key)
 
     def _values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
         ref = self._find(key)
         if ref is None:
             return None
-        record = self.checkpoint.record(ref)
-        if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
+        record = self.checkpoint.read_record(ref)
+        if tuple(record["shape"]) != key.shape or parse_dtype(record["dtype"]) not in QUANTIZABLE:
             return None
         if not FACTORS.isdisjoint(record):  # its codes stand for values in units that change
             return None
         values = self._cache.values.get(key)
         if values is None:
-            values = self.checkpoint.values(ref, self._workers)
-        return BaseRecord(ref, self.checkpoint.requires(ref.file), residual=True), values
+            values = self.checkpoint.decode_values(ref, self._workers)
+        return BaseRecord(ref, self.checkpoint.required_files(ref.file), residual=True), values
 
     def _find(self, key: ChunkKey) -> RecordRef | None:
         return self.checkpoint.find_chunk(key, self._cache.refs)
@@ -305,11 +305,11 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
         kind = group.partition("/")[0]
         errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
     # What is known of differences says nothing about the values that they add up to.
-    against = manifest.setting("delta", "against")
+    against = manifest.get_setting("delta", "against")
     rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error >= 5e-5}
     lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
     kept = [
-        path.name for path, other in checkpoints(directory.absolute().parent, lambda *_: None)
+        path.name for path, other in iter_checkpoints(directory.absolute().parent, lambda *_: None)
         if other.refinement == "kept" and other.save_id != manifest.save_id
     ]
     return (
@@ -344,17 +344,17 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
     problems: list[tuple[Path, DSQError]] = []
     rank = rank_in_job()
-    directory = existing_run(run, rank)
-    found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))
-    older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
+    directory = resolve_run(run, rank)
+    found = list(iter_checkpoints(directory, lambda path, error: problems.append((path, error))))
+    older = set[str]().union(*(manifest.get_older_save_ids() for _, manifest in found))
     for path, error in problems:
-        saves = {entry.name[:16] for entry in storage_of(path).entries(path) if entry.name.endswith(".index")}
+        saves = {entry.name[:16] for entry in get_storage(path).list_entries(path) if entry.name.endswith(".index")}
         if not saves or not saves <= older:
             raise type(error)(
                 f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "
                 "to go on from"
             ) from error
     if not found:
-        warn_of_other(directory, rank)
+        warn_about_unrelated_directory(directory, rank)
         return None
     return str(found[-1][0])

@@ -30,10 +30,10 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.storage import foreign_files, gc
+from dsq_ckpt.storage import attachment_files, gc
 from dsq_ckpt.storage.atomic_io import hidden_name
-from dsq_ckpt.storage.container import FileInfo, file_checksum
-from dsq_ckpt.storage.index import uncovered
+from dsq_ckpt.storage.container import FileInfo, checksum_file
+from dsq_ckpt.storage.index import find_coverage_error
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _CollectiveSave:
         attached = bool(self._state.attachments)
         context = self._pipeline.agree(self._comm.size, layouts, attached=attached)
         if attached:
-            foreign_files.back_up_plain(self._path, self._fsync)
+            attachment_files.back_up_plain_tag(self._path, self._fsync)
         return context
 
     def _write(self, context: SaveContext) -> _RankReport:
@@ -135,9 +135,9 @@ class _CollectiveSave:
         for name, write in own.attachments.items():
             temporary = hidden_name(self._path / name, context.save_id[:8])
             self._hidden[name] = temporary
-            foreign_files.write(temporary, partial(write, save_id=context.save_id), self._fsync)
-            files.append(FileInfo(name, *file_checksum(temporary)))
-        foreign_files.journal(self._path, context.save_id, rank, files, self._fsync)
+            attachment_files.write_attachment(temporary, partial(write, save_id=context.save_id), self._fsync)
+            files.append(FileInfo(name, *checksum_file(temporary)))
+        attachment_files.write_journal(self._path, context.save_id, rank, files, self._fsync)
         nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
         return _RankReport(result, _inventory(own.shards), list(own.objects), nesting, files)
 
@@ -147,7 +147,7 @@ class _CollectiveSave:
 
         def publish() -> None:
             contents.append(_contents(reports))  # fails on all ranks alike, before any gives a name to anything
-            foreign_files.publish(self._path, self._hidden, self._fsync)
+            attachment_files.publish_attachments(self._path, self._hidden, self._fsync)
 
         def commit() -> None:
             if comm.rank == 0:
@@ -160,17 +160,17 @@ class _CollectiveSave:
         except BaseException:
             if comm.rank == 0:
                 with suppress(OSError):
-                    foreign_files.restore(self._path, context.save_id)
+                    attachment_files.restore_backups(self._path, context.save_id)
             raise
 
     def _commit_alone(self, context: SaveContext, contents: SaveContents) -> None:
         committed = self._pipeline.commit(context, contents)
         if not committed.flushed:
             return
-        foreign_files.remove_backups(self._path, [file.name for file in contents.attachments])
+        attachment_files.remove_backups(self._path, [file.name for file in contents.attachments])
         self._pipeline.retire()
         with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
-            gc.collect_in(self._path, time.time() - context.started)
+            gc.collect_directory(self._path, time.time() - context.started)
 
 
 def _contents(reports: Sequence[_RankReport]) -> SaveContents:
@@ -193,7 +193,7 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
                 _once(seen, key, rank)
             known["chunks"] += tensor["chunks"]
     for fqn, tensor in tensors.items():
-        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+        if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was given so that {problem}")
     return SaveContents(
         [report.result for report in reports], tensors, [name for report in reports for name in report.objects],

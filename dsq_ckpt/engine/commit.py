@@ -30,17 +30,17 @@ from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst_tensor import Worst
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.atomic_io import sync_directory
-from dsq_ckpt.storage.backend import sizes
+from dsq_ckpt.storage.backend import read_sizes
 from dsq_ckpt.storage.container import FileInfo, write_index
-from dsq_ckpt.storage.index import uncovered
-from dsq_ckpt.storage.links import holder_of, manifest_of_parent
-from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed
-from dsq_ckpt.storage.names import is_plain
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.predecessors import replaced_at
-from dsq_ckpt.storage.references import completed_meanwhile
-from dsq_ckpt.storage.runs import run_of
-from dsq_ckpt.storage.shard import Written
+from dsq_ckpt.storage.index import find_coverage_error
+from dsq_ckpt.storage.links import get_holder, read_parent_manifest
+from dsq_ckpt.storage.manifest import GroupReport, KindSizes, Manifest, ManifestFile, ManifestNotFlushed
+from dsq_ckpt.storage.manifest_names import is_plain_name
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.predecessors import list_replaced
+from dsq_ckpt.storage.references import format_concurrent_save
+from dsq_ckpt.storage.runs import get_run
+from dsq_ckpt.storage.shard import WrittenRecord
 from dsq_ckpt.version import __version__
 
 _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
@@ -79,7 +79,7 @@ class SaveContents:
     attachments: Sequence[FileInfo] = ()
 
     @cached_property
-    def written(self) -> dict[ChunkKey | str, Written]:
+    def written(self) -> dict[ChunkKey | str, WrittenRecord]:
         """Records of all ranks, by chunk or name of an object."""
         return {name: record for result in self.results for name, record in result.written.items()}
 
@@ -116,17 +116,17 @@ def commit(
     _check_complete(path, contents)
     files = _data_files(path, context, contents, parent)
     places = [file.path_in(path) for file in files]
-    found = sizes(places)
+    found = read_sizes(places)
     absent = [file for file, place in zip(files, places, strict=True) if found[place] != file.size]
     if absent:
         raise SaveFailed(_incomplete(path, absent, contents.results))
     index = _index(context, contents, plan)
-    files.append(ManifestFile.of(write_index(path, context.save_id, index, config.storage.fsync), "index"))
+    files.append(ManifestFile.from_info(write_index(path, context.save_id, index, config.storage.fsync), "index"))
     manifest = _manifest(path, options, context, contents, plan, files)
     model = ParentModel.of_index(index, manifest.depth)
     flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required else None)
     if contents.is_of_another_training and context.previous is not None:
-        _tell_of_another(run_of(path), expanded(context.previous.path))
+        _tell_of_another(get_run(path), expand_path(context.previous.path))
     _warn_of_idle(path, config, contents.tensors, context.layout.settings)
     return Committed(manifest, flushed, model)
 
@@ -147,7 +147,7 @@ def _check_complete(path: Path, contents: SaveContents) -> None:
             "the checkpoint was not committed"
         )
     for fqn, tensor in contents.tensors.items():
-        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+        if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
     apart = sorted({key for result in contents.results for key in result.units} - set(contents.written))
     if apart:
@@ -161,16 +161,18 @@ def _data_files(
     path: Path, context: SaveContext, contents: SaveContents, manifest: Manifest | None
 ) -> list[ManifestFile]:
     """Return all files of the checkpoint but the index."""
-    files = [ManifestFile.of(file, "own") for result in contents.results for file in result.files]
-    files += [ManifestFile.of(result.refinement, "refinement") for result in contents.results if result.refinement]
-    files += [ManifestFile.of(file, "attachment") for file in contents.attachments]
+    files = [ManifestFile.from_info(file, "own") for result in contents.results for file in result.files]
+    files += [
+        ManifestFile.from_info(result.refinement, "refinement") for result in contents.results if result.refinement
+    ]
+    files += [ManifestFile.from_info(file, "attachment") for file in contents.attachments]
     if not contents.required:
         return files
     assert context.parent is not None
-    parent = expanded(context.parent.path)
-    known = {file.name: file for file in (manifest or manifest_of_parent(parent, context.parent.save_id)).files}
+    parent = expand_path(context.parent.path)
+    known = {file.name: file for file in (manifest or read_parent_manifest(parent, context.parent.save_id)).files}
     for name in contents.required:
-        update = {"role": "ancestor", "held_by": holder_of(known[name], parent, path)}
+        update = {"role": "ancestor", "held_by": get_holder(known[name], parent, path)}
         files.append(known[name].model_copy(update=update))
     return files
 
@@ -214,8 +216,8 @@ def _manifest(
     previous, previous_name = _previous(path, before)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
-        parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,
-        previous=previous, previous_name=previous_name, replaced=replaced_at(path) if options.overwrite else [],
+        parent=parent.save_id if parent else None, parent_name=_name_of(expand_path(parent.path)) if parent else None,
+        previous=previous, previous_name=previous_name, replaced=list_replaced(path) if options.overwrite else [],
         depth=parent.depth + 1 if parent else 0,
         siblings=parent.place if parent else 0,
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
@@ -245,11 +247,11 @@ def _tell_of_another(run: Path, before: Path) -> None:
         )
 
 
-def _kinds(results: Sequence[RankResult]) -> dict[str, Sizes]:
-    kinds: dict[str, Sizes] = {}
+def _kinds(results: Sequence[RankResult]) -> dict[str, KindSizes]:
+    kinds: dict[str, KindSizes] = {}
     for result in results:
         for kind, own in result.kinds.items():
-            total = kinds.setdefault(kind, Sizes())
+            total = kinds.setdefault(kind, KindSizes())
             total.logical += own.logical
             total.base += own.base
             total.refinement += own.refinement
@@ -264,8 +266,8 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
         SaveFailed: the parent was removed meanwhile, and with it perhaps files that the checkpoint needs.
     """
     if is_remote(path):
-        against = None if parent is None else (expanded(parent.path), parent.save_id)
-        references.publish(path, manifest, overwrite, against)
+        against = None if parent is None else (expand_path(parent.path), parent.save_id)
+        references.commit_manifest(path, manifest, overwrite, against)
         return True
     replaced = _replaced(path, manifest.files) if overwrite else []
     if config.storage.fsync:
@@ -273,8 +275,8 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
     try:
         manifest.write(path, exclusive=not overwrite, fsync=config.storage.fsync)
     except FileExistsError as error:
-        raise CheckpointExists(completed_meanwhile(path)) from error
-    except Unflushed as error:  # visible to everybody; taking it back could fail as well
+        raise CheckpointExists(format_concurrent_save(path)) from error
+    except ManifestNotFlushed as error:  # visible to everybody; taking it back could fail as well
         warn_safely(
             f"'{path}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
             "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
@@ -305,7 +307,7 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
     if is_remote(directory) and config.storage.keyframe_copies > 1:
         texts.append("storage.replicate_keyframes: it has no effect on an object store, which keeps copies by itself")
     for text in texts:
-        key = run_of(directory), text.partition(";")[0]
+        key = get_run(directory), text.partition(";")[0]
         if key not in _told:
             _told.add(key)
             warn_safely(text)
@@ -317,7 +319,7 @@ def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequen
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
     shown = []
     for file in absent[:3]:
-        size, author = sizes([file.path_in(directory)])[file.path_in(directory)], wrote.get(file.name)
+        size, author = read_sizes([file.path_in(directory)])[file.path_in(directory)], wrote.get(file.name)
         notes = [f"written by rank {author.rank} on host {author.host}"] if author is not None else []
         notes += [] if isinstance(size, OSError) else [f"{size} of {file.size} bytes"]
         shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
@@ -352,8 +354,8 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     """
     if previous is None:
         return None, None
-    path = expanded(previous.path)
-    if run_of(path) != run_of(directory):
+    path = expand_path(previous.path)
+    if get_run(path) != get_run(directory):
         return previous.save_id, None
     if path.absolute().name == directory.absolute().name:
         replaced = Manifest.read(path)
@@ -364,7 +366,7 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
 def _name_of(path: Path) -> str | None:
     """Return the name of a directory as text, with undecodable bytes as question marks; None if it has a backslash."""
     name = path.name.encode("utf-8", "replace").decode()
-    return name if is_plain(name) else None
+    return name if is_plain_name(name) else None
 
 
 def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
@@ -372,7 +374,7 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
     kept = {file.name for file in files}
     try:
         names = [file.name for file in Manifest.read(directory).files if file.name not in kept and file.held_by is None]
-        return [directory / name for name in set(names) - references.held_for_others(directory)]
+        return [directory / name for name in set(names) - references.find_held_files(directory)]
     except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
         return []
 

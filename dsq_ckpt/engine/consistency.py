@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.trees import by_dotted_key
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.storage.runs import canonical
+from dsq_ckpt.storage.runs import canonicalize
 
 _OWN = frozenset({"storage.threads", "storage.on_device", "storage.block_elements", "storage.zstd_level"})
 """Keys that may differ by rank: they say how a rank does its part, and nothing of what is stored or promised."""
@@ -39,7 +39,7 @@ class RankSettings(NamedTuple):
         """Return the settings of this rank."""
         usual = _defaults()
         found = by_dotted_key(config.model_dump())
-        return cls(str(path), str(canonical(path)), {
+        return cls(str(path), str(canonicalize(path)), {
             key: value for key, value in found if key not in _OWN and (key not in usual or usual[key] != value)
         })
 

@@ -17,7 +17,7 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.paths import expand_path
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +116,11 @@ def _appeared(layout: Layout, previous: ParentRef | None, history: SaveHistory) 
 
 def _model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:
     known = history.find(parent.save_id)
-    with Checkpoint(expanded(parent.path), lazy=True) as checkpoint:
+    with Checkpoint(expand_path(parent.path), lazy=True) as checkpoint:
         if known is None or known.model is None or checkpoint.manifest.save_id != parent.save_id:
-            model = checkpoint.model()
+            model = checkpoint.to_parent_model()
         else:
             model = known.model
-            checkpoint.index_bytes()  # which a load of the parent needs, if not this save
+            checkpoint.read_index_bytes()  # which a load of the parent needs, if not this save
         # Codebooks of values do not fit differences, and those of other differences have other sizes.
         return ParentModel({}, {}, parent.depth) if layout.residual else model.usable_for(layout)

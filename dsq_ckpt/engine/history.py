@@ -27,8 +27,8 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen_tensors import Watch
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.paths import checkpoint_path, expanded
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
+from dsq_ckpt.storage.runs import get_run
 from dsq_ckpt.storage.shard import RecordRef
 
 _MOST = 64
@@ -105,7 +105,7 @@ class KnownCheckpoint:
 
     @property
     def run(self) -> Path:
-        return run_of(self.path)
+        return get_run(self.path)
 
 
 Outline = list[KnownCheckpoint]
@@ -179,7 +179,7 @@ class SaveHistory:
                 if other.shapes is None and has_shapes(other):
                     self._complete(other)  # by another process
             if previous is not None:
-                new.previous, new.follows = previous.save_id, run_of(expanded(previous.path)) == new.run
+                new.previous, new.follows = previous.save_id, get_run(expand_path(previous.path)) == new.run
                 if (before := self.find(previous.save_id)) is not None:
                     self._complete(before)  # the coordinator read its manifest
             for other in self.checkpoints():
@@ -258,7 +258,7 @@ class SaveHistory:
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
-        run = None if path is None else run_of(checkpoint_path(path))
+        run = None if path is None else get_run(resolve_checkpoint_path(path))
         other_jobs.forget(run)
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
@@ -275,7 +275,7 @@ class SaveHistory:
 
     def release_device_codes(self, path: Path) -> None:
         """Free the codes in device memory of the run of `path`: its next checkpoint is a keyframe."""
-        for one in self.checkpoints(run_of(path)):
+        for one in self.checkpoints(get_run(path)):
             one.cache.device_codes.clear()
 
     def _complete(self, new: KnownCheckpoint) -> None:

@@ -16,15 +16,15 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import (
     NO_LINKS,
+    copy_between_storages,
     copy_file,
-    holder_of,
+    explain_parent_errors,
+    get_holder,
     link_files,
-    manifest_of_parent,
-    reading_parent,
-    transfer,
+    read_parent_manifest,
 )
 from dsq_ckpt.storage.manifest import ManifestFile
-from dsq_ckpt.storage.predecessors import predecessors
+from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
 def inherit(
@@ -49,7 +49,7 @@ def inherit(
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
         SaveFailed: the parent was removed or replaced meanwhile.
     """
-    with reading_parent(parent, save_id):
+    with explain_parent_errors(parent, save_id):
         if is_remote(target):
             _copy_from_elsewhere(parent, save_id, target, names)
         else:
@@ -62,7 +62,7 @@ def _link(
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
-            keyframes = {name for name in names & known.keys() if files.requires(name) == {name}}
+            keyframes = {name for name in names & known.keys() if files.required_files(name) == {name}}
         holders = _newest_first(previous or parent, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
@@ -72,15 +72,15 @@ def _link(
 
 def _copy_from_elsewhere(parent: Path, save_id: str, target: Path, names: frozenset[str]) -> None:
     """Copy files of a parent in another run, or on another backend, to an object store."""
-    for file in manifest_of_parent(parent, save_id).files:
-        if file.name in names and holder_of(file, parent, target) is None and file.path_in(parent).parent != target:
-            transfer(file.path_in(parent), target / file.name, file)
+    for file in read_parent_manifest(parent, save_id).files:
+        if file.name in names and get_holder(file, parent, target) is None and file.path_in(parent).parent != target:
+            copy_between_storages(file.path_in(parent), target / file.name, file)
 
 
 def _newest_first(newest: Path, count: int) -> list[Path]:
     """Return a checkpoint and its predecessors in the run, as far as they exist."""
     with suppress(DSQError):
-        return [newest, *(path for path, _ in islice(predecessors(newest), count - 1))]
+        return [newest, *(path for path, _ in islice(iter_predecessors(newest), count - 1))]
     return []
 
 

@@ -20,7 +20,7 @@ from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import ManifestFile
-from dsq_ckpt.storage.packs import Packed, PackRef
+from dsq_ckpt.storage.packs import CompressedPack, PackRef
 from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
@@ -28,12 +28,12 @@ Tree = dict[str, Any]
 
 def sum_of(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
     """Return a record and the records that it is added to, newest first."""
-    return checkpoint.chain(ref, "residual", ("coded", "merged", "plain"))
+    return checkpoint.follow_chain(ref, "residual", ("coded", "merged", "plain"))
 
 
 def codes_of(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
     """Return a record and the records that its codes are coded given, newest first."""
-    return checkpoint.chain(ref, "parent", ("coded", "merged", "plain"))
+    return checkpoint.follow_chain(ref, "parent", ("coded", "merged", "plain"))
 
 
 class MergedRank:
@@ -53,11 +53,11 @@ class MergedRank:
     def __init__(self, checkpoint: Checkpoint, name: str, goal: Path, keyframe: bool, workers: Workers) -> None:
         self._checkpoint, self._name, self._goal, self._workers = checkpoint, name, goal, workers
         self._keyframe = keyframe
-        self._reader = checkpoint.reader(name)
+        self._reader = checkpoint.open_reader(name)
         self._stem = Path(name).stem
         refinement = f"{self._stem}.refinement"
         kept = refinement in {file.name for file in checkpoint.manifest.files}
-        self._refinement = checkpoint.reader(refinement) if kept else None
+        self._refinement = checkpoint.open_reader(refinement) if kept else None
         self.requires: set[str] = set()
         self.links = self.depth = 0
         self.grown: dict[str, int] = defaultdict(int)
@@ -66,7 +66,7 @@ class MergedRank:
 
     def write(self, save_id: str) -> list[ManifestFile]:
         """Write the files of this rank."""
-        with self._checkpoint.naming(self._name):
+        with self._checkpoint.translate_errors(self._name):
             return self._write(save_id)
 
     def _write(self, save_id: str) -> list[ManifestFile]:
@@ -74,7 +74,7 @@ class MergedRank:
         self._base = f"{save_id}{self._name[16:]}"
         with ContainerWriter(self._goal, self._base, True) as self._writer:
             contents = {**self._reader.contents, **head, **self._contents()}
-            files = [ManifestFile.of(self._writer.finish(contents), "own")]
+            files = [ManifestFile.from_info(self._writer.finish(contents), "own")]
         if self._refinement is not None:
             with ContainerWriter(self._goal, f"{Path(self._base).stem}.refinement", True) as writer:
                 copied = _Copies(self._refinement, writer)
@@ -85,7 +85,7 @@ class MergedRank:
                     } for number, entry in self._refinement.contents["records"].items()
                 }
                 contents = {**self._refinement.contents, **head, "base": self._base, "records": records}
-                files.append(ManifestFile.of(writer.finish(contents), "refinement"))
+                files.append(ManifestFile.from_info(writer.finish(contents), "refinement"))
         return files
 
     def _contents(self) -> Tree:
@@ -117,8 +117,8 @@ class MergedRank:
         """Return where scales are now: in their pack, or in one more, as up to format version 7 they were in none."""
         place, count = entry
         if isinstance(place, list):
-            items = shuffle_compress(items_of_scales(self._checkpoint.scale_numbers(self._name)), 2)
-            packs.append(Packed(items, None).entry(self._writer, 2, 2 * count))
+            items = shuffle_compress(items_of_scales(self._checkpoint.read_scale_numbers(self._name)), 2)
+            packs.append(CompressedPack(items, None).write(self._writer, 2, 2 * count))
             self.grown["exp_avg_sq"] += len(items) - int(place[1])
             place = len(packs) - 1
         return [place, count]
@@ -133,8 +133,9 @@ class MergedRank:
         chain = self._checkpoint.pack_chain(ref)
         if len(chain) == 1:
             return copied(place), itemsize, size
-        link = None if self._keyframe else self._checkpoint.link(chain[-1:], 1)
-        packed = Packed.smallest(self._checkpoint.read_pack(ref), itemsize, StorageConfig().zstd_level, lambda: link)
+        link = None if self._keyframe else self._checkpoint.make_link(chain[-1:], 1)
+        data = self._checkpoint.read_pack(ref)
+        packed = CompressedPack.compress(data, itemsize, StorageConfig().zstd_level, lambda: link)
         if packed.link is not None:
             self.requires |= packed.link.requires
             self.links, self.depth = max(self.links, 1), max(self.depth, 1)
@@ -142,7 +143,7 @@ class MergedRank:
             raise CorruptCheckpoint(f"pack {number} belongs to no record")
         lossy = owner["type"] == "coded" or "stored" in owner
         self.grown[self._kind(owner) if lossy else "exact"] += len(packed.data) - int(place[1])
-        return packed.entry(self._writer, itemsize, size)
+        return packed.write(self._writer, itemsize, size)
 
     def _kind(self, record: Tree) -> str:
         """Return the kind that a lossy record was counted as, of which its name may tell another without the model."""
@@ -158,7 +159,7 @@ class MergedRank:
             if record["type"] == "coded" and "residual" in record:  # its codes stay, and so does their model
                 apart.add(record["group"])
             elif record["type"] == "coded":
-                chain = self._checkpoint.chain(RecordRef(self._name, number), "parent", ("coded",))
+                chain = self._checkpoint.follow_chain(RecordRef(self._name, number), "parent", ("coded",))
                 self._check_older(chain)
                 chains[record["group"]].append(chain)
         longest = 1 if self._keyframe else 2
@@ -180,7 +181,7 @@ class MergedRank:
     def _recoded(self, ref: RecordRef, record: Tree, copied: _Copies) -> Tree:
         """Return a record whose codes are coded anew."""
         recoding = self.recodings[record["group"]]
-        chain = self._checkpoint.chain(ref, "parent", ("coded",))
+        chain = self._checkpoint.follow_chain(ref, "parent", ("coded",))
         found = recoding.blocks(chain, int(self._reader.contents["block_elements"]))
         new = {**record, "blocks": [None if data is None else self._writer.add(data) for data in found]}
         new.pop("parent", None)
@@ -204,7 +205,7 @@ class MergedRank:
         self._check_older(chain)
         given = [link.file for link in codes_of(self._checkpoint, oldest)[1:]]
         codes = len(given)
-        self.requires |= self._checkpoint.requires(oldest.file) if steps else set(given)
+        self.requires |= self._checkpoint.required_files(oldest.file) if steps else set(given)
         refined = self._refinement is not None and str(number) in self._refinement.contents["records"]
         kept = refined or len(steps) < 2
         older: list[Any] = list(oldest)
@@ -232,7 +233,7 @@ class MergedRank:
         """Yield differences, oldest first, merged as far as possible."""
         current: SuperStep | None = None
         for link in steps:
-            step = self._checkpoint.superstep(link, self._checkpoint.codes(link, self._workers))
+            step = self._checkpoint.read_superstep(link, self._checkpoint.decode_codes(link, self._workers))
             both = None if current is None else current.then(step)
             if current is not None and both is None:
                 yield current

@@ -24,15 +24,15 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage.atomic_io import make_directory
-from dsq_ckpt.storage.attachments import attachments
-from dsq_ckpt.storage.beside import copy_others, flush_others, remove_trees
+from dsq_ckpt.storage.attachments import list_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.companion_files import copy_other_files, flush_other_files, remove_trees
 from dsq_ckpt.storage.container import FORMAT_VERSION, write_index
-from dsq_ckpt.storage.links import link_files, reading_parent
+from dsq_ckpt.storage.links import explain_parent_errors, link_files
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, is_complete
 from dsq_ckpt.storage.packs import PackRef
-from dsq_ckpt.storage.paths import local_path
-from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
+from dsq_ckpt.storage.paths import resolve_local_path
+from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_target
 
 StrPath = str | os.PathLike[str]
 
@@ -81,19 +81,19 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
         >>> merged.links_before, merged.links
         (3, 1)
     """
-    goal = local_path(target)
+    goal = resolve_local_path(target)
     if is_complete(goal):
         raise CheckpointExists(f"'{goal}' holds a complete checkpoint, and a merge replaces none; name a new directory")
-    refuse_checkpoint(goal, overwrite=False)
+    refuse_target(goal, overwrite=False)
     started, storage = time.time(), StorageConfig()
-    with Checkpoint(local_path(source)) as checkpoint, Workers(
+    with Checkpoint(resolve_local_path(source)) as checkpoint, Workers(
         storage.thread_count(), storage.block_elements
     ) as workers:
-        if attachments(checkpoint.manifest):
+        if list_attachments(checkpoint.manifest):
             raise SaveFailed(
                 f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
             )
-        refs = [ref for _, ref in checkpoint.chunks()]
+        refs = [ref for _, ref in checkpoint.iter_chunks()]
         links = [(len(sum_of(checkpoint, ref)) - 1, len(codes_of(checkpoint, ref)) - 1) for ref in refs]
         added, coded = (max((link[n] for link in links), default=0) for n in (0, 1))
         if keyframe and added:
@@ -114,23 +114,24 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
             make_directory(goal, fsync=True)
             ranks = [MergedRank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
             files = [file for rank in ranks for file in rank.write(save_id)]
-            others.extend(copy_others(checkpoint.directory, goal, {file.name for file in checkpoint.manifest.files}))
+            named = {file.name for file in checkpoint.manifest.files}
+            others.extend(copy_other_files(checkpoint.directory, goal, named))
             manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
         except BaseException:
             remove_trees(others)
             directory.discard()
             raise
-    written = manifest.bytes_in("own", "index", "refinement")
+    written = manifest.sum_bytes("own", "index", "refinement")
     return Merged(goal, max(added, coded, exact), max(rank.links for rank in ranks), written)
 
 
 def _exact(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
     """Yield each pack and the packs that it is coded given, newest first."""
     for name in checkpoint.index["files"]:
-        with checkpoint.naming(name):
+        with checkpoint.translate_errors(name):
             chains = [
                 checkpoint.pack_chain(PackRef(name, number))
-                for number in range(len(checkpoint.reader(name).contents["packs"]))
+                for number in range(len(checkpoint.open_reader(name).contents["packs"]))
             ]
         yield from chains
 
@@ -144,12 +145,12 @@ def _commit(
         for kind, change in rank.grown.items():
             kinds[kind].base += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
-    with reading_parent(checkpoint.directory, old.save_id):
+    with explain_parent_errors(checkpoint.directory, old.save_id):
         link_files(checkpoint.directory, goal, ancestors, fsync=True)
     files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
     index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
-    files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
-    newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name), default=None)
+    files.append(ManifestFile.from_info(write_index(goal, save_id, index, True), "index"))
+    newest = max(ancestors, key=lambda name: (len(checkpoint.required_files(name)), name), default=None)
     siblings = goal.parent == checkpoint.directory.absolute().parent
     # It keeps the time of its source: merged from an older checkpoint, it is not the latest of the run.
     manifest = old.model_copy(update={
@@ -158,7 +159,7 @@ def _commit(
         "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
         "depth": max(rank.depth for rank in ranks), "siblings": 0, "seconds": time.time() - started,
     })
-    flush_others(goal, {file.name for file in files})
+    flush_other_files(goal, {file.name for file in files})
     manifest.write(goal, exclusive=True, fsync=True)
     with suppress(OSError):  # libraries that remove old checkpoints go by this time
         shutil.copystat(checkpoint.directory, goal)

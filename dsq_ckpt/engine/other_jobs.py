@@ -18,9 +18,9 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import Manifest, is_complete
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.runs import get_run
 
 
 @dataclass
@@ -46,7 +46,7 @@ _shared: set[Path] = set()  # where checkpointing processes of this job save too
 def note_own(path: Path, save_id: str) -> None:
     """Note a checkpoint that this process saves."""
     _own.add(save_id)
-    if (watch := _watched.get(run_of(path))) is not None:
+    if (watch := _watched.get(get_run(path))) is not None:
         watch.names.add(path.name)
 
 
@@ -58,12 +58,12 @@ def is_own(save_id: str) -> bool:
 def note_loaded(path: Path, save_id: str) -> None:
     """Note a checkpoint that this process loaded; of another one, this process goes on from what is there now."""
     if not is_own(save_id):
-        _watched.pop(run_of(path), None)
+        _watched.pop(get_run(path), None)
 
 
 def share(run: Path) -> None:
     """Note that checkpointing processes of this job save into a run directory, too."""
-    _shared.add(run_of(run / "any"))
+    _shared.add(get_run(run / "any"))
 
 
 def forget(run: Path | None = None) -> None:
@@ -79,7 +79,7 @@ def look(path: Path, ranks: int) -> None:
         path: directory of the new checkpoint.
         ranks: number of ranks that save; where they are not the whole job, others of the job may save by themselves.
     """
-    run = run_of(path)
+    run = get_run(path)
     watch = _watched.get(run)
     if ranks < size_of_job() or run in _shared or (watch is not None and watch.told):
         return
@@ -101,7 +101,7 @@ def look(path: Path, ranks: int) -> None:
             else:
                 others[name] = manifest
     watch.foreign.update(manifest.save_id for manifest in others.values())
-    later = next((name for name, manifest in others.items() if manifest.comes_after() & watch.foreign), None)
+    later = next((name for name, manifest in others.items() if manifest.get_older_save_ids() & watch.foreign), None)
     if later is not None:
         watch.told = True
         warn(
@@ -114,7 +114,7 @@ def look(path: Path, ranks: int) -> None:
 def _names(run: Path) -> set[str]:
     """Return the names in a run directory, of a local one without a look at each, which may take a round trip."""
     if is_remote(run):
-        names = {entry.name for entry in storage_of(run).entries(run) if entry.directory}
+        names = {entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory}
     else:
         names = set(os.listdir(run)) if run.is_dir() else set()
     return {name for name in names if not is_hidden(name)}

@@ -45,8 +45,8 @@ from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.quantization.restored_values import loads, note_loads_elsewhere
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_target
 
 
 class SavePipeline:
@@ -188,7 +188,7 @@ class SavePipeline:
             target.discard()
 
     def _land(self, attached: bool) -> None:
-        refuse_checkpoint(self.path, self.options.overwrite, attached=attached)
+        refuse_target(self.path, self.options.overwrite, attached=attached)
         self._target = TargetDirectory(self.path)
 
     def _claim(self, context: SaveContext) -> SaveContext:
@@ -196,7 +196,7 @@ class SavePipeline:
         self._parent = None
         if context.parent is not None:
             with suppress(DSQError):  # it was removed; what needs its files says so
-                found = Manifest.read(expanded(context.parent.path))
+                found = Manifest.read(expand_path(context.parent.path))
                 self._parent = found if found.save_id == context.parent.save_id else None
         self._target.claim(context.save_id, self._parent)
         self.context = context

@@ -42,7 +42,7 @@ from dsq_ckpt.quantization.restored_values import with_parts_for
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
 from dsq_ckpt.quantization.untrained_weights import may_be_untrained, other_names
 from dsq_ckpt.quantization.weight_averages import averages
-from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.paths import expand_path
 
 
 @dataclass
@@ -94,7 +94,7 @@ def quantize(
     context = with_sound_parent(context, comm, workers, options.history)
     policy = all_exact if context.exact else options.policy
     if context.parent is None and context.previous is not None:
-        options.history.release_device_codes(expanded(context.previous.path))
+        options.history.release_device_codes(expand_path(context.previous.path))
     gradients = {
         item.key: found for item in (*local.items, *local.replicas)
         if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None

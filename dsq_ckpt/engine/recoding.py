@@ -52,8 +52,8 @@ class Recoding:
                     counts[_ALONE] += np.bincount(codes[where], minlength=256)
                 else:
                     counts[:_ALONE] += count_pairs(before[where], codes[where])
-        symbols = checkpoint.codebook(chains[0][0]).symbols
-        contexts = max((checkpoint.codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
+        symbols = checkpoint.read_codebook(chains[0][0]).symbols
+        contexts = max((checkpoint.read_codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
         if counts[:, symbols:].any() or counts[contexts:_ALONE].any():
             file = checkpoint.directory / chains[0][0].file
             raise CorruptCheckpoint(f"'{file}' has codes that its codebook does not have, or an ancestor of it has")
@@ -78,8 +78,8 @@ class Recoding:
 
     def _codes(self, chain: Sequence[RecordRef]) -> tuple[Codes, Codes | None]:
         """Return the codes of a chunk, and those of the oldest record of its chain if that is another."""
-        codes = self._checkpoint.codes(chain[0], self._workers)
-        return codes, self._checkpoint.codes(chain[-1], self._workers) if len(chain) > 1 else None
+        codes = self._checkpoint.decode_codes(chain[0], self._workers)
+        return codes, self._checkpoint.decode_codes(chain[-1], self._workers) if len(chain) > 1 else None
 
 
 def _bits(coder: Coder, counts: Counts) -> float:

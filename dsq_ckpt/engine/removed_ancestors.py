@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.description import logical_size
+from dsq_ckpt.storage.description import compute_logical_size
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.predecessors import predecessors
+from dsq_ckpt.storage.predecessors import iter_predecessors
 
 _LITTLE = 1 << 20
 """Bytes that are not worth a keyframe, beyond its own."""
@@ -32,7 +32,7 @@ def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
             bytes_of[file.name[:16]] += file.size
             one_of[file.name[:16]] = file.name
     most = max(bytes_of.values(), default=0)
-    most += max(_LITTLE, min(most, logical_size(manifest) // 2))
+    most += max(_LITTLE, min(most, compute_logical_size(manifest) // 2))
     if is_remote(path) or bytes_of.total() <= most:
         return False
     removed, there, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
@@ -40,7 +40,7 @@ def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
         if max((path / name).stat().st_nlink for name in one_of.values()) >= len(bytes_of):
             return False  # the whole chain is there: each of it has the files of the first
     with suppress(DSQError):
-        for _, older in predecessors(path):
+        for _, older in iter_predecessors(path):
             there += 1
             removed.discard(older.save_id)
             if not removed or older.save_id not in bytes_of:

@@ -14,8 +14,8 @@ from dsq_ckpt.core.interrupts import in_users_function
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.description import logical_size, losses
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.description import compute_logical_size, format_losses
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class SaveResult:
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> SaveResult:
         """Return the result of a save that was just committed."""
-        written = manifest.bytes_in("own", "index", "refinement", "attachment")
-        written += storage_of(path).size(path / MANIFEST)
+        written = manifest.sum_bytes("own", "index", "refinement", "attachment")
+        written += get_storage(path).size(path / MANIFEST)
         return cls(
-            path, manifest.save_id, written, logical_size(manifest), manifest.depth, manifest.seconds,
+            path, manifest.save_id, written, compute_logical_size(manifest), manifest.depth, manifest.seconds,
             manifest.refinement,
             copy.deepcopy(manifest.quality),  # the caller's to change, where others get this manifest too
         )
@@ -89,7 +89,7 @@ class SaveResult:
     def __str__(self) -> str:
         depth = "keyframe" if self.keyframe else f"delta {self.depth}"
         parts = [_size(self.bytes_written), f"{self.ratio:.1f}x", depth, f"{self.seconds:.1f} s"]
-        parts += losses(self.quality)
+        parts += format_losses(self.quality)
         return f"{self.path.name}: {', '.join(parts)}"
 
     __repr__ = __str__

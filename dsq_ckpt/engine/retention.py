@@ -11,10 +11,10 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.atomic_io import AtomicFile, exchange, sync_directory
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.atomic_io import AtomicFile, exchange_names, sync_directory
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.predecessors import predecessors
+from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
 def retire(directory: Path, config: DSQConfig) -> None:
@@ -46,7 +46,7 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     if manifest.refinement != "kept" and manifest.lossy:
         return []
     due: list[tuple[Path, Manifest]] = []
-    for age, (directory, older) in enumerate(predecessors(newest), 1):
+    for age, (directory, older) in enumerate(iter_predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):
@@ -71,7 +71,7 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> bool:
         if not (_replace(directory, without, fsync) if times is not None else _replace_remote(directory, without)):
             return False
         for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
-            storage_of(directory).remove(directory / name)
+            get_storage(directory).remove(directory / name)
         if times is not None:  # trainers that remove old checkpoints take the time of a directory for that of its save
             with suppress(OSError):  # of another user
                 os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -82,13 +82,13 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> bool:
 def _replace(directory: Path, manifest: Manifest, fsync: bool) -> bool:
     """Replace a manifest, if it is there still and no other; who empties the directory meets no new name in it."""
     with AtomicFile(directory, fsync) as file:  # beside the directory
-        file.stream.write(manifest.text())
+        file.stream.write(manifest.to_bytes())
         file.complete()
-        if not _is_there(directory, manifest) or not exchange(file.hidden, directory / MANIFEST):
+        if not _is_there(directory, manifest) or not exchange_names(file.hidden, directory / MANIFEST):
             return False
-        replaced = file.hidden.read_bytes() if file.hidden.exists() else manifest.text()
+        replaced = file.hidden.read_bytes() if file.hidden.exists() else manifest.to_bytes()
         if json.loads(replaced)["save_id"] != manifest.save_id:  # of a save that came here meanwhile: back with it
-            exchange(file.hidden, directory / MANIFEST)
+            exchange_names(file.hidden, directory / MANIFEST)
             return False
     if fsync:
         sync_directory(directory)
@@ -106,8 +106,8 @@ def _replace_remote(directory: Path, manifest: Manifest) -> bool:
     if not _is_there(directory, manifest):
         return False
     manifest.write(directory, exclusive=False, fsync=False)
-    there = {entry.name for entry in storage_of(directory).entries(directory)}
+    there = {entry.name for entry in get_storage(directory).list_entries(directory)}
     if there.issuperset(file.name for file in manifest.files if file.held_by is None):
         return True
-    storage_of(directory).remove(directory / MANIFEST)
+    get_storage(directory).remove(directory / MANIFEST)
     return False

@@ -20,12 +20,12 @@ from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.container import FileInfo
-from dsq_ckpt.storage.earlier import PacksOfParent
-from dsq_ckpt.storage.manifest import Sizes
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
+from dsq_ckpt.storage.manifest import KindSizes
+from dsq_ckpt.storage.parent_packs import ParentPackReader
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.shard import ChunkRequest, ShardWriter, WrittenRecord
 
 
 @dataclass
@@ -50,8 +50,8 @@ class RankResult:
     files: list[FileInfo] = field(default_factory=list)
     refinement: FileInfo | None = None
     requires: list[str] = field(default_factory=list)
-    written: dict[ChunkKey | str, Written] = field(default_factory=dict)
-    kinds: dict[str, Sizes] = field(default_factory=dict)
+    written: dict[ChunkKey | str, WrittenRecord] = field(default_factory=dict)
+    kinds: dict[str, KindSizes] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     units: list[ChunkKey] = field(default_factory=list)
     related: bool | None = None
@@ -76,15 +76,15 @@ def write_rank(
     config = state.plan.config
     storage = config.storage
     result, cache = RankResult(rank), ChunkCache()
-    by_kind: dict[str, list[Written]] = defaultdict(list)
-    storage_of(path).make_directory(path, storage.fsync)
+    by_kind: dict[str, list[WrittenRecord]] = defaultdict(list)
+    get_storage(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
         keys = list[ChunkKey]()
 
-        def chunks() -> Iterator[ChunkRecord]:
+        def chunks() -> Iterator[ChunkRequest]:
             for chunk in state.chunks:
                 source, base = chunk.codes, chunk.base
                 keys.append(source.key)
@@ -94,11 +94,11 @@ def write_rank(
                     cache_chunk(cache, source, config.delta.enabled)
                 dtype = state.items[source.key].dtype
                 if base is None:
-                    yield ChunkRecord(source, dtype, None, frozenset())
+                    yield ChunkRequest(source, dtype, None, frozenset())
                 elif base.residual:
-                    yield ChunkRecord(source, dtype, None, base.requires, base.ref)
+                    yield ChunkRequest(source, dtype, None, base.requires, base.ref)
                 else:
-                    yield ChunkRecord(source, dtype, base.ref, base.requires)
+                    yield ChunkRequest(source, dtype, base.ref, base.requires)
 
         for place, written in enumerate(shard.add_coded(chunks())):
             result.written[keys[place]] = written
@@ -122,18 +122,18 @@ def write_rank(
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.place > 1 else None
             inherit(
-                expanded(context.parent.path), context.parent.save_id, path, frozenset(result.requires),
-                storage.keyframe_copies, storage.fsync, before and expanded(before.path),
+                expand_path(context.parent.path), context.parent.save_id, path, frozenset(result.requires),
+                storage.keyframe_copies, storage.fsync, before and expand_path(before.path),
             )
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
-            storage_of(path).flush(path)
+            get_storage(path).flush(path)
     result.files.append(base_file)
     result.related = state.related
     for key, first in state.tied.items():
         result.written[key] = result.written[first]
         result.tied[key.fqn] = first.fqn
     for kind, records in by_kind.items():
-        result.kinds[kind] = Sizes(
+        result.kinds[kind] = KindSizes(
             logical=sum(record.logical for record in records), base=sum(record.base for record in records),
             refinement=sum(record.refinement for record in records),
         )
@@ -142,9 +142,9 @@ def write_rank(
     return result, cache
 
 
-def _packs_of(parent: ParentRef | None, path: Path, history: SaveHistory) -> PacksOfParent | None:
+def _packs_of(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:
     """Return the packs that exact data may be coded given."""
-    if parent is None or (is_remote(expanded(parent.path)) and not is_remote(path)):  # whose files cannot be linked
+    if parent is None or (is_remote(expand_path(parent.path)) and not is_remote(path)):  # whose files cannot be linked
         return None
     known = history.find(parent.save_id)
-    return PacksOfParent(expanded(parent.path), parent.save_id, {} if known is None else known.cache.refs)
+    return ParentPackReader(expand_path(parent.path), parent.save_id, {} if known is None else known.cache.refs)

@@ -33,7 +33,7 @@ from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, L
 from dsq_ckpt.integrations.attaching import attached
 from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
 from dsq_ckpt.integrations.training_state import TrainingState
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import resolve_local_path
 
 _UNSUPPORTED = (DistributedType.MEGATRON_LM, DistributedType.XLA)
 
@@ -96,7 +96,9 @@ class DSQAccelerator(Accelerator):
         named = project.automatic_checkpoint_naming
         if not named and output_dir is None:
             raise ConfigError("save_state needs output_dir, unless automatic_checkpoint_naming is set")
-        goal = local_path(self._checkpoints() / f"checkpoint_{self.save_iteration}" if named else str(output_dir))
+        goal = resolve_local_path(
+            self._checkpoints() / f"checkpoint_{self.save_iteration}" if named else str(output_dir)
+        )
 
         def check() -> None:
             if named and goal.exists():
@@ -143,7 +145,7 @@ class DSQAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
         _refuse(self)
-        directory = str(local_path(input_dir))
+        directory = str(resolve_local_path(input_dir))
         name = f"{RNG_STATE_NAME}_{self.process_index}.pkl"
         if not Path(directory, name).is_file():
             warn(
@@ -170,7 +172,7 @@ class DSQAccelerator(Accelerator):
             self._models, self._optimizers, project.automatic_checkpoint_naming = models, optimizers, named
 
     def _checkpoints(self) -> Path:
-        return local_path(os.path.join(str(self.project_dir), "checkpoints"))
+        return resolve_local_path(os.path.join(str(self.project_dir), "checkpoints"))
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [unwrap_optimizer(one) for one in self._optimizers]

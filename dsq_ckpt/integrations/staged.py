@@ -28,10 +28,10 @@ from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
-from dsq_ckpt.storage.atomic_io import hidden_name, replace_directory, within_hidden
-from dsq_ckpt.storage.beside import LIBRARY, copy_others, files_below, flush_others
+from dsq_ckpt.storage.atomic_io import hidden_name, replace_directory, shorten_name
+from dsq_ckpt.storage.companion_files import LIBRARY_NAMES, copy_other_files, flush_other_files, walk_files
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import resolve_local_path
 from dsq_ckpt.storage.target_directory import refuse_within_checkpoint
 
 
@@ -59,7 +59,7 @@ class StagedCheckpoint:
     def __init__(
         self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None, asynchronous: bool = False
     ) -> None:
-        self.goal, self._config, self._on_save = local_path(goal), config, on_save
+        self.goal, self._config, self._on_save = resolve_local_path(goal), config, on_save
         if self.goal.is_symlink():
             self.goal = self.goal.resolve()
         self._comm = communicator(None)
@@ -166,7 +166,7 @@ class StagedCheckpoint:
             if any(is_complete(one.parent) for one in self.goal.glob(f"*/{MANIFEST}")):
                 raise SaveFailed(f"'{self.goal}' holds checkpoints itself; save to a directory in it")
             self.goal.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.goal.parent.glob(f".{glob.escape(within_hidden(self.goal.name))}.dsq-*.tmp"):
+            for left in self.goal.parent.glob(f".{glob.escape(shorten_name(self.goal.name))}.dsq-*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
             if self._apart is not None:
                 self.files.mkdir(parents=True)
@@ -180,14 +180,14 @@ class StagedCheckpoint:
             shutil.rmtree(self._apart)
         manifest = Manifest.read(self._path)
         ours = {MANIFEST, *(file.name for file in manifest.files)}
-        there = (file.relative_to(self._path).as_posix() for file in files_below(self._path) if file.is_file())
+        there = (file.relative_to(self._path).as_posix() for file in walk_files(self._path) if file.is_file())
         manifest = manifest.model_copy(update={"beside": [name for name in there if name not in ours]})
         manifest.write(self._path, exclusive=False, fsync=False)
         if self.goal.is_dir():
-            for _ in copy_others(self.goal, self._path, self._replaced()):
+            for _ in copy_other_files(self.goal, self._path, self._replaced()):
                 pass
         if self._config.storage.fsync:
-            flush_others(self._path, ours - {MANIFEST})
+            flush_other_files(self._path, ours - {MANIFEST})
         replace_directory(self._path, self.goal)
 
     def _replaced(self) -> set[str]:
@@ -195,8 +195,8 @@ class StagedCheckpoint:
         earlier = set[str]()
         with suppress(DSQError):  # a plain checkpoint, or one that cannot be read
             earlier |= set(Manifest.read(self.goal).beside)
-        paths = (file.relative_to(self.goal) for file in files_below(self.goal))
-        return earlier | {path.as_posix() for path in paths if LIBRARY.fullmatch(path.parts[0])}
+        paths = (file.relative_to(self.goal) for file in walk_files(self.goal))
+        return earlier | {path.as_posix() for path in paths if LIBRARY_NAMES.fullmatch(path.parts[0])}
 
 
 def settle(
@@ -229,7 +229,7 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
         CheckpointNotFound: it has files of a compressed checkpoint, but no manifest, or is not there on all ranks.
         ConfigError: it is a URL.
     """
-    found = gather_from_all_ranks(communicator(None), lambda: is_compressed(local_path(directory)), LoadFailed)
+    found = gather_from_all_ranks(communicator(None), lambda: is_compressed(resolve_local_path(directory)), LoadFailed)
     if len(set(found)) > 1:
         raise CheckpointNotFound(
             f"'{directory}' is a compressed checkpoint on rank {found.index(True)}, and is none on rank "

@@ -40,7 +40,7 @@ from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.manifest import MANIFEST
-from dsq_ckpt.storage.names import is_plain
+from dsq_ckpt.storage.manifest_names import is_plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def _fetch(address: SplitResult, step: int, place: Path, timeout: timedelta) -> 
         # Not by tarfile.open, which makes large files of a few bytes (sparse ones) and takes headers of any length.
         while (header := b"".join(_blocks(response, tarfile.BLOCKSIZE))) != bytes(tarfile.BLOCKSIZE):
             member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-            if member.type != tarfile.REGTYPE or member.size < 0 or not is_plain(member.name):
+            if member.type != tarfile.REGTYPE or member.size < 0 or not is_plain_name(member.name):
                 raise LoadFailed(f"it sends {member.name!r}, which is no file of a checkpoint")
             with open(place / member.name, "xb") as file:
                 file.writelines(_blocks(response, member.size))

@@ -30,7 +30,7 @@ from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.integrations.staged import is_compressed
 from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.manifest import is_complete
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -198,7 +198,8 @@ def _complete(folder: str) -> dict[int, str]:
         path = filesystem.join(folder, name)
         theirs = (".metadata", "model.safetensors.index.json")
         if (step := _STEP.fullmatch(name)) and (
-            is_complete(checkpoint_path(path)) or any(filesystem.isfile(filesystem.join(path, one)) for one in theirs)
+            is_complete(resolve_checkpoint_path(path))
+            or any(filesystem.isfile(filesystem.join(path, one)) for one in theirs)
         ):
             found[int(step[1])] = path
     return found
@@ -210,14 +211,14 @@ def _is_ours(path: str) -> bool:
     Raises:
         CheckpointNotFound: it is one without a manifest.
     """
-    directory = checkpoint_path(path)
+    directory = resolve_checkpoint_path(path)
     return is_complete(directory) if is_remote(directory) else is_compressed(directory)
 
 
 def _remove(path: str) -> None:
     """Remove a checkpoint; every other one stays complete."""
-    directory = checkpoint_path(path)
+    directory = resolve_checkpoint_path(path)
     if is_complete(directory):
-        removal.remove(directory)
+        removal.remove_checkpoint(directory)
     else:
         filesystem.rmtree(path)

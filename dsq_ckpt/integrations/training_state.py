@@ -34,7 +34,7 @@ from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import names_of
-from dsq_ckpt.storage.refinement import Refinement
+from dsq_ckpt.storage.refinement import RefinementOption
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Options of parameter groups that schedules keep too, in the order of the groups."""
@@ -55,7 +55,7 @@ class _Placeholders(NamedTuple):
     state: dict[str, Any]
     offered: Mapping[tuple[Any, ...], Collection[str]]
     warnings: list[str]
-    refinement: Refinement
+    refinement: RefinementOption
 
 
 class TrainingState:

@@ -21,7 +21,7 @@ from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.scan import identical
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 _ESCAPE = 255
 _SAMPLE = 4096
@@ -99,7 +99,7 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
     if kind == "raw":
         out.copy_(_unpack(get(entry["values"]), out.dtype, elements))
     elif kind == "half":
-        small = _unpack(get(entry["values"]), dtype_of(entry["stored"]), elements)
+        small = _unpack(get(entry["values"]), parse_dtype(entry["stored"]), elements)
         torch.mul(small.float(), torch.tensor(entry["scale"], dtype=torch.float32), out=out)
     elif kind == "palette":
         palette = _unpack(get(entry["levels"]), torch.float32, int(entry["count"]))

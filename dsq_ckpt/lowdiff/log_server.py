@@ -16,7 +16,7 @@ from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.segments import Step
 from dsq_ckpt.lowdiff.server import IncompleteGradient, Server
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 
 class LogServer(Server):
@@ -69,7 +69,7 @@ class LogServer(Server):
         record["buffers"] = []
         for name, dtype, shape, offset in message["buffers"]:
             assert slot is not None
-            buffer = slot.view(offset, tuple(shape), dtype_of(dtype))
+            buffer = slot.view(offset, tuple(shape), parse_dtype(dtype))
             raw = buffer.reshape(-1).view(torch.uint8).numpy().tobytes() if buffer.numel() else b""
             record["buffers"].append([name, dtype, shape, add(raw)])
         return Step(int(message["step"]), record, blocks)
@@ -84,7 +84,7 @@ class LogServer(Server):
         for part in sorted(message["sparse"], key=lambda part: str(part["dtype"])):
             total = sum(part["counts"])
             places = slot.view(part["places"], (total,), torch.int64).clone()
-            values = slot.view(part["values"], (total,), dtype_of(part["dtype"]))
+            values = slot.view(part["values"], (total,), parse_dtype(part["dtype"]))
             nonzero = slot.view(part["nonzero"], (len(part["params"]),), torch.int64).tolist()
             start = 0
             for param, own, picked, expected in zip(
@@ -104,13 +104,13 @@ class LogServer(Server):
     def _dense(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
         found = []
         hints = message["hints"]
-        half = dtype_of(hints["half"]) if hints.get("half") else None
+        half = parse_dtype(hints["half"]) if hints.get("half") else None
         # Parameters with levels of their own are stored apart: a palette has at most 256.
         apart = [[part] for part in message["dense"] if part.get("levels")]
         rest = [part for part in message["dense"] if not part.get("levels")]
         together = [[part for part in rest if part["dtype"] == dtype] for dtype in sorted({p["dtype"] for p in rest})]
         for parts in (*apart, *together):
-            dtype = dtype_of(parts[0]["dtype"])
+            dtype = parse_dtype(parts[0]["dtype"])
             pieces = [slot.view(part["at"], (self.entries[part["param"]].elements,), dtype) for part in parts]
             levels = torch.tensor(parts[0]["levels"], dtype=torch.float32) if parts[0].get("levels") else None
             search = bool(hints.get("search"))

@@ -28,7 +28,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor, newest_first, read_metadata
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 _PEER = struct.Struct("3i")
 _PATIENCE, _TRANSFER = 30.0, 300.0
@@ -53,7 +53,7 @@ class ReplicaShard(NamedTuple):
     def snapshot_tensors(self) -> list[SnapshotTensor]:
         """Return the tensors; they share the arena's memory."""
         return [
-            SnapshotTensor(tuple(path), self.arena.view(at, tuple(shape), dtype_of(dtype)))
+            SnapshotTensor(tuple(path), self.arena.view(at, tuple(shape), parse_dtype(dtype)))
             for path, dtype, shape, at in self.tensors
         ]
 
@@ -202,8 +202,8 @@ class SurvivingReplica:
             if group is not None and size:
                 dist.broadcast(whole, group=group, group_src=rank)
             for path, dtype, shape, at in listed:
-                nbytes = torch.Size(shape).numel() * dtype_of(dtype).itemsize
-                tensors[".".join(path)] = whole[at : at + nbytes].view(dtype_of(dtype)).view(shape)
+                nbytes = torch.Size(shape).numel() * parse_dtype(dtype).itemsize
+                tensors[".".join(path)] = whole[at : at + nbytes].view(parse_dtype(dtype)).view(shape)
         if group is not None:
             dist.destroy_process_group(group)
         plain = {name: values for share in shares for name, values in share[2].items()}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 _LARGEST = 1 << 20
 _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
@@ -83,7 +83,7 @@ def from_plain(value: Any) -> Any:
         if tag == "$tensor":
             dtype, shape, data = inner
             raw = bytearray(base64.b64decode(data, validate=True))
-            flat = torch.frombuffer(raw, dtype=dtype_of(dtype)) if raw else torch.empty(0, dtype=dtype_of(dtype))
+            flat = torch.frombuffer(raw, dtype=parse_dtype(dtype)) if raw else torch.empty(0, dtype=parse_dtype(dtype))
             return flat.reshape(shape)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpoint(f"plain data does not parse: {error}") from error

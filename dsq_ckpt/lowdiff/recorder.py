@@ -26,7 +26,7 @@ from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name, which_differ
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.worker_group import WorkerGroup
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import resolve_local_path
 
 
 def recovered_or_none(resume: Any) -> Recovered | None:
@@ -78,7 +78,7 @@ class Recorder(WorkerGroup):
                 raise ConfigError(f"this optimizer is logged already, into '{other.run}'; close() that first")
         comm, states = communicator(process_group), state or {}
         train_state = self._train_state_of(model, optimizer, states)
-        super().__init__(local_path(run), train_state, comm, base, queue, keep, cores, timeout)
+        super().__init__(resolve_local_path(run), train_state, comm, base, queue, keep, cores, timeout)
         self.steps_done = 0 if resume is None else resume.step
         self.spent = 0.0
         self._lossy = resume is not None and resume.lossy

@@ -31,7 +31,7 @@ from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first, session
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.quantization.restored_values import note_load
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import resolve_local_path
 
 
 @dataclass
@@ -145,7 +145,7 @@ def recover(
     comm = communicator(process_group)
     train_state = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)
     return recover_train_state(
-        local_path(run), train_state, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
+        resolve_local_path(run), train_state, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
         timeout=timeout,
     )
 

@@ -29,7 +29,7 @@ from dsq_ckpt.lowdiff.server import Server, describe
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 
 class ReplicaServer(Server):
@@ -166,7 +166,7 @@ class ReplicaServer(Server):
                 parameter = self._parameters[entry.name]
                 parameter.grad = None
                 if (part := gradients.get(place)) is not None:
-                    gradient = slot.view(part["at"], entry.shape, dtype_of(part["dtype"]))
+                    gradient = slot.view(part["at"], entry.shape, parse_dtype(part["dtype"]))
                     if scale != 1.0:
                         gradient = gradient * torch.tensor(scale, dtype=torch.float32)
                     parameter.grad = gradient
@@ -175,7 +175,7 @@ class ReplicaServer(Server):
                 parameter.grad = None
         for name, dtype, shape, offset in message["buffers"]:
             assert slot is not None
-            self._others["model", name] = slot.view(offset, tuple(shape), dtype_of(dtype)).clone()
+            self._others["model", name] = slot.view(offset, tuple(shape), parse_dtype(dtype)).clone()
         self._set_hyper(message["after"]["hyper"] or message["hyper"])
         self._meta |= {"hyper": message["after"]["hyper"] or message["hyper"], "states": message["after"]["states"]}
         self.applied = int(message["step"])

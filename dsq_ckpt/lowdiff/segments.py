@@ -23,7 +23,7 @@ from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""
@@ -163,7 +163,7 @@ class LogSegment:
             for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
                 sizes = [entry.elements for entry in entries]
-                whole = torch.empty(sum(sizes), dtype=dtype_of(part["dtype"]))
+                whole = torch.empty(sum(sizes), dtype=parse_dtype(part["dtype"]))
                 decode(part, whole, blocks.__getitem__)
                 for entry, piece in zip(entries, whole.split(sizes), strict=True):
                     found[entry.name] = piece
@@ -216,7 +216,7 @@ class LogSegment:
         with self.readable(step):
             blocks = self.blocks(step)
             for name, dtype, shape, block in self.steps[step].get("buffers", ()):
-                raw, wanted = bytearray(blocks[block]), dtype_of(dtype)
+                raw, wanted = bytearray(blocks[block]), parse_dtype(dtype)
                 if len(raw) != torch.Size(shape).numel() * wanted.itemsize:
                     raise CorruptCheckpoint(f"buffer '{name}' has {len(raw)} bytes")
                 found[name] = (torch.frombuffer(raw, dtype=wanted) if raw else torch.empty(0, dtype=wanted)).view(shape)

@@ -24,7 +24,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 
 class IncompleteGradient(Exception):
@@ -118,7 +118,7 @@ class Server(ABC):
         found = []
         for path, dtype, shape, offset in listed:
             assert self._staging is not None
-            found.append(SnapshotTensor(tuple(path), self._staging.view(offset, tuple(shape), dtype_of(dtype))))
+            found.append(SnapshotTensor(tuple(path), self._staging.view(offset, tuple(shape), parse_dtype(dtype))))
         return found
 
     def _save_later(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
@@ -144,7 +144,7 @@ class Server(ABC):
             manifest = snapshots.save(self.run, step, snapshot_tensors, meta, self.config, comm)
             if self.rank == 0:
                 snapshots.retire(self.run, self._keep, step)
-            size = manifest.bytes_in("own", "refinement", "index")
+            size = manifest.sum_bytes("own", "refinement", "index")
             self._report({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
         except BaseException as error:  # an error of a thread would be lost
             self._failed(step, error)

@@ -13,7 +13,7 @@ from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.train_state import TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 
 def exchange(train_state: TrainState, own: Collection[str], comm: Communicator) -> None:
@@ -48,8 +48,8 @@ def exchange(train_state: TrainState, own: Collection[str], comm: Communicator) 
             continue
         found: dict[str, dict[str, Any]] = {}
         for name, key, dtype, shape, at in theirs:
-            count = torch.Size(shape).numel() * dtype_of(dtype).itemsize
-            found.setdefault(name, {})[key] = whole[at : at + count].view(dtype_of(dtype)).view(shape)
+            count = torch.Size(shape).numel() * parse_dtype(dtype).itemsize
+            found.setdefault(name, {})[key] = whole[at : at + count].view(parse_dtype(dtype)).view(shape)
         for (name, key), value in others.items():
             found.setdefault(name, {})[key] = from_plain(value)
         with torch.no_grad():

@@ -38,9 +38,9 @@ from dsq_ckpt.quantization.update_rules import settings_of
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete, iter_checkpoints
 from dsq_ckpt.storage.pickle_refs import read_flat
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 META = ("lowdiff", "meta")
 RESIDUAL = ("lowdiff", "residual")
@@ -180,7 +180,7 @@ class Snapshot:
 
     def naming(self) -> AbstractContextManager[None]:
         """Return a context in which errors become `DSQError` and name the snapshot; see `CheckpointFiles.naming`."""
-        return self._checkpoint.naming()
+        return self._checkpoint.translate_errors()
 
     @property
     def lossy(self) -> bool:
@@ -204,7 +204,7 @@ class Snapshot:
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a tensor."""
         tensor = self._checkpoint.index["tensors"][name]
-        return tuple(tensor["shape"]), dtype_of(tensor["dtype"])
+        return tuple(tensor["shape"]), parse_dtype(tensor["dtype"])
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor on the CPU.
@@ -239,7 +239,7 @@ def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
     be read, None.
     """
     found: list[tuple[Path, Manifest | None]] = []
-    for path, manifest in checkpoints(run, lambda *_: None):
+    for path, manifest in iter_checkpoints(run, lambda *_: None):
         if _NAME.fullmatch(path.name):
             found.insert(0, (path, manifest))
     known = {path for path, _ in found}
@@ -289,7 +289,7 @@ def clear_interrupted(run: Path) -> None:
     """Remove interrupted snapshots; no process may be saving one."""
     for path in run.iterdir():
         if _NAME.fullmatch(path.name) and path.is_dir() and not is_complete(path):
-            gc.collect(path, 0)
+            gc.collect_garbage(path, 0)
             with suppress(OSError):  # not empty: something else lives there
                 path.rmdir()
 

@@ -14,7 +14,7 @@ from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.core.wrappers import unwrapped
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 
 MODEL, OPTIMIZER = "model", "optim"
 STRUCTURE = frozenset({"params", "param_names"})
@@ -313,5 +313,5 @@ def entries_from(tree: Iterable[Iterable[Any]]) -> list[ParameterEntry]:
     """
     entries = [ParameterEntry(name, tuple(shape), dtype, group, owner) for name, shape, dtype, group, owner in tree]
     for entry in entries:
-        dtype_of(entry.dtype)
+        parse_dtype(entry.dtype)
     return entries

@@ -15,12 +15,12 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import LogSession, sessions
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.beside import lost_its_manifest, missing
-from dsq_ckpt.storage.description import sizes_of
-from dsq_ckpt.storage.gc import is_ours
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
-from dsq_ckpt.storage.runs import run_below
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.companion_files import has_lost_manifest, list_missing_files
+from dsq_ckpt.storage.description import compute_sizes
+from dsq_ckpt.storage.gc import is_dsq_file
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete, iter_checkpoints
+from dsq_ckpt.storage.runs import find_run_below
 
 CLASSES = ("weights", "moments", "everything")
 _AT_ONCE = 16  # requests to an object store
@@ -80,7 +80,7 @@ class RunCheckpoint:
             now = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
             part = Bytes(sizes.logical, sizes.base + sizes.refinement, now)
             classes["weights" if kind == "weights" else "moments"].add(part)
-        classes["everything"] = Bytes(*sizes_of(manifest, overhead))
+        classes["everything"] = Bytes(*compute_sizes(manifest, overhead))
         return cls(path, manifest, classes)
 
     @property
@@ -92,7 +92,7 @@ class RunCheckpoint:
         """Return the notes of the checkpoint: uncompressed, pinned, and the number of tensors with NaN or Inf."""
         count = len(self.manifest.nonfinite)
         return ", ".join([
-            *(["uncompressed"] if self.manifest.bytes_in("attachment") and not self.manifest.kinds else []),
+            *(["uncompressed"] if self.manifest.sum_bytes("attachment") and not self.manifest.kinds else []),
             *(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else []),
         ])
 
@@ -150,12 +150,12 @@ class History:
             )
         if not is_remote(run) and not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
-        entries = list(_entries(list(checkpoints(run, lambda *_: None))))
+        entries = list(_entries(list(iter_checkpoints(run, lambda *_: None))))
         left = leftovers(run, {entry.path: entry.manifest for entry in entries})
         if not entries:
             found = f"; damaged: {left.damaged[0][1]}" if left.damaged else ""
             found += f"; '{left.incomplete[0].name}' holds a save that did not complete" if left.incomplete else ""
-            found += "" if (below := run_below(run)) is None else f"; directories in it do, such as '{below}'"
+            found += "" if (below := find_run_below(run)) is None else f"; directories in it do, such as '{below}'"
             raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}; name a run's directory")
         total = {name: Bytes() for name in CLASSES}
         for entry in entries:
@@ -183,22 +183,22 @@ def leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
         complete: manifests that were read, by directory; these directories are not looked at again.
     """
     found = Leftovers([], [], [])
-    storage = storage_of(run)
+    storage = get_storage(run)
     needed = {file.path_in(path) for path, manifest in complete.items() for file in manifest.files}
-    for entry in sorted(run / one.name for one in storage.entries(run) if one.directory):
+    for entry in sorted(run / one.name for one in storage.list_entries(run) if one.is_directory):
         if entry in complete:
             continue
         try:
-            names = {one.name for one in storage.entries(entry)}
+            names = {one.name for one in storage.list_entries(entry)}
         except PermissionError:
             continue  # lost+found and the like
-        ours = {name for name in names if is_ours(name)}
+        ours = {name for name in names if is_dsq_file(name)}
         if not ours:
             continue
         if MANIFEST not in names or is_hidden(entry.name):
             if all(entry / name in needed for name in ours):
                 found.removed.append((entry, len(ours)))
-            elif lost_its_manifest(entry):
+            elif has_lost_manifest(entry):
                 found.damaged.append((entry, WITHOUT_MANIFEST))
             else:
                 found.incomplete.append(entry)
@@ -218,7 +218,7 @@ def _listing(directory: Path) -> Listing:
     if is_remote(directory):
         return {
             entry.name: (directory / entry.name, entry.size)
-            for entry in storage_of(directory).entries(directory) if not entry.directory
+            for entry in get_storage(directory).list_entries(directory) if not entry.is_directory
         }
     found: Listing = {}
     try:
@@ -273,4 +273,4 @@ def _lacking(path: Path, manifest: Manifest, listings: dict[Path, Listing]) -> l
             problems.append(f"lacks {file.name}")
         elif known[1] != file.size:
             problems.append(f"{file.name} has {known[1]} bytes, expected {file.size}")
-    return problems + [f"lacks {name}" for name in missing(path, manifest, listings[path])]
+    return problems + [f"lacks {name}" for name in list_missing_files(path, manifest, listings[path])]

@@ -24,8 +24,8 @@ from dsq_ckpt.report import sections
 from dsq_ckpt.report.charts import WIDTH, Chart
 from dsq_ckpt.report.history import History, RunCheckpoint
 from dsq_ckpt.report.searches import Search
-from dsq_ckpt.storage.atomic_io import new_file
-from dsq_ckpt.storage.description import restored_error
+from dsq_ckpt.storage.atomic_io import create_file
+from dsq_ckpt.storage.description import compute_restored_error
 from dsq_ckpt.version import __version__
 
 _BEGINS = b"<!doctype html>\n<!-- dsq report -->"
@@ -58,7 +58,7 @@ def write(history: History, target: Path) -> int:
             if old.read(len(_BEGINS)) != _BEGINS:
                 raise ConfigError(f"'{target}' is there and is no page of dsq report: name another file, or remove it")
     page = render(history).encode()
-    with new_file(target) as stream:
+    with create_file(target) as stream:
         stream.write(page)
     return len(page)
 
@@ -225,7 +225,7 @@ def _groups(entry: RunCheckpoint) -> list[list[str]]:
         worst = "-" if group.worst_tensor is None else f"{group.worst_tensor} ({share(group.worst_error)})"
         rows.append([
             name, figures.number(group.elements), f"{max(group.bits_per_element, 0):.3f}", str(group.levels),
-            share(group.relative_error), share(restored_error(group)), worst,
+            share(group.relative_error), share(compute_restored_error(group)), worst,
         ])
     return rows
 

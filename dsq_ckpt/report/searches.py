@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsq_ckpt.core import figures
-from dsq_ckpt.storage.description import restore_loses
+from dsq_ckpt.storage.description import compute_restore_loss
 from dsq_ckpt.storage.manifest import Manifest
 
 VARIANT = "variant"  # as in search.space, which would import torch
@@ -29,7 +29,7 @@ class Search:
         record = manifest.quality
         if not record:
             return None
-        loses, lost = restore_loses(record), record.get("degradation")
+        loses, lost = compute_restore_loss(record), record.get("degradation")
         return cls(
             chosen=chosen_of(manifest),
             degradation="-" if lost is None else figures.percent(lost),
@@ -45,10 +45,10 @@ def chosen_of(manifest: Manifest) -> str:
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:
-        bounded = manifest.setting("search", "max_run_loss") is not None
-        return f"none: {'exact' if bounded else manifest.setting('search', 'fallback') or '-'}"
+        bounded = manifest.get_setting("search", "max_run_loss") is not None
+        return f"none: {'exact' if bounded else manifest.get_setting('search', 'fallback') or '-'}"
     variant = str(chosen.get(VARIANT, "default"))
-    bits = manifest.setting("quantize", "weights", "refinement_bits")
+    bits = manifest.get_setting("quantize", "weights", "refinement_bits")
     return ", ".join([
         *([variant] if variant != "default" else []),
         figures.settings({name: value for name, value in chosen.items() if name != VARIANT}),

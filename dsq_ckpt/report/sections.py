@@ -84,7 +84,7 @@ def chain(history: History) -> list[Chart]:
 def quality(history: History) -> list[Chart]:
     """Return charts of what searches measured, against the bounds that they had to keep; none without a search."""
     manifests = [entry.manifest for entry in history.entries]
-    epsilon = [manifest.setting("search", "epsilon") if manifest.quality else None for manifest in manifests]
+    epsilon = [manifest.get_setting("search", "epsilon") if manifest.quality else None for manifest in manifests]
     loses, allowed = _measured(manifests, "restore_loses"), _measured(manifests, "restore_may_lose")
     used = [None if one is None or not most else one / most for one, most in zip(loses, allowed, strict=True)]
     charts: list[tuple[str, str, str, Unit, list[Series]]] = [

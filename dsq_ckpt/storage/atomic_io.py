@@ -1,7 +1,7 @@
-"""Files and directories that appear complete or not at all: hidden name, write, flush, rename.
+"""Atomic creation of files and directories: write under a hidden name, flush, rename.
 
-A file is written under a hidden name beside its own, so that the rename stays on one file system. A rename survives a
-power failure once the directory was flushed; callers flush directories themselves where they give several names.
+The hidden name is in the directory of the final name, so that the rename stays on one file system. A rename survives a
+power failure once the directory is flushed. Callers that rename several files flush the directory once, themselves.
 """
 
 from __future__ import annotations
@@ -21,75 +21,75 @@ from typing import IO
 
 import xxhash
 
-NOT_ALL = "not all of which was written"
+INCOMPLETE = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
-_LONGEST_WITHIN = 255 - len("..dsq-01234567.tmp")
-"""Bytes of a name that leave room for what makes it hidden, on file systems whose names have at most 255."""
+_EXCHANGE_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
+_MAX_NAME_BYTES = 255 - len("..dsq-01234567.tmp")
+"""Largest name in bytes to which prefix and suffix of a hidden name can be added within the limit of 255."""
 _HIDDEN = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # names without the mark: of earlier versions
 
 
 def hidden_name(goal: Path, mark: str | None = None) -> Path:
-    """Return the hidden name under which a file or directory is written.
+    """Return the hidden path under which a file or directory is written.
 
     Args:
-        goal: the name that it gets when it is complete.
-        mark: 8 hexadecimal digits; None: random ones.
+        goal: final path.
+        mark: 8 hexadecimal digits, random if None.
     """
-    return goal.with_name(f".{within_hidden(goal.name)}.dsq-{mark or uuid.uuid4().hex[:8]}.tmp")
+    return goal.with_name(f".{shorten_name(goal.name)}.dsq-{mark or uuid.uuid4().hex[:8]}.tmp")
 
 
-def within_hidden(name: str) -> str:
-    """Return how a name stands in a hidden name: itself, or if that were too long its beginning and a digest."""
+def shorten_name(name: str) -> str:
+    """Return the name as it appears in a hidden name. Replace the end of a long name by a digest."""
     encoded = os.fsencode(name)
-    if len(encoded) <= _LONGEST_WITHIN:
+    if len(encoded) <= _MAX_NAME_BYTES:
         return name
     digest = xxhash.xxh3_64_hexdigest(encoded)  # names that begin alike stay apart
-    return f"{encoded[: _LONGEST_WITHIN - len(digest) - 1].decode(errors='ignore')}-{digest}"
+    return f"{encoded[: _MAX_NAME_BYTES - len(digest) - 1].decode(errors='ignore')}-{digest}"
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or directory of this name is being written, or was left by a process that was killed."""
+    """Return whether the name is a hidden name: of a write in progress, or left by a process that was killed."""
     return _HIDDEN.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
-def naming(path: Path, when: str) -> Iterator[None]:
-    """Let errors of the operating system that name no file, such as a full disk, name `path`, followed by `when`."""
+def add_path_to_errors(path: Path, when: str) -> Iterator[None]:
+    """Add `path` and `when` to an OSError that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno is None:  # without a number: one of this package
             raise
-        raise _named(error, path, when) from error
+        raise _add_path(error, path, when) from error
 
 
-def _named(error: OSError, path: Path, when: str) -> OSError:
+def _add_path(error: OSError, path: Path, when: str) -> OSError:
     return OSError(error.errno, f"{error.strerror}, {when}", str(path))
 
 
 def flush(stream: IO[bytes] | IO[str], fsync: bool) -> None:
-    """Write out what a stream buffers, and flush its file to the device if `fsync`."""
+    """Flush the buffer of a stream and, with `fsync`, its file to the device."""
     stream.flush()
     if fsync:
         os.fsync(stream.fileno())
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory, so that names given in it survive a power failure."""
+    """Flush a directory to the device, so that renames in it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with naming(directory, "while names in it were flushed to the device"):
+        with add_path_to_errors(directory, "while names in it were flushed to the device"):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def make_directory(path: Path, fsync: bool) -> None:
-    """Make a directory and its missing parents; with `fsync` their names survive a power failure.
+    """Create a directory and its missing parents. With `fsync` they survive a power failure.
 
     Raises:
-        OSError: a directory cannot be made or flushed.
+        OSError: a directory cannot be created or flushed.
     """
     missing = list(itertools.takewhile(lambda directory: not directory.is_dir(), (path, *path.parents)))
     path.mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,12 @@ def make_directory(path: Path, fsync: bool) -> None:
 
 
 class AtomicFile:
-    """A new file under a hidden name, which `publish` renames; as a context manager it removes what was not published.
+    """New file under a hidden name, renamed by `publish`. On exit of the context an unpublished file is removed.
 
     Args:
-        path: name of the complete file.
+        path: final path.
         fsync: flush the file to the device before the rename.
-        mark: mark of the hidden name, see `hidden_name`.
+        mark: see `hidden_name`.
         buffering: buffer size in bytes, see `open`.
 
     Attributes:
@@ -128,10 +128,10 @@ class AtomicFile:
     ) -> None:
         self.discard()
         if isinstance(error, OSError) and error.filename is None:
-            raise _named(error, self.path, NOT_ALL) from error
+            raise _add_path(error, self.path, INCOMPLETE) from error
 
     def complete(self) -> None:
-        """Flush and close the file, which keeps its hidden name."""
+        """Flush and close the file. It keeps its hidden name."""
         if not self.stream.closed:
             flush(self.stream, self._fsync)
             self.stream.close()
@@ -140,19 +140,19 @@ class AtomicFile:
         """Complete the file and rename it.
 
         Args:
-            exclusive: replace nothing.
+            exclusive: do not replace an existing file.
 
         Raises:
-            FileExistsError: with `exclusive`, a file of this name is there.
+            FileExistsError: with `exclusive`, the file exists.
         """
         self.complete()
         if exclusive:
-            _rename_new(self.hidden, self.path)
+            _rename_exclusive(self.hidden, self.path)
         else:
             os.replace(self.hidden, self.path)
 
     def discard(self) -> None:
-        """Close the file and remove its hidden name, if it has that still."""
+        """Close the file and remove it if it was not published."""
         with contextlib.suppress(OSError):  # closing a file on a full disk fails again; the first error counts
             self.stream.close()
         with contextlib.suppress(OSError):
@@ -160,8 +160,8 @@ class AtomicFile:
 
 
 @contextlib.contextmanager
-def new_file(goal: Path) -> Iterator[IO[bytes]]:
-    """Yield a stream whose file appears on leaving the block, flushed to the device; make missing parent directories.
+def create_file(goal: Path) -> Iterator[IO[bytes]]:
+    """Yield a stream for a new file, published and flushed to the device on exit. Create missing parent directories.
 
     Raises:
         OSError: the file cannot be written; the error names it.
@@ -174,22 +174,22 @@ def new_file(goal: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def new_directory(goal: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden path for the block to make a directory at, which then gets its name; make missing parents.
+def create_directory(goal: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a hidden path, at which the block creates a directory, and rename it to `goal` on exit.
 
-    The block flushes the files and directories that it makes.
+    Missing parents are created. The block flushes the files and directories that it creates.
 
     Args:
-        goal: the directory to appear.
-        overwrite: replace what has this name.
+        goal: final path of the directory.
+        overwrite: replace an existing file or directory.
 
     Raises:
-        OSError: the directory cannot be made; or it is not empty, and is not to be overwritten.
+        OSError: the directory cannot be created; or it is not empty, and `overwrite` is False.
     """
     goal.parent.mkdir(parents=True, exist_ok=True)
     hidden = hidden_name(goal)
     try:
-        with naming(goal, NOT_ALL):
+        with add_path_to_errors(goal, INCOMPLETE):
             yield hidden
             if overwrite:
                 replace_directory(hidden, goal)
@@ -201,10 +201,10 @@ def new_directory(goal: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def relink(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, in place of the file that has the name; there is always one or the other.
+    """Atomically replace `target` by a hard link to `source`.
 
     Raises:
-        OSError: the link cannot be made.
+        OSError: the link cannot be created.
     """
     hidden = hidden_name(target)
     try:
@@ -214,23 +214,23 @@ def relink(source: Path, target: Path) -> None:
         hidden.unlink(missing_ok=True)
 
 
-def exchange(source: Path, target: Path) -> bool:
-    """Let two files exchange their names; where the system cannot (only Linux does), let `source` replace `target`.
+def exchange_names(source: Path, target: Path) -> bool:
+    """Exchange the names of two files, or replace `target` by `source` where the system (not Linux) cannot exchange.
 
-    A file that another process removes meanwhile does not come back, as it would by `os.replace`. Where names were
-    exchanged, `source` has what was at `target`; else it is gone.
+    Unlike `os.replace`, an exchange does not recreate a `target` that another process has removed. After an exchange
+    `source` has the former content of `target`; after a replacement it does not exist.
 
     Returns:
-        Whether there was a `target`; if not, nothing is changed.
+        Whether `target` existed. If not, nothing is changed.
 
     Raises:
-        OSError: neither can be done.
+        OSError: neither is possible.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None:
         if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
             return True
-        if ctypes.get_errno() not in _NO_EXCHANGE:
+        if ctypes.get_errno() not in _EXCHANGE_UNSUPPORTED:
             with contextlib.suppress(FileNotFoundError):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(target))
             return False
@@ -240,8 +240,8 @@ def exchange(source: Path, target: Path) -> bool:
     return True
 
 
-def _rename_new(source: Path, target: Path) -> None:
-    """Rename without replacing; where the file system cannot link, check and rename."""
+def _rename_exclusive(source: Path, target: Path) -> None:
+    """Rename without replacing. Check and rename where the file system has no hard links."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -253,10 +253,10 @@ def _rename_new(source: Path, target: Path) -> None:
 
 
 def replace_directory(hidden: Path, goal: Path) -> None:
-    """Rename a directory into place; an old one is renamed first, because directories cannot be replaced.
+    """Rename a directory to `goal`. Rename an old one first, since a rename cannot replace a directory.
 
     Raises:
-        OSError: the directory cannot be renamed; the old one is there.
+        OSError: the directory cannot be renamed; the old one is back in its place.
     """
     backup = hidden.with_suffix(".old")
     old = os.path.lexists(goal)

@@ -1,11 +1,11 @@
-"""Where checkpoints lie: the few operations on files that saves and loads need, of the local file system or another.
+"""Storage backends: the file operations of saves and loads, on the local file system or an object store.
 
-A backend appears as the type of a path: `storage_of(path)` is the local file system, or an object store for a URL.
-Both keep the same contract (`tests/storage/test_backends.py`): a file appears complete or not at all, and what another
-process wrote is there for everybody who has its name.
+The type of a path selects the backend: `get_storage` returns the object store for a URL, else the local file system.
+Both keep one contract (`tests/storage/test_backends.py`): a file appears complete or not at all, and once it appears
+every process can read it by its name.
 
-What differs is how checkpoints share files. Locally each checkpoint has hard links to files of its ancestors. Object
-stores have no links, so there a manifest tells in which checkpoint of the run a file lies (`ManifestFile.held_by`).
+They differ in how checkpoints share files. Locally each checkpoint has hard links to files of its ancestors. Object
+stores have no links; there the manifest names the checkpoint of the run that holds a file (`ManifestFile.held_by`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage.atomic_io import AtomicFile, make_directory, sync_directory
 
 
-class Entry(NamedTuple):
-    """A name in a directory, with what it has: size in bytes, and when it was written, seconds since the epoch.
+class DirectoryEntry(NamedTuple):
+    """Entry of a directory.
 
-    `changed` is None where the backend does not tell it.
+    Attributes:
+        name: name in the directory.
+        is_directory: whether it is a directory.
+        size: bytes.
+        modified: time of the last change, seconds since the epoch; None if the backend does not report it.
     """
 
     name: str
-    directory: bool
+    is_directory: bool
     size: int
-    changed: float | None
+    modified: float | None
 
 
-def _entry_of(entry: os.DirEntry[str]) -> Entry:
+def _to_entry(entry: os.DirEntry[str]) -> DirectoryEntry:
     status, directory = entry.stat(follow_symlinks=False), False
     with suppress(OSError):  # a link that leads to itself
         directory = entry.is_dir()
-    return Entry(entry.name, directory, status.st_size, max(status.st_mtime, status.st_ctime))
+    return DirectoryEntry(entry.name, directory, status.st_size, max(status.st_mtime, status.st_ctime))
 
 
-class OpenFile(Protocol):
-    """A file that is read at any place by any thread; see `RegularFile`."""
+class ReadableFile(Protocol):
+    """File open for reads of ranges, by any thread; see `RegularFile`."""
 
     size: int
 
@@ -53,13 +57,13 @@ class OpenFile(Protocol):
     def close(self) -> None: ...
 
 
-class NewFile(Protocol):
-    """A file that is being written; see `AtomicFile`."""
+class WritableFile(Protocol):
+    """File being written; see `AtomicFile`."""
 
     @property
     def stream(self) -> IO[bytes]: ...
 
-    def __enter__(self) -> NewFile: ...
+    def __enter__(self) -> WritableFile: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -73,43 +77,43 @@ class NewFile(Protocol):
 
 
 class Storage(Protocol):
-    """Files by their paths. Every method raises OSError where something is unknown, FileNotFoundError for no file."""
+    """File operations by path. Methods raise FileNotFoundError for a missing file, OSError for other failures."""
 
-    def entries(self, directory: Path) -> list[Entry]:
+    def list_entries(self, directory: Path) -> list[DirectoryEntry]:
         """Return what lies directly in a directory; nothing where there is none."""
 
     def size(self, file: Path) -> int:
         """Return the size of a regular file in bytes."""
 
     def read(self, file: Path, limit: int) -> bytes:
-        """Return all bytes of a file; CorruptCheckpoint if they are more than `limit`."""
+        """Return all bytes of a file. Raise CorruptCheckpoint if there are more than `limit`."""
 
-    def open(self, file: Path) -> OpenFile:
+    def open(self, file: Path) -> ReadableFile:
         """Open a file for reads of ranges."""
 
-    def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> NewFile:
-        """Begin a file, which appears when it is published; its directory was made."""
+    def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> WritableFile:
+        """Return a new file in an existing directory. It appears when it is published."""
 
     def remove(self, file: Path) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
     def make_directory(self, directory: Path, fsync: bool) -> None:
-        """Make a directory, and those above, where the backend has such things."""
+        """Create a directory and its missing parents, if the backend has directories."""
 
     def flush(self, directory: Path) -> None:
-        """Return when names given in a directory survive a power failure."""
+        """Flush a directory, so that renames in it survive a power failure."""
 
 
-class _Local:
-    """The local file system, or one that is mounted."""
+class _LocalStorage:
+    """Local or mounted file system."""
 
-    def entries(self, directory: Path) -> list[Entry]:
+    def list_entries(self, directory: Path) -> list[DirectoryEntry]:
         found = []
         try:
             with os.scandir(directory) as scanned:
                 for entry in scanned:
                     with suppress(FileNotFoundError):  # renamed or removed meanwhile
-                        found.append(_entry_of(entry))
+                        found.append(_to_entry(entry))
         except (FileNotFoundError, NotADirectoryError):
             pass
         return found
@@ -139,31 +143,31 @@ class _Local:
         sync_directory(directory)
 
 
-_LOCAL = _Local()
+_LOCAL = _LocalStorage()
 
 
-def storage_of(path: Path) -> Storage:
-    """Return the backend that a path belongs to."""
-    return _remote() if is_remote(path) else _LOCAL
+def get_storage(path: Path) -> Storage:
+    """Return the backend of a path."""
+    return _get_object_store() if is_remote(path) else _LOCAL
 
 
 @cache
-def _remote() -> Storage:
+def _get_object_store() -> Storage:
     from dsq_ckpt.storage.object_store import ObjectStore
 
     return ObjectStore()
 
 
-def sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
-    """Return the size of each file, or why it is unknown; few requests for many files of an object store."""
+def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
+    """Return the size of each file, or the error of reading it. On an object store list each directory once."""
     found: dict[Path, int | OSError] = {}
     listed: dict[Path, dict[str, int]] = {}
     for file in files:
-        storage = storage_of(file)
+        storage = get_storage(file)
         try:
             if is_remote(file):
                 if file.parent not in listed:
-                    listed[file.parent] = {entry.name: entry.size for entry in storage.entries(file.parent)}
+                    listed[file.parent] = {entry.name: entry.size for entry in storage.list_entries(file.parent)}
                 if file.name in listed[file.parent]:
                     found[file] = listed[file.parent][file.name]
                     continue

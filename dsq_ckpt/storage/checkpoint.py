@@ -24,29 +24,36 @@ from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.superstep import SuperStep
+from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain, read_block_elements
 from dsq_ckpt.storage.chunk_load import (
     ChunkLoad,
     CodedChunk,
-    RecordValues,
-    Squares,
-    blocks_of,
-    convert,
+    RecordDecoder,
+    SecondMomentFactor,
+    allocate_output,
+    copy_clamped,
     decode_all,
-    load_coded,
-    load_nothing,
-    place_for,
-    times_known,
+    decode_coded,
+    decode_nothing,
+    multiply_by_roots,
+    split_blocks,
 )
 from dsq_ckpt.storage.container import Block
-from dsq_ckpt.storage.files import CheckpointFiles, names_file
-from dsq_ckpt.storage.layers import Layer, block_elements, decode_chain
+from dsq_ckpt.storage.files import CheckpointFiles, translate_record_errors
 from dsq_ckpt.storage.packs import PackRef
-from dsq_ckpt.storage.record_fields import FACTORS, check_factors, dtype_of, exponent_of, protected_count, times_of
+from dsq_ckpt.storage.record_fields import (
+    FACTORS,
+    check_factors,
+    get_exponent,
+    get_protected_count,
+    get_root_multiplier,
+    parse_dtype,
+)
 from dsq_ckpt.storage.shard import RecordRef
 
-_MOST_STEPS = 1 << 16
-_MOST_DEQUANTIZERS = 256  # that are kept, of 10 KB: second moments have one for each chunk
-_SMALL = 1 << 16  # bytes of an exact tensor that is read at once: a thread has more to do before it begins
+_MAX_STEPS = 1 << 16
+_MAX_DEQUANTIZERS = 256  # that are kept, of 10 KB: second moments have one for each chunk
+_SMALL_BYTES = 1 << 16  # bytes of an exact tensor that is read at once: a thread has more to do before it begins
 
 
 class Checkpoint(CheckpointFiles):
@@ -59,27 +66,27 @@ class Checkpoint(CheckpointFiles):
         self._dequantizers: dict[tuple[str, str, float, int], Dequantizer] = {}
         self._numbers: dict[str, I16] = {}
 
-    def model(self) -> ParentModel:
+    def to_parent_model(self) -> ParentModel:
         """Return the data of this checkpoint that a child needs of its parent."""
-        with self.naming(self.manifest.index.name):
+        with self.translate_errors(self.manifest.index.name):
             return ParentModel.of_index(self.index, self.manifest.depth)
 
-    @names_file
-    def codebook(self, ref: RecordRef) -> Codebook:
+    @translate_record_errors
+    def read_codebook(self, ref: RecordRef) -> Codebook:
         """Return the codebook that a coded record was coded with."""
-        key = (ref.file, self.record(ref)["group"])
+        key = (ref.file, self.read_record(ref)["group"])
         if key not in self._books:
-            self._books[key] = Codebook.from_json(self.reader(key[0]).contents["groups"][key[1]]["codebook"])
+            self._books[key] = Codebook.from_json(self.open_reader(key[0]).contents["groups"][key[1]]["codebook"])
         return self._books[key]
 
-    @names_file
-    def codes(self, ref: RecordRef, workers: Workers) -> Codes:
+    @translate_record_errors
+    def decode_codes(self, ref: RecordRef, workers: Workers) -> Codes:
         """Return the codes of a chunk, decoded from its keyframe on; uint8, flat.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        layers, count = self._layers(ref), math.prod(self.record(ref)["shape"])
+        layers, count = self._read_chain(ref), math.prod(self.read_record(ref)["shape"])
         # One block through the whole chain while its codes are in the cache; all at once if blocks changed their size.
         sizes = {layer.step for layer in layers}
         step = sizes.pop() if len(sizes) == 1 else max(count, 1)
@@ -88,36 +95,36 @@ class Checkpoint(CheckpointFiles):
         def work(where: slice) -> None:
             turns.run(decode_chain(layers, where, out[where], workers.scratch))
 
-        for _ in workers.map(work, blocks_of(count, step)):
+        for _ in workers.map(work, split_blocks(count, step)):
             pass
         return out
 
-    @names_file
-    def values(self, ref: RecordRef, workers: Workers) -> F32:
+    @translate_record_errors
+    def decode_values(self, ref: RecordRef, workers: Workers) -> F32:
         """Return the values of a chunk without refinement, flat, before they are converted to its dtype.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        if self.record(ref)["type"] == "plain":
-            return self._plain_values(ref, workers)
-        codes = self.codes(ref, workers)
+        if self.read_record(ref)["type"] == "plain":
+            return self._decode_plain(ref, workers)
+        codes = self.decode_codes(ref, workers)
         out = np.empty(len(codes), np.float32)
-        self._sum(ref, codes, False, workers, out)
+        self._decode_sum(ref, codes, False, workers, out)
         return out
 
-    @names_file
-    def tensor(
+    @translate_record_errors
+    def decode_tensor(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a chunk in the dtype and shape in which it was saved; arguments are those of `load`."""
-        load = self.load(ref, refined, workers, into)
+        load = self.prepare_load(ref, refined, workers, into)
         for _ in decode_all([load], workers):
             pass
         return load.tensor
 
-    @names_file
-    def load(
+    @translate_record_errors
+    def prepare_load(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
         span: tuple[int, int] | None = None, keep: bool = False, known: Mapping[RecordRef, Codes] | None = None,
     ) -> ChunkLoad:
@@ -135,72 +142,72 @@ class Checkpoint(CheckpointFiles):
             keep: keep the codes of a chain, and of second moments by which it is multiplied; 1 byte per element.
             known: codes of whole chunks, by record, where they were decoded before.
         """
-        record, naming = self.record(ref), partial(self.naming, ref.file)
-        shape, dtype = record["shape"], dtype_of(record["dtype"])
+        record, naming = self.read_record(ref), partial(self.translate_errors, ref.file)
+        shape, dtype = record["shape"], parse_dtype(record["dtype"])
         if record["type"] not in ("coded", "merged", "plain"):
             raise CorruptCheckpoint(f"record {ref.record} is of type {record['type']!r}, not a tensor")
         if record["type"] == "plain":
-            stored = dtype_of(record.get("stored", record["dtype"]))
+            stored = parse_dtype(record.get("stored", record["dtype"]))
             if record["size"] != math.prod(shape) * stored.itemsize:
                 raise CorruptCheckpoint(f"'{record['fqn']}': {record['size']} bytes stored, shape {shape} promised")
-            out = place_for(shape, dtype, into)
+            out = allocate_output(shape, dtype, into)
             read = partial(self._read_plain, ref, stored)
-            if record["size"] > _SMALL:
+            if record["size"] > _SMALL_BYTES:
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
             read(slice(None), out.view(-1), workers.scratch)
             return ChunkLoad(out, [], read, naming)
-        if (chunk := self._coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
-            out = place_for(shape, dtype, into)
+        if (chunk := self._prepare_coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
+            out = allocate_output(shape, dtype, into)
             return ChunkLoad(
-                out, chunk.blocks(span), partial(load_coded, chunk), naming, chunk.codes, chunk.measure
+                out, chunk.select_blocks(span), partial(decode_coded, chunk), naming, chunk.codes, chunk.second_moments
             )
-        codes = self.codes(ref, workers)
+        codes = self.decode_codes(ref, workers)
         values = np.empty(len(codes), np.float32)
-        self._sum(ref, codes, refined, workers, values)
-        self._times_roots(record, values, workers)
-        out = place_for(shape, dtype, into)
-        convert(torch.from_numpy(values), out.view(-1))
-        return ChunkLoad(out, [], load_nothing, naming, codes if keep and record["type"] == "coded" else None)
+        self._decode_sum(ref, codes, refined, workers, values)
+        self._multiply_by_roots(record, values, workers)
+        out = allocate_output(shape, dtype, into)
+        copy_clamped(torch.from_numpy(values), out.view(-1))
+        return ChunkLoad(out, [], decode_nothing, naming, codes if keep and record["type"] == "coded" else None)
 
     def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor, __: Scratch) -> None:
         """Read a chunk that is stored as it is, all of it, into a flat tensor."""
-        raw = self._raw(ref.file, self.record(ref))
+        raw = self._read_raw(ref.file, self.read_record(ref))
         if out.dtype == stored and raw:
             out.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
         elif raw:
-            convert(torch.frombuffer(bytearray(raw), dtype=stored), out)
+            copy_clamped(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
-    def _coded_chunk(
+    def _prepare_coded_chunk(
         self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: bool
     ) -> CodedChunk | None:
         """Return a chunk that is decoded block by block; None: it cannot be."""
-        record = self.record(ref)
+        record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
             return None
-        values = self._record_values(ref, record, refined)
-        layers = [] if ref in known else self._layers(ref)
+        values = self._make_record_decoder(ref, record, refined)
+        layers = [] if ref in known else self._read_chain(ref)
         if any(layer.step != values.step for layer in layers):
             return None
         factor: Callable[[slice, F32, Scratch], Steps | None] | None = None
-        if (measure := self._measure_of(record)) is not None:
-            times = times_of(record)
-            if self.record(measure)["type"] == "plain":
-                factor = partial(times_known, times, self._plain_values(measure, workers))
+        if (measure := self._find_second_moments(record)) is not None:
+            times = get_root_multiplier(record)
+            if self.read_record(measure)["type"] == "plain":
+                factor = partial(multiply_by_roots, times, self._decode_plain(measure, workers))
             else:
-                other = self._coded_chunk(measure, False, workers, known, keep)
+                other = self._prepare_coded_chunk(measure, False, workers, known, keep)
                 if other is None or other.step != values.step:
                     return None
-                factor = Squares(measure, other, times)
+                factor = SecondMomentFactor(measure, other, times)
         count = math.prod(record["shape"])
         codes = np.empty(count, np.uint8) if keep and layers else known.get(ref)
         return CodedChunk(layers, values, codes, count, factor)
 
-    def _measure_of(self, record: dict[str, Any]) -> RecordRef | None:
+    def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:
         """Return the record of the second moments by whose roots first moments were divided, None if they were not."""
         if (name := record.get("root", record.get("unit"))) is None:
             return None
-        ref = self.find(str(name), tuple(record["offsets"]))
-        other = self.record(ref)
+        ref = self.find_record(str(name), tuple(record["offsets"]))
+        other = self.read_record(ref)
         if other["shape"] != record["shape"] or "unit" in other or "root" in other:
             raise CorruptCheckpoint(
                 f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
@@ -208,23 +215,23 @@ class Checkpoint(CheckpointFiles):
             )
         return ref
 
-    def _times_roots(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
+    def _multiply_by_roots(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
         """Multiply first moments by the roots of their second moments, if they were divided by these."""
-        if (ref := self._measure_of(record)) is None:
+        if (ref := self._find_second_moments(record)) is None:
             return
-        if self.record(ref)["type"] == "plain":
-            squares = self._plain_values(ref, workers)
+        if self.read_record(ref)["type"] == "plain":
+            squares = self._decode_plain(ref, workers)
         else:
             squares = np.empty(len(values), np.float32)
-            self._sum(ref, self.codes(ref, workers), False, workers, squares)
-        times = times_of(record)
+            self._decode_sum(ref, self.decode_codes(ref, workers), False, workers, squares)
+        times = get_root_multiplier(record)
         for _ in workers.map(lambda where: times(values[where], squares[where]), workers.blocks(len(values))):
             pass
 
-    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
+    def _decode_sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
         """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
-        for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
-            record = self.record(link)
+        for place, link in enumerate(reversed(self.follow_chain(ref, "residual", ("coded", "merged", "plain")))):
+            record = self.read_record(link)
             own_values = link == ref and not place and record["type"] == "coded"
             check_factors(link, record, FACTORS if own_values else ())
             if record["type"] == ("plain" if place else "merged"):
@@ -232,20 +239,20 @@ class Checkpoint(CheckpointFiles):
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
                 )
             if record["type"] == "plain":
-                out[:] = self._plain_values(link, workers)
+                out[:] = self._decode_plain(link, workers)
                 continue
-            own = codes if link == ref else self.codes(link, workers)
+            own = codes if link == ref else self.decode_codes(link, workers)
             if record["type"] == "merged":
-                self.superstep(link, own).add_to(out, workers)
+                self.read_superstep(link, own).add_to(out, workers)
             else:
-                self._values(link, record, own, refined and link == ref, workers, out, place > 0)
+                self._dequantize(link, record, own, refined and link == ref, workers, out, place > 0)
 
-    @names_file
-    def _scales(self, ref: RecordRef, record: dict[str, Any]) -> MatrixScales | None:
+    @translate_record_errors
+    def _read_scales(self, ref: RecordRef, record: dict[str, Any]) -> MatrixScales | None:
         """Return the scales of rows and columns of second moments, if they have any."""
         if "scales" not in record:
             return None
-        numbers = self.scale_numbers(ref.file)
+        numbers = self.read_scale_numbers(ref.file)
         first, by_row, by_column = record["scales"]
         shape = record["shape"]
         rows = shape[0] if shape else 1
@@ -259,14 +266,14 @@ class Checkpoint(CheckpointFiles):
         end = first + by_row
         return MatrixScales(columns, numbers[first:end], numbers[end : end + by_column])
 
-    def scale_numbers(self, file: str) -> I16:
+    def read_scale_numbers(self, file: str) -> I16:
         """Return the numbers of all scales of a file, which has some."""
         if file not in self._numbers:
-            place, count = self.reader(file).contents["scales"]
+            place, count = self.open_reader(file).contents["scales"]
             if type(count) is not int or count < 0:
                 raise CorruptCheckpoint(f"'{file}' has {count!r} numbers of scales")
             if isinstance(place, list):  # up to format version 7
-                numbers = np.frombuffer(self._unshuffled(file, Block(*place), 2, 2 * count), np.int16)
+                numbers = np.frombuffer(self._read_unshuffled(file, Block(*place), 2, 2 * count), np.int16)
             elif self.pack_fits(ref := PackRef(file, place), 2 * count, 2):
                 numbers = scales_of_items(self.read_pack(ref))
             else:
@@ -274,47 +281,47 @@ class Checkpoint(CheckpointFiles):
             self._numbers[file] = numbers
         return self._numbers[file]
 
-    @names_file
-    def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
+    @translate_record_errors
+    def read_superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
         """Return the value that a record with codes adds, by code, without refinement.
 
         Raises:
             CorruptCheckpoint: it is altered, or does not fit itself.
         """
-        record = self.record(ref)
+        record = self.read_record(ref)
         if record["type"] == "coded":
-            book, protected = self.codebook(ref), self._protected(ref.file, record)
+            book, protected = self.read_codebook(ref), self._read_protected(ref.file, record)
             levels = np.empty((1, len(book.levels)), np.float32)
-            dequantizer = Dequantizer(book, exponent_of(record), 0)
+            dequantizer = Dequantizer(book, get_exponent(record), 0)
             dequantizer.block(np.arange(levels.size, dtype=np.uint8), protected[:0], None, levels[0])
             return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{record['fqn']}'")
-        steps, count = record["steps"], protected_count(record)
-        if not 1 <= len(steps) <= _MOST_STEPS:
+        steps, count = record["steps"], get_protected_count(record)
+        if not 1 <= len(steps) <= _MAX_STEPS:
             raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
         own = np.empty((len(steps), count), np.float32)
         if count:
-            raw = self._unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
+            raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
             own = np.frombuffer(raw, np.float32).reshape(own.shape)
         return SuperStep.checked(codes, steps, own, f"'{record['fqn']}'")
 
-    @names_file
-    def _plain_values(self, ref: RecordRef, workers: Workers) -> F32:
-        tensor = self.tensor(ref, False, workers)
+    @translate_record_errors
+    def _decode_plain(self, ref: RecordRef, workers: Workers) -> F32:
+        tensor = self.decode_tensor(ref, False, workers)
         if tensor.dtype not in QUANTIZABLE:
             raise CorruptCheckpoint(f"record {ref.record} does not fit its chain: {tensor.dtype}")
         values: F32 = tensor.to(torch.float32).view(-1).numpy()
         return values
 
-    @names_file
-    def _values(
+    @translate_record_errors
+    def _dequantize(
         self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: F32,
         onto: bool,
     ) -> None:
         """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
-        values = self._record_values(ref, record, refined)
-        blocks = list(blocks_of(len(codes), values.step))
-        before = np.cumsum([0, *(values.count(codes[where]) for where in blocks)])
-        values.check(int(before[-1]))
+        values = self._make_record_decoder(ref, record, refined)
+        blocks = list(split_blocks(len(codes), values.step))
+        before = np.cumsum([0, *(values.count_protected(codes[where]) for where in blocks)])
+        values.check_protected_count(int(before[-1]))
 
         def work(place: int) -> None:
             where = blocks[place]
@@ -327,67 +334,69 @@ class Checkpoint(CheckpointFiles):
         for _ in workers.map(work, range(len(blocks))):
             pass
 
-    @names_file
-    def _record_values(self, ref: RecordRef, record: dict[str, Any], refined: bool) -> RecordValues:
+    @translate_record_errors
+    def _make_record_decoder(self, ref: RecordRef, record: dict[str, Any], refined: bool) -> RecordDecoder:
         """Return how codes of a record become values."""
         check_factors(ref, record, FACTORS)
-        book, protected = self.codebook(ref), self._protected(ref.file, record)
+        book, protected = self.read_codebook(ref), self._read_protected(ref.file, record)
         name = f"{Path(ref.file).stem}.refinement"
-        entry = self.reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
+        entry = None
+        if refined and name in self._sizes:
+            entry = self.open_reader(name).contents["records"].get(str(ref.record))
         bits = 0 if entry is None else entry["bits"]
         if entry is not None and not (type(bits) is int and 1 <= bits <= 8):
             raise CorruptCheckpoint(f"'{self.directory / name}' record {ref.record} has {bits} bits per element")
         if entry is not None and len(protected):
-            raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
+            raw = self._read_unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
             protected = np.frombuffer(raw, np.uint32)
-        source = self.reader(ref.file if entry is None else name)
-        step, refinement = block_elements(source), None
+        source = self.open_reader(ref.file if entry is None else name)
+        step, refinement = read_block_elements(source), None
         if entry is not None:
             refinement, blocks = entry["blocks"], -(-math.prod(record["shape"]) // step)
             if len(refinement) != blocks:
                 raise CorruptCheckpoint(f"'{source.path}': {len(refinement)} blocks for {blocks} of codes")
-        key = ref.file, record["group"], exponent_of(record), bits
+        key = ref.file, record["group"], get_exponent(record), bits
         if (dequantizer := self._dequantizers.get(key)) is None:
-            if len(self._dequantizers) >= _MOST_DEQUANTIZERS:
+            if len(self._dequantizers) >= _MAX_DEQUANTIZERS:
                 self._dequantizers.clear()
-            dequantizer = self._dequantizers[key] = Dequantizer(book, exponent_of(record), bits)
-        return RecordValues(
+            dequantizer = self._dequantizers[key] = Dequantizer(book, get_exponent(record), bits)
+        return RecordDecoder(
             source, record["fqn"], step, refinement, bits, dequantizer, book.protected, protected,
-            self._scales(ref, record),
+            self._read_scales(ref, record),
         )
 
-    def _coder_of(self, file: str, group: str) -> Coder:
+    def _get_coder(self, file: str, group: str) -> Coder:
         key = (file, group)
         if key not in self._coders:
-            self._coders[key] = self._coder(file, self.reader(file).contents["groups"][group])
+            self._coders[key] = self._read_coder(file, self.open_reader(file).contents["groups"][group])
         return self._coders[key]
 
-    def _coder(self, file: str, tree: dict[str, Any]) -> Coder:
-        with self.naming(file):
-            return coder_class(tree["coder"]).from_bytes(self.reader(file).read(Block(*tree["model"])))
+    def _read_coder(self, file: str, tree: dict[str, Any]) -> Coder:
+        with self.translate_errors(file):
+            return coder_class(tree["coder"]).from_bytes(self.open_reader(file).read(Block(*tree["model"])))
 
-    @names_file
-    def _layers(self, ref: RecordRef) -> list[Layer]:
+    @translate_record_errors
+    def _read_chain(self, ref: RecordRef) -> list[ChainRecord]:
         """Return the records of codes that a chunk is decoded from, from its keyframe on."""
-        count = math.prod(self.record(ref)["shape"])
-        if self.record(ref)["type"] == "merged":
-            return [self._layer(ref, count)]
-        return [self._layer(link, count) for link in reversed(self.chain(ref, "parent", ("coded",)))]
+        count = math.prod(self.read_record(ref)["shape"])
+        if self.read_record(ref)["type"] == "merged":
+            return [self._read_chain_record(ref, count)]
+        return [self._read_chain_record(link, count) for link in reversed(self.follow_chain(ref, "parent", ("coded",)))]
 
-    @names_file
-    def _layer(self, ref: RecordRef, count: int) -> Layer:
+    @translate_record_errors
+    def _read_chain_record(self, ref: RecordRef, count: int) -> ChainRecord:
         """Return the codes of a record of `count` elements, for its place in a chain."""
-        record, reader = self.record(ref), self.reader(ref.file)
+        record, reader = self.read_record(ref), self.open_reader(ref.file)
         merged = record["type"] == "merged"
-        coder = self._coder(ref.file, record) if merged else self._coder_of(ref.file, record["group"])
-        step = block_elements(reader)
+        coder = self._read_coder(ref.file, record) if merged else self._get_coder(ref.file, record["group"])
+        step = read_block_elements(reader)
         blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):
             raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
-        return Layer(reader, coder, step, blocks)
+        return ChainRecord(reader, coder, step, blocks)
 
-    def _protected(self, file: str, record: dict[str, Any]) -> U32:
-        if not (count := protected_count(record)):
+    def _read_protected(self, file: str, record: dict[str, Any]) -> U32:
+        if not (count := get_protected_count(record)):
             return np.empty(0, np.uint32)
-        raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
+        raw = self._read_unshuffled(file, Block(*record["protected"]), 2, 2 * count)
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)

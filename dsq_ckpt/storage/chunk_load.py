@@ -26,14 +26,14 @@ from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.quantization.chunk import Dequantizer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
+from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain
 from dsq_ckpt.storage.container import Block, ContainerReader
-from dsq_ckpt.storage.layers import Layer, decode_chain
 from dsq_ckpt.storage.shard import RecordRef
 
-_TOGETHER = 1 << 15  # elements that torch converts in the thread that asks, without threads of its own
+_CONVERT_ELEMENTS = 1 << 15  # elements that torch converts in the thread that asks, without threads of its own
 
 
-class RecordValues(NamedTuple):
+class RecordDecoder(NamedTuple):
     """How codes of a record become values, block by block, in any thread.
 
     Attributes:
@@ -51,18 +51,18 @@ class RecordValues(NamedTuple):
     source: ContainerReader
     fqn: str
     step: int
-    refined: list[Any] | None
+    refinement: list[Any] | None
     bits: int
     dequantizer: Dequantizer
     protected_code: int
     protected: U32
     scales: MatrixScales | None
 
-    def count(self, codes: Codes) -> int:
+    def count_protected(self, codes: Codes) -> int:
         """Return how many of these codes are of protected values."""
         return int(np.count_nonzero(codes == self.protected_code)) if len(self.protected) else 0
 
-    def check(self, total: int) -> None:
+    def check_protected_count(self, total: int) -> None:
         """Refuse a record of which another number of codes is protected than it has values for."""
         if total != len(self.protected):
             raise CorruptCheckpoint(
@@ -87,8 +87,8 @@ class RecordValues(NamedTuple):
         """
         symbols, packed = None, False
         try:
-            if self.refined is not None:
-                block = Block(*self.refined[where.start // self.step])
+            if self.refinement is not None:
+                block = Block(*self.refinement[where.start // self.step])
                 data = self.source.borrow(block, scratch)
                 symbols, packed = yield from layered.symbols_of(data, codes, self.bits, scratch)
             self.dequantizer.block(
@@ -109,7 +109,7 @@ class CodedChunk:
     """
 
     def __init__(
-        self, layers: list[Layer], values: RecordValues, codes: Codes | None, count: int,
+        self, layers: list[ChainRecord], values: RecordDecoder, codes: Codes | None, count: int,
         factor: Callable[[slice, F32, Scratch], Steps | None] | None,
     ) -> None:
         """Make a chunk.
@@ -123,24 +123,27 @@ class CodedChunk:
         """
         self.step, self.codes = values.step, codes
         self._layers, self._values, self._count, self._factor = layers, values, count, factor
-        # of each block, the protected values up to its end: threads wait for those of the block before
-        self._ends: list[Future[int]] = [Future() for _ in blocks_of(count, self.step)] if len(values.protected) else []
+        # Number of protected values up to the end of each block, for which the thread of the next block waits.
+        blocks = split_blocks(count, self.step) if len(values.protected) else ()
+        self._ends: list[Future[int]] = [Future() for _ in blocks]
 
-    def blocks(self, span: tuple[int, int] | None) -> list[slice]:
+    def select_blocks(self, span: tuple[int, int] | None) -> list[slice]:
         """Return the blocks to decode for the elements of a span, first and last, exclusive; None: for all."""
-        blocks = list(blocks_of(self._count, self.step))
-        return blocks if span is None or self.in_order else blocks[span[0] // self.step : -(-span[1] // self.step)]
+        blocks = list(split_blocks(self._count, self.step))
+        return blocks if span is None or self.is_sequential else blocks[span[0] // self.step : -(-span[1] // self.step)]
 
     @property
-    def measure(self) -> tuple[RecordRef, Codes] | None:
+    def second_moments(self) -> tuple[RecordRef, Codes] | None:
         """Record and codes of the second moments that it is multiplied by, if these are kept."""
         own = self._factor
-        return (own.ref, own.chunk.codes) if isinstance(own, Squares) and own.chunk.codes is not None else None
+        if not isinstance(own, SecondMomentFactor) or own.chunk.codes is None:
+            return None
+        return own.ref, own.chunk.codes
 
     @property
-    def in_order(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether all blocks are needed, each begun after the one before."""
-        return bool(self._ends) or (isinstance(self._factor, Squares) and self._factor.chunk.in_order)
+        return bool(self._ends) or (isinstance(self._factor, SecondMomentFactor) and self._factor.chunk.is_sequential)
 
     def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> Steps:
         """Write the values of a block to `out`; `last`: nothing reads them soon.
@@ -152,7 +155,7 @@ class CodedChunk:
         codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
         if self._layers:
             yield from decode_chain(self._layers, where, codes, scratch)
-        first, end = 0, self._values.count(codes)
+        first, end = 0, self._values.count_protected(codes)
         if self._ends:
             if place and not self._ends[place - 1].done():
                 yield None
@@ -160,7 +163,7 @@ class CodedChunk:
             end += first
             self._ends[place].set_result(end)
         if where.stop == self._count:
-            self._values.check(end)
+            self._values.check_protected_count(end)
         yield from self._values.decode(where, codes, slice(first, end), out, scratch, last and self._factor is None)
         if self._factor is not None:
             yield from self._factor(where, out, scratch) or ()
@@ -169,12 +172,12 @@ class CodedChunk:
         """End the wait of threads for a block that could not be decoded, wherever that failed."""
         if self._ends and not self._ends[where.start // self.step].done():
             self._ends[where.start // self.step].set_exception(error)
-        if isinstance(self._factor, Squares):
+        if isinstance(self._factor, SecondMomentFactor):
             self._factor.chunk.fail(where, error)
 
 
 @dataclass(frozen=True)
-class Squares:
+class SecondMomentFactor:
     """Second moments by whose roots the values of another chunk are multiplied.
 
     Attributes:
@@ -185,13 +188,13 @@ class Squares:
 
     ref: RecordRef
     chunk: CodedChunk
-    times: Callable[[F32, F32], None]
+    multiply: Callable[[F32, F32], None]
 
     def __call__(self, where: slice, out: F32, scratch: Scratch) -> Steps:
         """Multiply the values of a block."""
         squares = scratch.array("squares", len(out), np.float32)
         yield from self.chunk.decode(where, squares, scratch)
-        self.times(out, squares)
+        self.multiply(out, squares)
 
 
 class ChunkLoad(NamedTuple):
@@ -209,12 +212,12 @@ class ChunkLoad(NamedTuple):
     tensor: torch.Tensor
     blocks: list[slice]
     decode: Callable[[slice, torch.Tensor, Scratch], Steps | None]
-    naming: Callable[[], AbstractContextManager[None]]
+    error_context: Callable[[], AbstractContextManager[None]]
     codes: Codes | None = None
-    measure: tuple[RecordRef, Codes] | None = None
+    second_moments: tuple[RecordRef, Codes] | None = None
 
 
-def load_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> Steps:
+def decode_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> Steps:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
@@ -225,19 +228,19 @@ def load_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scra
     except BaseException as error:
         chunk.fail(where, error)
         raise
-    convert(torch.from_numpy(values), out)
+    copy_clamped(torch.from_numpy(values), out)
 
 
-def load_nothing(where: slice, out: torch.Tensor, scratch: Scratch) -> None:
+def decode_nothing(where: slice, out: torch.Tensor, scratch: Scratch) -> None:
     """Leave a tensor as it is, which is complete."""
 
 
-def times_known(times: Callable[[F32, F32], None], squares: F32, where: slice, out: F32, _: Scratch) -> None:
+def multiply_by_roots(times: Callable[[F32, F32], None], squares: F32, where: slice, out: F32, _: Scratch) -> None:
     """Multiply the values of a block by roots of second moments that were decoded before."""
     times(out, squares[where])
 
 
-class _Block:
+class _BlockTask:
     """A block of a chunk that is to be decoded, or one without any.
 
     Attributes:
@@ -251,7 +254,7 @@ class _Block:
     def steps(self, scratch: Scratch) -> Steps:
         """Decode it."""
         if self.where is not None:
-            with self.load.naming():
+            with self.load.error_context():
                 yield from self.load.decode(self.where, self.load.tensor.view(-1)[self.where], scratch) or ()
 
 
@@ -262,33 +265,33 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
     where one is left for each other thread. An error of a block is raised in its turn; other threads
     may be writing until the workers are closed.
     """
-    waiting, lock = deque[_Block](), threading.Lock()
+    waiting, lock = deque[_BlockTask](), threading.Lock()
 
-    def blocks() -> Iterator[_Block]:
+    def blocks() -> Iterator[_BlockTask]:
         for load in loads:
             for where in load.blocks[:-1] or ():
-                yield _Block(load, where, False)
-            yield _Block(load, load.blocks[-1] if load.blocks else None, True)
+                yield _BlockTask(load, where, False)
+            yield _BlockTask(load, load.blocks[-1] if load.blocks else None, True)
 
-    def queued() -> Iterator[_Block]:
+    def queued() -> Iterator[_BlockTask]:
         for block in blocks():
             with lock:
                 waiting.append(block)
             yield block
 
-    def work(block: _Block) -> _Block:
+    def work(block: _BlockTask) -> _BlockTask:
         with lock:
             if block not in waiting:  # another thread has it beside its own
                 return block
             waiting.remove(block)
             taken = [block, waiting.popleft()] if len(waiting) >= workers.threads else [block]
-        _decode(taken, workers)
+        _decode_blocks(taken, workers)
         return block
 
-    def by_twos() -> Iterator[_Block]:
+    def by_twos() -> Iterator[_BlockTask]:
         every = blocks()
         while taken := list(islice(every, 2)):
-            _decode(taken, workers)
+            _decode_blocks(taken, workers)
             yield from taken
 
     for block in by_twos() if workers.threads == 1 else workers.map(work, queued(), ahead=4):
@@ -297,7 +300,7 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
             yield block.load
 
 
-def _decode(blocks: list[_Block], workers: Workers) -> None:
+def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
     """Decode up to two blocks."""
     memory = workers.scratch, workers.other
     errors: Sequence[BaseException | None]
@@ -312,12 +315,12 @@ def _decode(blocks: list[_Block], workers: Workers) -> None:
             block.done.set_exception(error)
 
 
-def blocks_of(count: int, step: int) -> Iterator[slice]:
+def split_blocks(count: int, step: int) -> Iterator[slice]:
     """Yield blocks of `step` elements of a flat array of `count`."""
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def place_for(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -> torch.Tensor:
+def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -> torch.Tensor:
     """Return the tensor that takes a chunk: `into`, if shape, dtype and layout allow, or a new one.
 
     Raises:
@@ -331,9 +334,9 @@ def place_for(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -
     return into
 
 
-def convert(values: torch.Tensor, out: torch.Tensor) -> None:
+def copy_clamped(values: torch.Tensor, out: torch.Tensor) -> None:
     """Copy flat values to a tensor of another dtype; finite values beyond its largest number become that number."""
-    for own, made in zip(out.split(_TOGETHER), values.split(_TOGETHER), strict=True):
+    for own, made in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
         if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(made.dtype).max:
             limit = torch.finfo(out.dtype).max
             made = made.clamp(-limit, limit)

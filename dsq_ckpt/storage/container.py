@@ -27,8 +27,8 @@ from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
-from dsq_ckpt.storage.atomic_io import naming
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.atomic_io import add_path_to_errors
+from dsq_ckpt.storage.backend import get_storage
 
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
@@ -70,7 +70,7 @@ class ContainerWriter:
         self.path = directory / name
         self._hash = xxhash.xxh3_64()
         self._offset = 0
-        self._file = storage_of(self.path).create(self.path, fsync=fsync, buffering=1 << 20)
+        self._file = get_storage(self.path).create(self.path, fsync=fsync, buffering=1 << 20)
         self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
 
     def __enter__(self) -> ContainerWriter:
@@ -81,7 +81,7 @@ class ContainerWriter:
     ) -> None:
         self._file.discard()
         if error is not None:
-            storage_of(self.path).remove(self.path)
+            get_storage(self.path).remove(self.path)
 
     def add(self, data: bytes | memoryview) -> Block:
         """Append a block."""
@@ -93,13 +93,13 @@ class ContainerWriter:
         """Write contents and trailer, flush to the device, and give the file its name."""
         block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
-        with naming(self.path, f"before all {self._offset} bytes of it were written"):
+        with add_path_to_errors(self.path, f"before all {self._offset} bytes of it were written"):
             self._file.complete()
         self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
     def _append(self, data: bytes | memoryview) -> None:
-        with naming(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
+        with add_path_to_errors(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
             self._file.stream.write(data)
         self._hash.update(data)
         self._offset += len(data)
@@ -127,7 +127,7 @@ class ContainerReader:
     def __init__(self, path: Path, expected: int | None = None) -> None:
         self.path = path
         try:
-            self._file = storage_of(path).open(path)
+            self._file = get_storage(path).open(path)
         except OSError as error:
             raise unreadable(path, error) from error
         try:
@@ -159,13 +159,13 @@ class ContainerReader:
         """Return the bytes of a block as `read` does, but in memory of the thread, up to its next call."""
         if not isinstance(self._file, RegularFile):
             return self.read(block)
-        self._check_place(block.offset, block.size)
+        self._check_range(block.offset, block.size)
         data = scratch.array("bytes", block.size, np.uint8).data
         try:
             done = self._file.read_into(block.offset, data)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        self._check_whole(block.offset, done, block.size)
+        self._check_complete(block.offset, done, block.size)
         self._check(block, data)
         return data
 
@@ -204,19 +204,19 @@ class ContainerReader:
         return block.checksum, contents
 
     def _read_at(self, offset: int, size: int) -> bytes:
-        self._check_place(offset, size)
+        self._check_range(offset, size)
         try:
             data = self._file.read(offset, size)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        self._check_whole(offset, len(data), size)
+        self._check_complete(offset, len(data), size)
         return data
 
-    def _check_whole(self, offset: int, done: int, size: int) -> None:
+    def _check_complete(self, offset: int, done: int, size: int) -> None:
         if done != size:
             raise CorruptCheckpoint(f"'{self.path}' ended at {offset + done} while it was being read")
 
-    def _check_place(self, offset: int, size: int) -> None:
+    def _check_range(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CorruptCheckpoint(
                 f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
@@ -227,7 +227,7 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
     """Write the index of a checkpoint, complete or not at all."""
     data = pack_json(index)
     name = f"{save_id}.index"
-    with storage_of(directory).create(directory / name, fsync=fsync, mark=save_id[:8]) as file:
+    with get_storage(directory).create(directory / name, fsync=fsync, mark=save_id[:8]) as file:
         file.stream.write(data)
         file.publish()
     return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
@@ -247,7 +247,7 @@ def pack_json(tree: dict[str, Any]) -> bytes:
                 "fewer tensors and objects"
             )
         data = zstandard.ZstdCompressor(level=9).compress(text)
-        return data, len(text) - _most(len(data))
+        return data, len(text) - _max_contents_size(len(data))
 
     data, beyond = frame(tree)
     if beyond > 0:  # contents that compress better than readers accept are padded with noise
@@ -255,7 +255,7 @@ def pack_json(tree: dict[str, Any]) -> bytes:
     return data
 
 
-def _most(size: int) -> int:
+def _max_contents_size(size: int) -> int:
     """Return the largest content, in bytes, that a frame of this size may hold."""
     return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
 
@@ -267,20 +267,20 @@ def unpack_json(data: bytes, where: str) -> Any:
         CorruptCheckpoint: the bytes do not decompress or parse.
     """
     try:
-        if not 0 <= zstandard.frame_content_size(data) <= _most(len(data)):
+        if not 0 <= zstandard.frame_content_size(data) <= _max_contents_size(len(data)):
             raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
         return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
 
 
-def pieces(path: Path) -> Iterator[bytes]:
+def read_pieces(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file from its beginning on.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    file = storage_of(path).open(path)
+    file = get_storage(path).open(path)
     try:
         for start in range(0, file.size, _PIECE):
             yield file.read(start, _PIECE)
@@ -288,7 +288,7 @@ def pieces(path: Path) -> Iterator[bytes]:
         file.close()
 
 
-def file_checksum(path: Path) -> tuple[int, str]:
+def checksum_file(path: Path) -> tuple[int, str]:
     """Return size and xxh3-64 (hexadecimal) of a whole file.
 
     Raises:
@@ -296,7 +296,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
     """
     digest, size = xxhash.xxh3_64(), 0
     if is_remote(path):
-        for piece in pieces(path):
+        for piece in read_pieces(path):
             digest.update(piece)
             size += len(piece)
         return size, digest.hexdigest()

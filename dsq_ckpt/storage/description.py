@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dsq_ckpt.core import figures
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, GroupReport, Manifest
-from dsq_ckpt.storage.paths import existing_path
+from dsq_ckpt.storage.paths import require_checkpoint_path
 
 
-class Total(NamedTuple):
+class CheckpointSizes(NamedTuple):
     """Bytes of a checkpoint: uncompressed, written by its save, kept now without linked ancestors."""
 
     logical: int
@@ -21,31 +21,31 @@ class Total(NamedTuple):
     kept: int
 
 
-def restore_loses(quality: Mapping[str, Any] | None) -> float | None:
+def compute_restore_loss(quality: Mapping[str, Any] | None) -> float | None:
     """Return how much a restore changes the metric, as a share of it; None: it was not measured."""
     metric, loses = (quality or {}).get("metric"), (quality or {}).get("restore_loses")
     return loses / abs(metric) if loses is not None and metric else None
 
 
-def losses(quality: Mapping[str, Any] | None) -> list[str]:
+def format_losses(quality: Mapping[str, Any] | None) -> list[str]:
     """Return parts of a line on what was measured: what the base layer loses, which history keeps, and a restore."""
-    found = {"base": (quality or {}).get("degradation"), "restore": restore_loses(quality)}
+    found = {"base": (quality or {}).get("degradation"), "restore": compute_restore_loss(quality)}
     return [f"{name} loses {figures.percent(lost)}" for name, lost in found.items() if lost is not None]
 
 
-def sizes_of(manifest: Manifest, overhead: int) -> Total:
+def compute_sizes(manifest: Manifest, overhead: int) -> CheckpointSizes:
     """Return the bytes of a checkpoint whose manifest has `overhead` bytes."""
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
-    kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
-    return Total(logical_size(manifest), kept + dropped, kept)
+    kept = manifest.sum_bytes("own", "index", "refinement", "attachment") + overhead
+    return CheckpointSizes(compute_logical_size(manifest), kept + dropped, kept)
 
 
-def logical_size(manifest: Manifest) -> int:
+def compute_logical_size(manifest: Manifest) -> int:
     """Return the uncompressed bytes of a checkpoint: those of its tensors, and files of another format as they are."""
-    return sum(sizes.logical for sizes in manifest.kinds.values()) + manifest.bytes_in("attachment")
+    return sum(sizes.logical for sizes in manifest.kinds.values()) + manifest.sum_bytes("attachment")
 
 
-def restored_error(group: GroupReport) -> float | None:
+def compute_restored_error(group: GroupReport) -> float | None:
     """Return the relative error of a group after a restore with the refinement layer; None where there is none.
 
     First moments are quantized in units of the optimizer's next update. Of these `update_error` was computed from the
@@ -68,9 +68,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> sizes["bytes_logical"], sizes["keyframe"], list(sizes["by_kind"])
         (262144, True, ['weights'])
     """
-    directory = existing_path(path)
+    directory = require_checkpoint_path(path)
     manifest = Manifest.read(directory)
-    sizes = sizes_of(manifest, storage_of(directory).size(directory / MANIFEST))
+    sizes = compute_sizes(manifest, get_storage(directory).size(directory / MANIFEST))
     return {
         "bytes_logical": sizes.logical,
         "bytes_written": sizes.written,

@@ -16,23 +16,23 @@ from dsq_ckpt.coding import shuffle_decompress
 from dsq_ckpt.core.regular import unreadable
 from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.container import Block, ContainerReader, file_checksum, unpack_json
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.container import Block, ContainerReader, checksum_file, unpack_json
 from dsq_ckpt.storage.index import check_index
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 from dsq_ckpt.storage.pack_reader import PackReader
 from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.shard import RecordRef
 
-_LONGEST = 100_000  # records of a chain
+_MAX_CHAIN = 100_000  # records of a chain
 _DATA_NAME = re.compile(r"(?P<save>[0-9a-f]{16})-(?P<rank>\d{5,9})\.(?P<kind>dsq|refinement)")
-_OFTEN = 5  # a checkpoint that is overwritten more often while it is opened is given up
+_MAX_ATTEMPTS = 5  # a checkpoint that is overwritten more often while it is opened is given up
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Files = TypeVar("_Files", bound="CheckpointFiles")
 
 
-def names_file(
+def translate_record_errors(
     method: Callable[Concatenate[_Files, RecordRef, _P], _T]
 ) -> Callable[Concatenate[_Files, RecordRef, _P], _T]:
     """Make errors of a method that reads a record name its file; see `CheckpointFiles.naming`."""
@@ -42,13 +42,13 @@ def names_file(
         try:  # not `with`, which takes several times as long, and these are called for each record of each chain
             return method(self, ref, *args, **kwargs)
         except BaseException as error:
-            self.rename(error, ref.file)
+            self.raise_translated(error, ref.file)
             raise
 
     return named
 
 
-class _Naming:
+class _ErrorTranslation:
     """A context in which errors name a file of a checkpoint; see `CheckpointFiles.naming`."""
 
     def __init__(self, files: CheckpointFiles, name: str) -> None:
@@ -61,7 +61,7 @@ class _Naming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._files.rename(error, self._name)
+            self._files.raise_translated(error, self._name)
 
 
 class CheckpointFiles(PackReader):
@@ -83,7 +83,7 @@ class CheckpointFiles(PackReader):
         self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
         self._required: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
-        for attempt in range(_OFTEN):
+        for attempt in range(_MAX_ATTEMPTS):
             self.manifest = Manifest.read(directory)
             self._sizes = {file.name: file for file in self.manifest.files}
             same = known is not None and known.manifest.checksum == self.manifest.checksum
@@ -93,7 +93,7 @@ class CheckpointFiles(PackReader):
                     self._index = self.index
                 return
             except DSQError:
-                if attempt == _OFTEN - 1 or self._current() == self.manifest.checksum:
+                if attempt == _MAX_ATTEMPTS - 1 or self._read_current_checksum() == self.manifest.checksum:
                     raise
 
     def __enter__(self: _Files) -> _Files:
@@ -126,13 +126,13 @@ class CheckpointFiles(PackReader):
     def has_refinement(self) -> bool:
         return self.manifest.refinement == "kept"
 
-    def chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
+    def iter_chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
         """Yield every stored chunk of every tensor."""
         for fqn, tensor in self.index["tensors"].items():
             for offsets, shape, file, record in tensor["chunks"]:
-                yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._ref(file, record)
+                yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._to_ref(file, record)
 
-    def find(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
+    def find_record(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
         """Return the location of a chunk or, with offsets None, of an object.
 
         Raises:
@@ -142,12 +142,12 @@ class CheckpointFiles(PackReader):
         if offsets is None:
             place = self.index["objects"].get(fqn)
         else:
-            found = self._chunks_of(fqn).get(offsets)
+            found = self._index_chunks(fqn).get(offsets)
             place = None if found is None else found[1:]
         if place is None:
             raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
-        ref = self._ref(*place)
-        self.record(ref, fqn, offsets)
+        ref = self._to_ref(*place)
+        self.read_record(ref, fqn, offsets)
         return ref
 
     def find_chunk(self, key: ChunkKey, known: Mapping[ChunkKey, RecordRef]) -> RecordRef | None:
@@ -159,16 +159,16 @@ class CheckpointFiles(PackReader):
         """
         ref = known.get(key)
         if ref is not None:
-            record = self.record(ref)
-            with self.naming(ref.file):
+            record = self.read_record(ref)
+            with self.translate_errors(ref.file):
                 if (record["fqn"], tuple(record["offsets"]), tuple(record["shape"])) == key:
                     return ref
         try:
-            return self.find(key.fqn, key.offsets)
+            return self.find_record(key.fqn, key.offsets)
         except CheckpointNotFound:
             return None
 
-    def _chunks_of(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
+    def _index_chunks(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
         """Return shape, file and record of chunks by offsets; of several chunks at one place, that with elements."""
         if fqn not in self._chunks:
             chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
@@ -178,27 +178,27 @@ class CheckpointFiles(PackReader):
             }
         return self._chunks[fqn]
 
-    @names_file
-    def record(
+    @translate_record_errors
+    def read_record(
         self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
     ) -> dict[str, Any]:
         """Return a record of a data file's table of contents; with `fqn`, check that it is the one the index means."""
-        records = self.reader(ref.file).contents["records"]
+        records = self.open_reader(ref.file).contents["records"]
         if not 0 <= ref.record < len(records):
             raise CorruptCheckpoint(f"it has {len(records)} records, record {ref.record} is asked for")
         record: dict[str, Any] = records[ref.record]
         if fqn is not None:
-            self._compare(ref, record, fqn, offsets)
+            self._check_record(ref, record, fqn, offsets)
         return record
 
-    def _compare(self, ref: RecordRef, record: dict[str, Any], fqn: str, offsets: tuple[int, ...] | None) -> None:
+    def _check_record(self, ref: RecordRef, record: dict[str, Any], fqn: str, offsets: tuple[int, ...] | None) -> None:
         """Refuse a record that is not what the index leads to."""
         tied = self.index.get("tied") or {}
         expected: dict[str, Any] = {"fqn": fqn}
         if tied.get(fqn, fqn) == tied.get(record["fqn"], record["fqn"]):  # on this rank, perhaps not on another
             expected["fqn"] = record["fqn"]
         if offsets is not None:
-            tensor, chunk = self.index["tensors"][fqn], self._chunks_of(fqn)[offsets]
+            tensor, chunk = self.index["tensors"][fqn], self._index_chunks(fqn)[offsets]
             expected |= {"offsets": list(offsets), "shape": chunk[0], "dtype": tensor["dtype"]}
         found = {key: record[key] for key in expected}
         if found != expected or (record["type"] == "bytes") != (offsets is None):
@@ -206,19 +206,19 @@ class CheckpointFiles(PackReader):
                 f"record {ref.record} is {record['type']} {found}, the index {self.manifest.index.name} says {expected}"
             )
 
-    def requires(self, file: str) -> frozenset[str]:
+    def required_files(self, file: str) -> frozenset[str]:
         """Return all files that decoding a file needs, itself included."""
         if (known := self._required.get(file)) is not None:
             return known
-        with self.naming(file):
-            names = self.reader(file).contents["requires"]
+        with self.translate_errors(file):
+            names = self.open_reader(file).contents["requires"]
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise CorruptCheckpoint(f"it requires {str(names)[:200]}; expected a list of file names")
             self._required[file] = frozenset([file, *names])
             return self._required[file]
 
-    @names_file
-    def chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
+    @translate_record_errors
+    def follow_chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
         """Return a record and those that `key` leads to from it, newest first.
 
         Raises:
@@ -226,11 +226,11 @@ class CheckpointFiles(PackReader):
         """
         chain: dict[RecordRef, None] = {}
         link: RecordRef | None = ref
-        shape = self.record(ref).get("shape")
+        shape = self.read_record(ref).get("shape")
         while link is not None:
-            if link in chain or len(chain) > _LONGEST:
+            if link in chain or len(chain) > _MAX_CHAIN:
                 raise CorruptCheckpoint(f"'{self.directory / link.file}' record {link.record}: the chain never ends")
-            record = self.record(link)
+            record = self.read_record(link)
             if record["type"] not in types or record["shape"] != shape:
                 raise CorruptCheckpoint(
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
@@ -240,10 +240,10 @@ class CheckpointFiles(PackReader):
             link = None if older is None else RecordRef(str(older[0]), int(older[1]))
         return list(chain)
 
-    @names_file
-    def object_bytes(self, ref: RecordRef) -> bytes:
+    @translate_record_errors
+    def read_object(self, ref: RecordRef) -> bytes:
         """Return the bytes of an object that DCP serialized."""
-        return self._raw(ref.file, self.record(ref))
+        return self._read_raw(ref.file, self.read_record(ref))
 
     def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
         """Check size and checksum of every file, or of these; yields (name, bytes, problem or None)."""
@@ -254,7 +254,7 @@ class CheckpointFiles(PackReader):
                 continue
             problem = None
             try:
-                size, checksum = file_checksum(file.path_in(self.directory))
+                size, checksum = checksum_file(file.path_in(self.directory))
             except OSError as error:
                 problem = f"cannot be read: {error.strerror}"
             else:
@@ -264,11 +264,11 @@ class CheckpointFiles(PackReader):
                     problem = f"has checksum {checksum}, expected {file.checksum}"
             yield file.name, file.size, problem
 
-    def naming(self, name: str = "") -> _Naming:
+    def translate_errors(self, name: str = "") -> _ErrorTranslation:
         """Return a context that translates errors of reading by `rename`; they name a file of the checkpoint."""
-        return _Naming(self, name)
+        return _ErrorTranslation(self, name)
 
-    def rename(self, error: BaseException, name: str) -> None:
+    def raise_translated(self, error: BaseException, name: str) -> None:
         """Raise an error of reading as one of this package that names a file of the checkpoint; leave any other.
 
         Contents that pass their checksums may still not be as documented. And where the checkpoint was overwritten or
@@ -283,7 +283,7 @@ class CheckpointFiles(PackReader):
             raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
         if not isinstance(error, (DSQError, *_MALFORMED)):
             return
-        if not isinstance(error, LoadFailed) and self._current() not in (None, self.manifest.checksum):
+        if not isinstance(error, LoadFailed) and self._read_current_checksum() not in (None, self.manifest.checksum):
             raise LoadFailed(f"'{self.directory}' was overwritten or removed while it was read; load again") from error
         if isinstance(error, CodingError):
             raise CorruptCheckpoint(f"'{path}': {error}") from error
@@ -295,7 +295,7 @@ class CheckpointFiles(PackReader):
             f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
         ) from error
 
-    def _current(self) -> str | None:
+    def _read_current_checksum(self) -> str | None:
         """Return the checksum of the present manifest; empty if there is none; None if it cannot be read."""
         try:
             return Manifest.read(self.directory).checksum
@@ -304,7 +304,7 @@ class CheckpointFiles(PackReader):
         except DSQError:
             return None
 
-    def index_bytes(self) -> bytes:
+    def read_index_bytes(self) -> bytes:
         """Return the bytes of the index, which are those that were written.
 
         Raises:
@@ -313,7 +313,7 @@ class CheckpointFiles(PackReader):
         info = self.manifest.index
         path = self.directory / info.name
         try:
-            data = storage_of(path).read(path, info.size)
+            data = get_storage(path).read(path, info.size)
         except OSError as error:
             raise unreadable(path, error) from error
         if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
@@ -322,14 +322,14 @@ class CheckpointFiles(PackReader):
 
     def _read_index(self) -> dict[str, Any]:
         path = self.directory / self.manifest.index.name
-        index: dict[str, Any] = unpack_json(self.index_bytes(), f"'{path}'")
+        index: dict[str, Any] = unpack_json(self.read_index_bytes(), f"'{path}'")
         check_index(index, f"'{path}'", {file.name for file in self.manifest.files if file.role == "own"})
         return {**index, "planner": index["planner"] or None}
 
-    def _ref(self, file: int, record: int) -> RecordRef:
+    def _to_ref(self, file: int, record: int) -> RecordRef:
         return RecordRef(self.index["files"][file], record)
 
-    def reader(self, name: str) -> ContainerReader:
+    def open_reader(self, name: str) -> ContainerReader:
         """Return an open data file of the directory.
 
         Raises:
@@ -341,14 +341,14 @@ class CheckpointFiles(PackReader):
                     raise CorruptCheckpoint(f"'{self.directory}': a record needs '{name}', which no manifest names")
                 reader = ContainerReader(self._sizes[name].path_in(self.directory), self._sizes[name].size)
                 try:
-                    self._bind(reader, self._sizes[name])
+                    self._check_reader(reader, self._sizes[name])
                 except BaseException:
                     reader.close()
                     raise
                 self._readers[name] = reader
             return self._readers[name]
 
-    def _bind(self, reader: ContainerReader, file: ManifestFile) -> None:
+    def _check_reader(self, reader: ContainerReader, file: ManifestFile) -> None:
         """Refuse a data file that is another than the manifest and its own name say, whole as it may be."""
         name, contents = _DATA_NAME.fullmatch(file.name), reader.contents
         if name is None:
@@ -367,7 +367,7 @@ class CheckpointFiles(PackReader):
                 f"{file.contents}; restore it or load another checkpoint"
             )
 
-    def _raw(self, file: str, record: dict[str, Any]) -> bytes:
+    def _read_raw(self, file: str, record: dict[str, Any]) -> bytes:
         size, packs = record["size"], record["packs"]
         if type(size) is not int:
             raise CorruptCheckpoint(f"'{record['fqn']}' has {size!r} bytes")
@@ -383,9 +383,9 @@ class CheckpointFiles(PackReader):
             raise CorruptCheckpoint(f"'{record['fqn']}': bytes {start} to {start + size} are not in its pack")
         return piece
 
-    def _unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:
-        with self.naming(file):
-            return shuffle_decompress(self.reader(file).read(block), itemsize, size)
+    def _read_unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:
+        with self.translate_errors(file):
+            return shuffle_decompress(self.open_reader(file).read(block), itemsize, size)
 
 
 _MALFORMED = (

@@ -1,17 +1,16 @@
-"""Garbage collection: files that an interrupted save left behind, and nothing else.
+"""Garbage collection of files that an interrupted save left behind.
 
-Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
-and all files of ours in a directory without manifest that holds no others, which a save leaves that did not complete.
-A file is ours only if its whole name has the form that a save gives, or if a journal of the save lists its checksum: a
-tag's `*_states.pt` may be DeepSpeed's own. A tag that was being replaced is restored first (see `foreign_files`). Since
-a save that is under way looks the same, a directory is left alone until its youngest such file is older than
-`min_age_seconds`. An empty directory, which a save leaves that was killed before its first file, is not deleted:
-anybody may have made it.
+Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not list; and
+all dsq files in a directory that has neither a manifest nor other files, as a save leaves it that did not complete. A
+file is a dsq file only if its whole name has the form of such names, or if a journal of the save lists its checksum: a
+tag's `*_states.pt` may be DeepSpeed's own. A tag that was being replaced is restored first (see `attachment_files`). A
+save in progress looks the same, so a directory is skipped until its youngest garbage is older than `min_age_seconds`.
+An empty directory, left by a save that was killed before its first file, is not deleted: any program may have made it.
 
-Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; a directory of such a
-name is garbage with all that is in it, once no file in it is younger. So is the backup of a directory that an export
-replaced, `.NAME.dsq-xxxxxxxx.old`, as long as the export is there. Names without that mark, which earlier versions
-gave, may be a user's: the digits may be a date.
+Copies and exports are created under a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`. A directory of such a
+name is garbage with all its contents, once no file in it is younger. So is the backup of a directory that an export
+replaced, `.NAME.dsq-xxxxxxxx.old`, as long as the export exists. Names without that mark, as earlier versions wrote
+them, may be a user's: the digits may be a date.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.storage.atomic_io import is_hidden, within_hidden
-from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_backups, restore
+from dsq_ckpt.storage.atomic_io import is_hidden, shorten_name
+from dsq_ckpt.storage.attachment_files import PLAIN, find_journaled_files, find_plain_backups, restore_backups
+from dsq_ckpt.storage.container import checksum_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
-from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.references import held_for_others
+from dsq_ckpt.storage.paths import expand_path
+from dsq_ckpt.storage.references import find_held_files
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
@@ -48,7 +47,7 @@ _TEMPORARY_NAME = re.compile(
 _REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.dsq-[0-9a-f]{8}\.old")
 _UNFINISHED_NAME = re.compile(r"\..+\.dsq-[0-9a-f]{8}\.tmp")
 _FORMER_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.(?:tmp|old)")
-HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
+HARMLESS_NAMES = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
 """Names that file systems and file managers put everywhere."""
 
 
@@ -60,21 +59,21 @@ class Orphan(NamedTuple):
     reason: str
 
 
-class Left(NamedTuple):
+class SkippedDirectory(NamedTuple):
     """A directory with files of ours that are not deleted although no manifest names them; `reason` is for people."""
 
     path: Path
     reason: str
-    young: bool
+    is_young: bool
     """Only because of their age."""
 
 
-def is_ours(name: str) -> bool:
+def is_dsq_file(name: str) -> bool:
     """Return whether a data, index, refinement, hidden or temporary file of ours has such a name."""
     return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _BACKUP_NAME, _TEMPORARY_NAME))
 
 
-def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
+def find_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
     """Find orphans in a checkpoint, or in a run directory and the directories directly below it.
 
     Args:
@@ -84,26 +83,26 @@ def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     Raises:
         CheckpointNotFound: there is no such directory.
     """
-    path = expanded(path)
-    found = [orphan for directory in _directories(path) for orphan in _orphans(directory, min_age_seconds)]
-    return [*found, *(orphan for orphan, age in _unfinished(path) if age >= min_age_seconds)]
+    path = expand_path(path)
+    found = [orphan for directory in _iter_directories(path) for orphan in _find_orphans(directory, min_age_seconds)]
+    return [*found, *(orphan for orphan, age in _find_unfinished(path) if age >= min_age_seconds)]
 
 
-def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
+def collect_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
     """Delete what `garbage` finds, and directories that held nothing else; returns what was deleted.
 
     Raises:
         CheckpointNotFound: there is no such directory.
         OSError: a file cannot be deleted.
     """
-    removed, path = [], expanded(path)
-    for directory in _directories(path):
-        orphans = collect_in(directory, min_age_seconds)
+    removed, path = [], expand_path(path)
+    for directory in _iter_directories(path):
+        orphans = collect_directory(directory, min_age_seconds)
         removed += orphans
         if orphans and directory != path:
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
-    for orphan, age in _unfinished(path):
+    for orphan, age in _find_unfinished(path):
         if age < min_age_seconds:
             continue
         with contextlib.suppress(FileNotFoundError):  # it was just completed, or another one collects
@@ -115,28 +114,28 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     return removed
 
 
-def files_of(orphan: Orphan) -> list[Path]:
+def list_files(orphan: Orphan) -> list[Path]:
     """Return the files that go with an orphan."""
     if not _is_directory(orphan.path):
         return [orphan.path]
     return [entry for entry in orphan.path.rglob("*") if not _is_directory(entry)]
 
 
-def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
+def collect_directory(directory: Path, min_age_seconds: float) -> list[Orphan]:
     """Delete what `garbage` finds in one directory, and in none below it; returns what was deleted.
 
     Raises:
         OSError: a file cannot be read or deleted.
     """
-    orphans = _orphans(directory, min_age_seconds)
-    if orphans and plain_backups(directory):
-        restore(directory)
+    orphans = _find_orphans(directory, min_age_seconds)
+    if orphans and find_plain_backups(directory):
+        restore_backups(directory)
     for orphan in orphans:
         orphan.path.unlink(missing_ok=True)
     return orphans
 
 
-def collect_failed(directory: Path, save_id: str, inherited: Container[str], since: float) -> None:
+def collect_failed_save(directory: Path, save_id: str, inherited: Container[str], since: float) -> None:
     """Delete what a save that failed left in one directory, and with it what earlier ones did.
 
     Where another save writes to the directory, only those files go that the failed one wrote itself.
@@ -150,67 +149,70 @@ def collect_failed(directory: Path, save_id: str, inherited: Container[str], sin
     Raises:
         OSError: a file cannot be read or deleted.
     """
-    if plain_backups(directory):
-        restore(directory, save_id)
-    written = journaled(directory, save_id)
+    if find_plain_backups(directory):
+        restore_backups(directory, save_id)
+    written = find_journaled_files(directory, save_id)
     own = re.compile(rf"\.?{save_id}[-.].*|.*\.dsq-{save_id[:8]}\.tmp")
     others = []
-    for orphan, changed in _unneeded(directory):
+    for orphan, changed in _find_unneeded(directory):
         name = orphan.path.name
         if own.fullmatch(name) or name in written:
             orphan.path.unlink(missing_ok=True)
         elif changed >= since and name not in inherited and not _BACKUP_NAME.fullmatch(name):
             others.append(orphan)
     if not others:
-        collect_in(directory, -math.inf)
+        collect_directory(directory, -math.inf)
 
 
-def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Left]:
+def find_skipped(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[SkippedDirectory]:
     """Return what `garbage` passes over, and why.
 
     Raises:
         CheckpointNotFound: there is no such directory.
     """
-    path = expanded(path)
-    entries = [found for directory in _directories(path) if (found := _left(directory, min_age_seconds))]
-    young = [orphan.path for orphan, age in _unfinished(path) if age < min_age_seconds]
-    entries += [Left(one, "it is too young: a copy or an export may be under way", True) for one in young]
+    path = expand_path(path)
+    entries = [found for directory in _iter_directories(path) if (found := _find_skipped(directory, min_age_seconds))]
+    young = [orphan.path for orphan, age in _find_unfinished(path) if age < min_age_seconds]
+    entries += [SkippedDirectory(one, "it is too young: a copy or an export may be under way", True) for one in young]
     for entry in sorted(path.iterdir()):
-        if _FORMER_NAME.fullmatch(entry.name) and not is_ours(entry.name):
+        if _FORMER_NAME.fullmatch(entry.name) and not is_dsq_file(entry.name):
             why = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"
-            entries.append(Left(entry, why, False))
-        if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not _has(path, replaced["name"]):
+            entries.append(SkippedDirectory(entry, why, False))
+        if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not _has_name(path, replaced["name"]):
             why = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
-            entries.append(Left(entry, why, False))
+            entries.append(SkippedDirectory(entry, why, False))
     return entries
 
 
-def _left(directory: Path, min_age_seconds: float) -> Left | None:
-    if _orphans(directory, 0) and not _orphans(directory, min_age_seconds):
-        return Left(directory, "its files are too young: a save may be under way", True)
+def _find_skipped(directory: Path, min_age_seconds: float) -> SkippedDirectory | None:
+    if _find_orphans(directory, 0) and not _find_orphans(directory, min_age_seconds):
+        return SkippedDirectory(directory, "its files are too young: a save may be under way", True)
     names = sorted(os.listdir(directory))
-    if not any(map(is_ours, names)):
+    if not any(map(is_dsq_file, names)):
         return None
     if _is_absent(directory / MANIFEST):
-        if {name for name in names if is_ours(name)} <= held_for_others(directory):  # of a checkpoint that was removed
+        if {name for name in names if is_dsq_file(name)} <= find_held_files(directory):  # of a removed checkpoint
             return None
-        written = journaled(directory)
-        others = [] if plain_backups(directory) else _others(names, written)
+        written = find_journaled_files(directory)
+        others = [] if find_plain_backups(directory) else _list_foreign_names(names, written)
         why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
-        return Left(directory, f"{why}: delete it by hand if nothing in it is needed", False) if why else None
+        if why is None:
+            return None
+        return SkippedDirectory(directory, f"{why}: delete it by hand if nothing in it is needed", False)
     try:
         Manifest.read(directory)
     except DSQError as error:
-        return Left(directory, f"its manifest cannot be read, so any of its files may be needed: {error}", False)
+        reason = f"its manifest cannot be read, so any of its files may be needed: {error}"
+        return SkippedDirectory(directory, reason, False)
     return None
 
 
-def _others(names: Iterable[str], written: Container[str]) -> list[str]:
+def _list_foreign_names(names: Iterable[str], written: Container[str]) -> list[str]:
     """Return the names of files that are neither ours nor harmless."""
-    return [name for name in names if not (is_ours(name) or name in written or HARMLESS.fullmatch(name))]
+    return [name for name in names if not (is_dsq_file(name) or name in written or HARMLESS_NAMES.fullmatch(name))]
 
 
-def _directories(path: Path) -> Iterator[Path]:
+def _iter_directories(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         raise CheckpointNotFound(f"'{path}' is not a directory; name a run directory or a checkpoint")
     yield path
@@ -223,7 +225,7 @@ def _directories(path: Path) -> Iterator[Path]:
                 yield entry
 
 
-def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
+def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
     """Return copies and exports directly in a directory that did not complete, and what others replaced.
 
     With the age in seconds of what is youngest in each.
@@ -231,9 +233,9 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
     found = []
     for entry in sorted(path.iterdir()):
         replaced = _REPLACED_NAME.fullmatch(entry.name)
-        if is_ours(entry.name):
+        if is_dsq_file(entry.name):
             continue
-        if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and _has(path, replaced["name"]))):
+        if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and _has_name(path, replaced["name"]))):
             continue
         try:
             states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
@@ -245,9 +247,9 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
     return found
 
 
-def _has(directory: Path, name: str) -> bool:
+def _has_name(directory: Path, name: str) -> bool:
     """Return whether something in a directory has the name that stands in a hidden one, where it may be shortened."""
-    return os.path.lexists(directory / name) or any(within_hidden(entry) == name for entry in os.listdir(directory))
+    return os.path.lexists(directory / name) or any(shorten_name(entry) == name for entry in os.listdir(directory))
 
 
 def _is_directory(path: Path) -> bool:
@@ -263,33 +265,33 @@ def _is_absent(path: Path) -> bool:
     return False
 
 
-def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
-    found = _unneeded(directory)
+def _find_orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
+    found = _find_unneeded(directory)
     # One that is young says that the others may still be needed.
     young = any(time.time() - changed < min_age_seconds for _, changed in found)
     return [] if young else sorted(orphan for orphan, _ in found)
 
 
-def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
+def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
     """Return files of ours that no manifest names, and when each was written or linked, seconds since the epoch."""
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
-    backups = plain_backups(directory)  # of a tag that was being replaced, and without a manifest was not
-    written = journaled(directory) - backups.keys()
-    data_too = bool(backups) or not _others((entry.name for entry in entries), written)
+    backups = find_plain_backups(directory)  # of a tag that was being replaced, and without a manifest was not
+    written = find_journaled_files(directory) - backups.keys()
+    data_too = bool(backups) or not _list_foreign_names((entry.name for entry in entries), written)
     if not _is_absent(directory / MANIFEST):
         reason = "not in the manifest"
         try:
             manifest = Manifest.read(directory)
-            named = {file.name for file in manifest.files} | _needed_backups(directory, manifest)
+            named = {file.name for file in manifest.files} | _find_needed_backups(directory, manifest)
             data_too = True
         except DSQError:
             data_too = False  # the files it lists are unknown, so all data may be needed
     orphans = []
     for entry in entries:
         temporary = bool(_TEMPORARY_NAME.fullmatch(entry.name))
-        ours = is_ours(entry.name) or entry.name in written
+        ours = is_dsq_file(entry.name) or entry.name in written
         unnamed = data_too and ours and entry.name not in named
         if not (temporary or unnamed) or not entry.is_file(follow_symlinks=False):
             continue
@@ -300,11 +302,11 @@ def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
         orphan = Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason)
         # Linking a file into a directory leaves its mtime alone and sets its ctime.
         orphans.append((orphan, max(status.st_mtime, status.st_ctime)))
-    held = held_for_others(directory) if orphans else set[str]()
+    held = find_held_files(directory) if orphans else set[str]()
     return [(orphan, changed) for orphan, changed in orphans if orphan.path.name not in held]
 
 
-def _needed_backups(directory: Path, manifest: Manifest) -> set[str]:
+def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
     """Return backups that an incomplete save made of files of the complete checkpoint in a directory.
 
     The journals are included, since they list the files that a backup may replace.
@@ -314,7 +316,7 @@ def _needed_backups(directory: Path, manifest: Manifest) -> set[str]:
         backup = f".{file.name}.{manifest.save_id}.old"
         if file.role == "attachment" and (directory / backup).exists():
             try:
-                whole = file_checksum(directory / file.name) == (file.size, file.checksum)
+                whole = checksum_file(directory / file.name) == (file.size, file.checksum)
             except OSError:
                 whole = False
             if not whole:

@@ -10,10 +10,10 @@ from typing import Any
 
 from dsq_ckpt.errors import CorruptCheckpoint
 
-_MOST = 1 << 62  # elements of a tensor
-_CUT = 8  # dimensions that a tensor may be cut in
+_MAX_ELEMENTS = 1 << 62  # elements of a tensor
+_MAX_CUT_DIMS = 8  # dimensions that a tensor may be cut in
 _SPARSE, _PLACES = 16, 1 << 16
-_DEEP = 1000
+_MAX_DEPTH = 1000
 
 
 def check_index(index: Any, where: str, own: Collection[str]) -> None:
@@ -32,21 +32,21 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
         count = len(index["files"])
         for fqn, tensor in index["tensors"].items():
             if not isinstance(tensor["dtype"], str):
-                raise _Wrong(f"'{fqn}' is of dtype {tensor['dtype']!r}")
+                raise _Invalid(f"'{fqn}' is of dtype {tensor['dtype']!r}")
             _check_chunks(fqn, tensor["shape"], tensor["chunks"], count)
         for fqn, place in index["objects"].items():
             _check_place(fqn, place, count)
         for fqn, first in (index.get("tied") or {}).items():
             if fqn not in index["tensors"] or not isinstance(first, str):
-                raise _Wrong(f"'{fqn}' is tied to {first!r}, and is no tensor of the checkpoint")
+                raise _Invalid(f"'{fqn}' is tied to {first!r}, and is no tensor of the checkpoint")
         _check_paths(index)
-    except _Wrong as error:
+    except _Invalid as error:
         raise CorruptCheckpoint(f"{where} is not as documented: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where} is not as documented: {error!r}") from error
 
 
-def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
     """Return why chunks do not cover a tensor, every element once; None if they do.
 
     A box is identified by signed corners, +1 and -1 in turn. The corners of boxes add up to those of the whole
@@ -67,8 +67,8 @@ def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequen
         what = f"{missing} of {math.prod(shape)} elements are missing" if missing > 0 else f"{-missing} too many"
         return f"its chunks do not cover it: {what}"
     cut = [dim for dim in range(dims) if any(low[dim] != 0 or high[dim] != shape[dim] for low, high in boxes)]
-    if len(cut) > _CUT:
-        return f"it is cut in {len(cut)} dimensions, expected {_CUT} at most"
+    if len(cut) > _MAX_CUT_DIMS:
+        return f"it is cut in {len(cut)} dimensions, expected {_MAX_CUT_DIMS} at most"
     corners: dict[tuple[int, ...], int] = defaultdict(int)
     whole = [((0,) * dims, tuple(shape))] if boxes else []
     for weight, some in ((1, boxes), (-1, whole)):
@@ -79,35 +79,35 @@ def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequen
     return "its chunks overlap" if any(corners.values()) else None
 
 
-class _Wrong(Exception):
+class _Invalid(Exception):
     """Something is not as documented; the message says what."""
 
 
 def _check_files(index: Any, own: Collection[str]) -> None:
     if unknown := [name for name in index["files"] if name not in own]:
-        raise _Wrong(f"it speaks of '{unknown[0]}', which the manifest does not name as a base file of this save")
+        raise _Invalid(f"it speaks of '{unknown[0]}', which the manifest does not name as a base file of this save")
 
 
 def _check_chunks(fqn: str, shape: Any, chunks: Any, files: int) -> None:
-    if not _numbers(shape) or math.prod(max(length, 1) for length in shape) > _MOST:
-        raise _Wrong(f"'{fqn}' has the shape {str(shape)[:80]}")
+    if not _is_number_list(shape) or math.prod(max(length, 1) for length in shape) > _MAX_ELEMENTS:
+        raise _Invalid(f"'{fqn}' has the shape {str(shape)[:80]}")
     for offsets, sizes, *place in chunks:
-        if not (_numbers(offsets) and _numbers(sizes) and len(offsets) == len(sizes) == len(shape)):
-            raise _Wrong(f"'{fqn}' of shape {shape} has a chunk at {str(offsets)[:80]} of shape {str(sizes)[:80]}")
+        if not (_is_number_list(offsets) and _is_number_list(sizes) and len(offsets) == len(sizes) == len(shape)):
+            raise _Invalid(f"'{fqn}' of shape {shape} has a chunk at {str(offsets)[:80]} of shape {str(sizes)[:80]}")
         _check_place(fqn, place, files)
     if len(chunks) == 1 and chunks[0][1] == shape and not any(chunks[0][0]):
         return
-    if (problem := uncovered(shape, ((chunk[0], chunk[1]) for chunk in chunks))) is not None:
-        raise _Wrong(f"'{fqn}': {problem}")
+    if (problem := find_coverage_error(shape, ((chunk[0], chunk[1]) for chunk in chunks))) is not None:
+        raise _Invalid(f"'{fqn}': {problem}")
 
 
 def _check_place(fqn: str, place: Any, files: int) -> None:
-    if not _numbers(place) or len(place) != 2 or place[0] >= files:
-        raise _Wrong(f"'{fqn}' lies in {str(place)[:80]}, expected the number of one of {files} file(s) and a record")
+    if not _is_number_list(place) or len(place) != 2 or place[0] >= files:
+        raise _Invalid(f"'{fqn}' lies in {str(place)[:80]}, expected the number of one of {files} file(s) and a record")
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number <= _MOST for number in value)
+def _is_number_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number <= _MAX_ELEMENTS for number in value)
 
 
 def _check_paths(index: Any) -> None:
@@ -117,17 +117,17 @@ def _check_paths(index: Any) -> None:
         return
     names = [*index["tensors"], *index["objects"]]
     if lost := [name for name in names if name not in paths]:
-        raise _Wrong(f"{len(lost)} of {len(names)} names have no path in the state dict, among them '{lost[0]}'")
+        raise _Invalid(f"{len(lost)} of {len(names)} names have no path in the state dict, among them '{lost[0]}'")
     empty = index.get("empty_dicts") or []
     for name, path in itertools.chain(paths.items(), (("an empty dict", path) for path in empty)):
         if not path and name in paths:
-            raise _Wrong(f"an empty path for '{name}'")
-        if len(path) > _DEEP or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
-            raise _Wrong(f"'{name}' has the path {str(path)[:80]}")
+            raise _Invalid(f"an empty path for '{name}'")
+        if len(path) > _MAX_DEPTH or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
+            raise _Invalid(f"'{name}' has the path {str(path)[:80]}")
     known: dict[tuple[str | int, ...], str] = {}
     for name, path in paths.items():
         if (other := known.setdefault(tuple(path), name)) != name:
-            raise _Wrong(f"'{name}' has the path of '{other}', {str(path)[:80]}")
+            raise _Invalid(f"'{name}' has the path of '{other}', {str(path)[:80]}")
     longest: dict[tuple[Any, ...], int] = {}
     for path in itertools.chain(paths.values(), empty):
         for place, part in enumerate(path):
@@ -138,4 +138,4 @@ def _check_paths(index: Any) -> None:
     most = _PLACES + _SPARSE * (len(paths) + len(empty))
     if sum(longest.values()) > most:
         above, place = max(longest.items(), key=lambda pair: pair[1])
-        raise _Wrong(f"place {place} of a list at {str(above)[:80]}, but there are only {len(names)} entries in all")
+        raise _Invalid(f"place {place} of a list at {str(above)[:80]}, but there are only {len(names)} entries in all")

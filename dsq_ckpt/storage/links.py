@@ -16,12 +16,12 @@ import xxhash
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.storage.atomic_io import AtomicFile, relink
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.container import file_checksum, pieces
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, ConcurrentChange, detect_change
+from dsq_ckpt.storage.container import checksum_file, read_pieces
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
-from dsq_ckpt.storage.meanwhile import PATIENCE, Fate, fate
-from dsq_ckpt.storage.names import is_plain
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.manifest_names import is_plain_name
+from dsq_ckpt.storage.runs import get_run
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
 """Errors that say that a link cannot be made here, and not that anything is wrong."""
@@ -41,7 +41,7 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
             f"files of its parent: copy it first (dsq cp {source} {target.parent / source.name}), or leave parent out"
         )
     for name in sorted(names):
-        if not is_plain(name):
+        if not is_plain_name(name):
             raise CorruptCheckpoint(f"a data file in '{source}' requires {name!r}, which is not a plain file name")
         goal = target / name
         if goal.exists():
@@ -60,13 +60,13 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
             ) from error
 
 
-def manifest_of_parent(parent: Path, save_id: str) -> Manifest:
+def read_parent_manifest(parent: Path, save_id: str) -> Manifest:
     """Return the manifest of the checkpoint that a new one is coded against.
 
     Raises:
         SaveFailed: it was removed or replaced meanwhile.
     """
-    with reading_parent(parent, save_id):
+    with explain_parent_errors(parent, save_id):
         manifest = Manifest.read(parent)
         if manifest.save_id != save_id:
             raise CheckpointNotFound(f"'{parent}' is of save {manifest.save_id}, expected {save_id}")
@@ -74,7 +74,7 @@ def manifest_of_parent(parent: Path, save_id: str) -> Manifest:
 
 
 @contextmanager
-def reading_parent(parent: Path, save_id: str) -> Iterator[None]:
+def explain_parent_errors(parent: Path, save_id: str) -> Iterator[None]:
     """Let errors of reading the checkpoint that a new one is coded against say so where it is there no longer.
 
     Args:
@@ -87,17 +87,17 @@ def reading_parent(parent: Path, save_id: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # a `CheckpointNotFound` is one of the first
-        found = _fate_of(parent, save_id)
+        found = _detect_parent_change(parent, save_id)
         if found is None:
             raise
-        by, advice = _TOLD[found]
+        by, advice = _CHANGE_MESSAGES[found]
         raise SaveFailed(
             f"'{parent}' was {by} while this checkpoint, which needs files of it, was being saved: save again, and "
             + advice
         ) from error
 
 
-_TOLD = {
+_CHANGE_MESSAGES = {
     "removed": (
         "removed",
         "remove a checkpoint only when the next one is complete, as the result of a save in the background tells",
@@ -106,7 +106,7 @@ _TOLD = {
 }
 
 
-def _fate_of(path: Path, save_id: str) -> Fate | None:
+def _detect_parent_change(path: Path, save_id: str) -> ConcurrentChange | None:
     """Return whether a checkpoint is gone or replaced; wait for one that is on its way out."""
     try:
         manifest = Manifest.read(path)
@@ -114,7 +114,7 @@ def _fate_of(path: Path, save_id: str) -> Fate | None:
         return "removed"
     except DSQError:
         return None
-    return fate(path, save_id, manifest, time.monotonic() + PATIENCE)
+    return detect_change(path, save_id, manifest, time.monotonic() + REMOVAL_TIMEOUT)
 
 
 def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
@@ -133,14 +133,14 @@ def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
         copy_file(source, target, fsync)
 
 
-def left_by_removal(files: Iterable[Path], before: Iterable[Path] = ()) -> tuple[set[Path], int]:
+def compute_freed_space(files: Iterable[Path], before: Iterable[Path] = ()) -> tuple[set[Path], int]:
     """Return which local files have links elsewhere that stay when they are removed, and the bytes that this frees.
 
     Args:
         files: the files, of which several may be links to one.
         before: others that are removed before them, and are there still.
     """
-    removed, earlier = _statuses(files), _statuses(before)
+    removed, earlier = _stat_files(files), _stat_files(before)
     links = Counter(map(_identity, (removed | earlier).values()))
     staying = {file for file, status in removed.items() if status.st_nlink > links[_identity(status)]}
     freed = dict[object, int]()
@@ -150,7 +150,7 @@ def left_by_removal(files: Iterable[Path], before: Iterable[Path] = ()) -> tuple
     return staying, sum(freed.values())
 
 
-def _statuses(files: Iterable[Path]) -> dict[Path, os.stat_result]:
+def _stat_files(files: Iterable[Path]) -> dict[Path, os.stat_result]:
     found = {}
     for file in files:
         with suppress(FileNotFoundError):
@@ -181,12 +181,12 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
     with open(source, "rb") as origin, AtomicFile(target, fsync) as copy:
         shutil.copyfileobj(origin, copy.stream, 1 << 22)
         copy.complete()
-        if expected is not None and file_checksum(copy.hidden) != (expected.size, expected.checksum):
+        if expected is not None and checksum_file(copy.hidden) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
         copy.publish()
 
 
-def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
+def get_holder(file: ManifestFile, parent: Path, target: Path) -> str | None:
     """Return the name of the checkpoint that a new one refers to for a file of its parent.
 
     None: the new one has the file itself, by a link or a copy, as it always does on a local file system.
@@ -194,10 +194,10 @@ def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
     if not is_remote(target):
         return None
     holder = file.path_in(parent).parent
-    return holder.name if holder != target and holder.parent == run_of(target) else None
+    return holder.name if holder != target and holder.parent == get_run(target) else None
 
 
-def transfer(
+def copy_between_storages(
     source: Path, target: Path, expected: ManifestFile | None, progress: Callable[[int], None] | None = None
 ) -> int:
     """Copy a file between backends, complete or not at all; its bytes.
@@ -213,8 +213,8 @@ def transfer(
         OSError: it cannot be read or written.
     """
     digest, size = xxhash.xxh3_64(), 0
-    with storage_of(target).create(target, fsync=True) as copy:
-        for piece in pieces(source):
+    with get_storage(target).create(target, fsync=True) as copy:
+        for piece in read_pieces(source):
             digest.update(piece)
             size += len(piece)
             copy.stream.write(piece)

@@ -25,30 +25,30 @@ from dsq_ckpt.core.regular import unreadable
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
-from dsq_ckpt.storage.names import Below, Sibling, is_plain
-from dsq_ckpt.storage.order import in_order
-from dsq_ckpt.storage.other_formats import other_format
-from dsq_ckpt.storage.paths import absent
-from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
+from dsq_ckpt.storage.manifest_names import RelativePath, SiblingName, is_plain_name
+from dsq_ckpt.storage.manifest_text import NO_CHECKSUM, insert_checksum, parse_manifest_text
+from dsq_ckpt.storage.other_formats import describe_other_format
+from dsq_ckpt.storage.paths import explain_absence
+from dsq_ckpt.storage.save_order import sort_by_save_order
 
 MANIFEST = "manifest.json"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
-_MOST = 1 << 28
+_MAX_BYTES = 1 << 28
 """Bytes of a manifest: a million files."""
-_KEPT, _MOST_KEPT = 16, 1 << 18
+_CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
 """Manifests that are kept parsed, and the bytes of the largest of these."""
-_AT_ONCE = 16  # requests to an object store
+_MAX_REQUESTS = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
-class Unflushed(OSError):
+class ManifestNotFlushed(OSError):
     """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
 
 
-Count = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 """An integer in a file: 64 bits, signed."""
 
 
@@ -62,23 +62,23 @@ class ManifestFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
-    size: Count
+    size: Int64
     checksum: str
     role: Role
     contents: str | None = None
     """Checksum of a data file's table of contents, which vouches for its blocks; None in files of older versions."""
-    held_by: Sibling | None = None
+    held_by: SiblingName | None = None
     """Directory name of the checkpoint of the same run that the file lies in, on object stores, where files of
     ancestors are not linked; None: it lies beside the manifest."""
 
     @model_validator(mode="after")
-    def _only_ancestors(self) -> ManifestFile:
+    def _check_holder(self) -> ManifestFile:
         if self.held_by is not None and not (self.role == "ancestor" and _BASE_NAME.fullmatch(self.name)):
             raise ValueError(f"{self.name!r} of the role '{self.role}' lies elsewhere; base files alone may")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         tree: dict[str, Any] = handler(self)
         if self.held_by is None:
             tree.pop("held_by", None)
@@ -86,8 +86,8 @@ class ManifestFile(BaseModel):
 
     @field_validator("name")
     @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if name.startswith(".") or not is_plain(name):
+    def _check_name(cls, name: str) -> str:
+        if name.startswith(".") or not is_plain_name(name):
             raise ValueError(f"{name!r} is not a plain file name; a manifest may not point outside its directory")
         return name
 
@@ -96,18 +96,18 @@ class ManifestFile(BaseModel):
         return (directory if self.held_by is None else directory.parent / self.held_by) / self.name
 
     @classmethod
-    def of(cls, info: FileInfo, role: Role) -> ManifestFile:
+    def from_info(cls, info: FileInfo, role: Role) -> ManifestFile:
         return cls(name=info.name, size=info.size, checksum=info.checksum, role=role, contents=info.contents)
 
 
-class Sizes(BaseModel):
+class KindSizes(BaseModel):
     """Bytes of one kind of tensor: uncompressed, in base files, in refinement files."""
 
     model_config = ConfigDict(extra="allow")
 
-    logical: Count = 0
-    base: Count = 0
-    refinement: Count = 0
+    logical: Int64 = 0
+    base: Int64 = 0
+    refinement: Int64 = 0
 
 
 class GroupReport(BaseModel):
@@ -115,8 +115,8 @@ class GroupReport(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    elements: Count
-    levels: Count
+    elements: Int64
+    levels: Int64
     delta: bool
     bits_per_element: float
     relative_error: float
@@ -130,7 +130,7 @@ class GroupReport(BaseModel):
     step: float
 
 
-_MEASURED = frozenset({
+_NUMERIC_KEYS = frozenset({
     "metric", "check_metric", "degradation", "check_degradation", "predicted_degradation", "noise", "restore_loses",
     "restore_may_lose", "run_lost", "predicted_bytes", "compensated", "refinement_bits", "evaluations", "checks",
     "seconds",
@@ -150,32 +150,32 @@ class Manifest(BaseModel):
     save_id: str
     created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch, by the coordinator's clock."""
-    ranks: Count
+    ranks: Int64
     parent: str | None
     """Save id of the parent checkpoint, None for a keyframe."""
-    parent_name: Sibling | None = None
+    parent_name: SiblingName | None = None
     """Directory name of the parent when this was written; for people, not for loading."""
     previous: str | None = None
     """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
-    previous_name: Sibling | None = None
+    previous_name: SiblingName | None = None
     """Its directory name, in the same run directory; None if it lies elsewhere."""
-    replaced: list[tuple[str, str | None, Sibling | None]] = []
+    replaced: list[tuple[str, str | None, SiblingName | None]] = []
     """Checkpoints that were here before, newest first: save id, `previous` and `previous_name` of each."""
-    depth: Count
+    depth: Int64
     """Deltas between this checkpoint and its keyframe."""
-    siblings: Count = 0
+    siblings: Int64 = 0
     """How many checkpoints in a row are coded against its parent, up to this one; 0: a keyframe, or not counted."""
     refinement: Literal["kept", "dropped", "none"]
     pinned: bool = False
     files: list[ManifestFile]
-    beside: list[Below] = []
+    beside: list[RelativePath] = []
     """Files of a library, such as Trainer's, that belong to the checkpoint and are not read here."""
-    kinds: dict[str, Sizes]
+    kinds: dict[str, KindSizes]
     groups: dict[str, GroupReport]
     nonfinite: list[str] = []
     quality: dict[str, Any] | None = None
     """Measurements of the search for this configuration (`Compressor`), None without a search."""
-    lossy_resumes: Count = 0
+    lossy_resumes: Int64 = 0
     """Number of restores of the run from lossy state before this save."""
     seconds: float = Field(ge=-1e11, le=1e11)
     config: dict[str, Any]
@@ -183,29 +183,29 @@ class Manifest(BaseModel):
 
     @field_validator("save_id", "parent", "previous")
     @classmethod
-    def _is_save_id(cls, save_id: str | None) -> str | None:
+    def _check_save_id(cls, save_id: str | None) -> str | None:
         if save_id is not None and _SAVE_ID.fullmatch(save_id) is None:
             raise ValueError(f"{save_id!r} is not a save id: 16 lower-case hexadecimal digits")
         return save_id
 
     @field_validator("config")
     @classmethod
-    def _by_present_keys(cls, config: dict[str, Any]) -> dict[str, Any]:
+    def _update_config_keys(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Give keys that an earlier version wrote their present names."""
         return current_keys(config, silent=True)
 
     @field_validator("quality")
     @classmethod
-    def _is_search_record(cls, quality: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_quality(cls, quality: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, value in (quality or {}).items():
-            if name in _MEASURED and not (value is None or (isinstance(value, int | float) and abs(value) < 1e300)):
+            if name in _NUMERIC_KEYS and not (value is None or (isinstance(value, int | float) and abs(value) < 1e300)):
                 raise ValueError(f"'{name}' is {str(value)[:100]!r}, expected a number")
             if name == "chosen" and not isinstance(value, dict | None):
                 raise ValueError(f"'chosen' is {str(value)[:100]!r}, expected an object")
         return quality
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> Manifest:
+    def _check_files(self) -> Manifest:
         names = [file.name for file in self.files]
         if len(set(names)) != len(names):
             raise ValueError("a file is named twice")
@@ -213,7 +213,7 @@ class Manifest(BaseModel):
             raise ValueError("a checkpoint has exactly one index")
         return self
 
-    def comes_after(self) -> set[str]:
+    def get_older_save_ids(self) -> set[str]:
         """Return the save ids of checkpoints known to be older: the one before it, and those it has files of."""
         linked = {file.name[:16] for file in self.files if file.role == "ancestor"}
         return (linked | {self.previous or ""}) - {self.save_id, ""}
@@ -227,7 +227,7 @@ class Manifest(BaseModel):
         """Return whether a run that is restored from this checkpoint gets other values than were saved."""
         return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
 
-    def setting(self, *keys: str) -> Any:
+    def get_setting(self, *keys: str) -> Any:
         """Return a value of the configuration; None if the configuration has nothing at these keys."""
         value: Any = self.config
         for key in keys:
@@ -239,7 +239,7 @@ class Manifest(BaseModel):
         """Kinds of tensors that are quantized, as they begin the names of groups."""
         return {group.partition("/")[0] for group in self.groups}
 
-    def bytes_in(self, *roles: str) -> int:
+    def sum_bytes(self, *roles: str) -> int:
         """Return the total size of the files of these roles."""
         return sum(file.size for file in self.files if file.role in roles)
 
@@ -254,18 +254,18 @@ class Manifest(BaseModel):
             Unflushed: it is there, but its name is not on the device.
             OSError: it cannot be written, and is not there.
         """
-        with storage_of(directory).create(directory / MANIFEST, fsync=fsync) as file:
-            file.stream.write(self.text())
+        with get_storage(directory).create(directory / MANIFEST, fsync=fsync) as file:
+            file.stream.write(self.to_bytes())
             file.publish(exclusive)
             if fsync:
                 try:
-                    storage_of(directory).flush(directory)
+                    get_storage(directory).flush(directory)
                 except OSError as error:
-                    raise Unflushed(error.errno, error.strerror, str(directory)) from error
+                    raise ManifestNotFlushed(error.errno, error.strerror, str(directory)) from error
 
-    def text(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Return the content of its file."""
-        return sealed(self.model_copy(update={"checksum": NO_CHECKSUM}).model_dump_json(indent=1).encode())
+        return insert_checksum(self.model_copy(update={"checksum": NO_CHECKSUM}).model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -279,16 +279,16 @@ class Manifest(BaseModel):
         """
         path = directory / MANIFEST
         try:
-            text = storage_of(path).read(path, _MOST)
+            text = get_storage(path).read(path, _MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFound(_missing(directory)) from error
+            raise CheckpointNotFound(_explain_missing(directory)) from error
         except OSError as error:
             raise unreadable(path, error) from error
-        return _parsed(text, path) if len(text) <= _MOST_KEPT else _parse(text, path)
+        return _parse_cached(text, path) if len(text) <= _MAX_CACHED_BYTES else _parse(text, path)
 
 
 def _parse(text: bytes, path: Path) -> Manifest:
-    tree = checked(text, path)
+    tree = parse_manifest_text(text, path)
     try:
         return Manifest.model_validate(tree)
     except ValidationError as error:
@@ -296,7 +296,7 @@ def _parse(text: bytes, path: Path) -> Manifest:
         raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-_parsed = functools.lru_cache(_KEPT)(_parse)  # by all bytes: a save reads its parent's manifest several times
+_parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse)  # a save reads its parent's manifest several times
 
 
 def is_complete(directory: Path) -> bool:
@@ -307,7 +307,7 @@ def is_complete(directory: Path) -> bool:
     """
     path = directory / MANIFEST
     try:
-        storage_of(path).size(path)
+        get_storage(path).size(path)
         return True
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -315,7 +315,7 @@ def is_complete(directory: Path) -> bool:
         raise LoadFailed(f"'{path}': whether a checkpoint is there is unknown: {error.strerror}") from error
 
 
-def checkpoints(
+def iter_checkpoints(
     run: Path, unreadable: Callable[[Path, DSQError], object] | None = None
 ) -> Iterator[tuple[Path, Manifest]]:
     """Yield the complete checkpoints directly below a run directory, oldest first.
@@ -331,7 +331,7 @@ def checkpoints(
         DSQError: a manifest cannot be read, and `unreadable` is None.
     """
     found = []
-    for entry, manifest in _manifests(run):
+    for entry, manifest in _iter_manifests(run):
         if isinstance(manifest, Manifest):
             found.append((entry, manifest))
         elif isinstance(manifest, CheckpointNotFound):
@@ -340,15 +340,15 @@ def checkpoints(
             raise manifest
         else:
             unreadable(entry, manifest)
-    yield from in_order(found)
+    yield from sort_by_save_order(found)
 
 
-def _manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
+def _iter_manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
     """Yield the directories of a run that may be checkpoints, and the manifest of each, or why it cannot be read."""
     if is_remote(run):
-        below = [run / entry.name for entry in storage_of(run).entries(run) if entry.directory]
-        with ThreadPoolExecutor(_AT_ONCE) as requests:
-            yield from zip(below, requests.map(_read, below), strict=True)
+        below = [run / entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory]
+        with ThreadPoolExecutor(_MAX_REQUESTS) as requests:
+            yield from zip(below, requests.map(_read_or_error, below), strict=True)
         return
     for entry in run.iterdir() if run.is_dir() else ():
         if entry.name == "lost+found" or is_hidden(entry.name):  # of a file system, whose root this may be; a copy
@@ -360,31 +360,31 @@ def _manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
             yield entry, error
 
 
-def _read(directory: Path) -> Manifest | DSQError:
+def _read_or_error(directory: Path) -> Manifest | DSQError:
     try:
         return Manifest.read(directory)
     except DSQError as error:
         return error
 
 
-def _missing(directory: Path) -> str:
+def _explain_missing(directory: Path) -> str:
     remote = is_remote(directory)
-    if not remote and (inside := [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]):
+    if not remote and (inside := [entry.name for entry, _ in iter_checkpoints(directory, lambda *_: None)]):
         return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
-    if other := other_format(directory):
+    if other := describe_other_format(directory):
         return f"'{directory}' {other}"
     if remote:
-        return _missing_remote(directory)
+        return _explain_missing_remote(directory)
     if not directory.exists():
-        return f"'{directory}' {absent(directory)}; name a checkpoint directory"
+        return f"'{directory}' {explain_absence(directory)}; name a checkpoint directory"
     return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or one that did not complete or was removed"
 
 
-def _missing_remote(directory: Path) -> str:
-    entries = storage_of(directory).entries(directory)
+def _explain_missing_remote(directory: Path) -> str:
+    entries = get_storage(directory).list_entries(directory)
     if not entries:
         return f"nothing is at '{directory}'; name a checkpoint"
-    inside = [entry.name for entry in entries if entry.directory]
+    inside = [entry.name for entry in entries if entry.is_directory]
     if inside:
         return f"'{directory}' is a run, not a checkpoint; `dsq_ckpt.latest` gives the newest checkpoint in it"
     return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or one that did not complete or was removed"

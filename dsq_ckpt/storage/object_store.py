@@ -24,88 +24,90 @@ from typing import IO, Any, TypeVar, cast
 
 from dsq_ckpt.core.urls import RemoteError, RemotePath
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
-from dsq_ckpt.storage.backend import Entry
-from dsq_ckpt.storage.read_ahead import ReadAhead
+from dsq_ckpt.storage.backend import DirectoryEntry
+from dsq_ckpt.storage.read_ahead import ReadAheadFile
 
 _PIECE = 1 << 23
 """Bytes that are handed to an upload at once; smaller files are sent by one request when they are complete."""
-_PIECES = 4  # waiting for an upload, after which the writer waits too
-_TRIES = 4
+_MAX_PENDING = 4  # waiting for an upload, after which the writer waits too
+_MAX_ATTEMPTS = 4
 _FIRST_WAIT = 0.25  # seconds
-_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ECONNRESET, errno.ETIMEDOUT)
+_TRANSIENT_ERRNOS = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ECONNRESET, errno.ETIMEDOUT)
 # Names of classes of errors, whose packages are not imported here.
-_NETWORK = frozenset({
+_NETWORK_ERRORS = frozenset({
     "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "HTTPClientError", "FSTimeoutError",
     "ServerDisconnectedError", "ServiceRequestError",
 })
-_ACCESS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ClientAuthenticationError"})
-_MOVED = getattr(errno, "EREMCHG", -1)
+_ACCESS_ERRORS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ClientAuthenticationError",
+})
+_MOVED_ERRNO = getattr(errno, "EREMCHG", -1)
 _NO_BUCKET = re.compile(r"specified (?:bucket|container) does not exist|bucket not found|no such bucket")
 _T = TypeVar("_T")
-_made: dict[str, tuple[int, Any]] = {}
+_filesystems: dict[str, tuple[int, Any]] = {}
 _lock = threading.Lock()
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class ObjectStore:
     """The backend of all URLs."""
 
-    def entries(self, directory: Path) -> list[Entry]:
+    def list_entries(self, directory: Path) -> list[DirectoryEntry]:
         def listed() -> list[dict[str, Any]]:
-            system = _system(directory)
+            system = _get_filesystem(directory)
             system.invalidate_cache()
             found: list[dict[str, Any]] = system.ls(str(directory), detail=True)
             return found
 
         try:
-            found = _tried(listed, directory)
+            found = _retry(listed, directory)
         except FileNotFoundError:
             return []
         named = ((str(info["name"]).rstrip("/").rpartition("/")[2], info) for info in found)
         return [
-            Entry(name, info["type"] == "directory", int(info.get("size") or 0), _changed(info))
+            DirectoryEntry(name, info["type"] == "directory", int(info.get("size") or 0), _get_modified(info))
             for name, info in named
             if name and str(info["name"]).strip("/") != _key(directory)  # a marker of the directory itself
         ]
 
     def size(self, file: Path) -> int:
-        info = self._asked(lambda: _system(file).info(str(file)), file)
+        info = self._request(lambda: _get_filesystem(file).info(str(file)), file)
         if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(file))
         return int(info["size"])
 
     def read(self, file: Path, limit: int) -> bytes:
-        data: bytes = self._asked(lambda: _system(file).cat_file(str(file)), file)
+        data: bytes = self._request(lambda: _get_filesystem(file).cat_file(str(file)), file)
         if len(data) > limit:
             raise CorruptCheckpoint(
                 f"'{file}' has {len(data)} bytes, more than the {limit} that such a file may have"
             )
         return data
 
-    def open(self, file: Path) -> ReadAhead:
+    def open(self, file: Path) -> ReadAheadFile:
         def fetch(start: int, stop: int) -> bytes:
             def whole() -> bytes:
-                data = bytes(_system(file).cat_file(str(file), start=start, end=stop))
+                data = bytes(_get_filesystem(file).cat_file(str(file), start=start, end=stop))
                 if len(data) != stop - start:
                     raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}, from {start} on")
                 return data
 
-            return _tried(whole, file)
+            return _retry(whole, file)
 
-        return ReadAhead(self.size(file), fetch)
+        return ReadAheadFile(self.size(file), fetch)
 
-    def _asked(self, call: Callable[[], Any], file: Path) -> Any:
+    def _request(self, call: Callable[[], Any], file: Path) -> Any:
         try:
-            return _tried(call, file)
+            return _retry(call, file)
         except RemoteError:
-            self.entries(file.parent)  # an answer about one object may say no reason; that to a listing does
+            self.list_entries(file.parent)  # an answer about one object may say no reason; that to a listing does
             raise
 
     def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> Upload:
@@ -113,7 +115,7 @@ class ObjectStore:
 
     def remove(self, file: Path) -> None:
         with suppress(FileNotFoundError):
-            _tried(lambda: _system(file).rm_file(str(file)), file)
+            _retry(lambda: _get_filesystem(file).rm_file(str(file)), file)
 
     def make_directory(self, directory: Path, fsync: bool) -> None:
         """Do nothing: keys need no directory."""
@@ -155,10 +157,10 @@ class Upload:
         self._buffer += data
         if len(self._buffer) >= _PIECE:
             if self._thread is None:
-                self._sent = _tried(lambda: _system(self.path).open(str(self.path), "wb"), self.path)
+                self._sent = _retry(lambda: _get_filesystem(self.path).open(str(self.path), "wb"), self.path)
                 self._thread = ThreadPoolExecutor(1, "dsq-upload")
-            while len(self._pending) >= _PIECES:
-                self._wait()
+            while len(self._pending) >= _MAX_PENDING:
+                self._wait_for_piece()
             self._pending.append(self._thread.submit(self._sent.write, bytes(self._buffer)))
             self._buffer.clear()
         return len(data)
@@ -179,11 +181,11 @@ class Upload:
             self._put(bytes(self._buffer), exclusive)
         else:
             while self._pending:
-                self._wait()
-            if exclusive and _there(self.path):
+                self._wait_for_piece()
+            if exclusive and _exists(self.path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
-            _once(lambda: self._sent.write(bytes(self._buffer)), self.path)
-            _once(self._sent.close, self.path)
+            _call(lambda: self._sent.write(bytes(self._buffer)), self.path)
+            _call(self._sent.close, self.path)
             self._thread.shutdown()
         self._buffer.clear()
         self._done = True
@@ -206,21 +208,22 @@ class Upload:
         # Nothing has appeared then, and what has the name is of another upload: a manifest that was to be replaced.
         if not isinstance(self._sent, AbstractBufferedFile):
             with suppress(Exception):
-                _system(self.path).rm_file(str(self.path))
+                _get_filesystem(self.path).rm_file(str(self.path))
 
     def _put(self, data: bytes, exclusive: bool) -> None:
         mode = {"mode": "create"} if exclusive else {}
         try:
-            _tried(lambda: _system(self.path).pipe_file(str(self.path), data, **mode), self.path)
+            _retry(lambda: _get_filesystem(self.path).pipe_file(str(self.path), data, **mode), self.path)
         except FileExistsError:
-            if _tried(lambda: _system(self.path).cat_file(str(self.path)), self.path) != data:  # not of a first try
+            found = _retry(lambda: _get_filesystem(self.path).cat_file(str(self.path)), self.path)
+            if found != data:  # else an earlier attempt of this request succeeded
                 raise
 
-    def _wait(self) -> None:
-        _once(self._pending.popleft().result, self.path)
+    def _wait_for_piece(self) -> None:
+        _call(self._pending.popleft().result, self.path)
 
 
-def _system(path: Path) -> Any:
+def _get_filesystem(path: Path) -> Any:
     """Return fsspec's file system for a URL.
 
     Raises:
@@ -228,7 +231,7 @@ def _system(path: Path) -> Any:
     """
     assert isinstance(path, RemotePath)
     with _lock:
-        known = _made.get(path.root_url)
+        known = _filesystems.get(path.root_url)
         if known is not None and known[0] == os.getpid():
             return known[1]
         try:
@@ -240,43 +243,43 @@ def _system(path: Path) -> Any:
                 f"'{path}': this URL cannot be used ({error}); s3:// needs `pip install 'dsq_ckpt[remote]'`, other "
                 "protocols fsspec's package for them, such as gcsfs (gs://) or adlfs (az://)"
             ) from error
-        _made[path.root_url] = os.getpid(), system
+        _filesystems[path.root_url] = os.getpid(), system
         return system
 
 
-def _tried(call: Callable[[], _T], path: Path) -> _T:
+def _retry(call: Callable[[], _T], path: Path) -> _T:
     """Return what a request gives, which may be made again; wait twice as long before each further try.
 
     Raises:
         OSError: it failed; the error names the URL, and says what to do.
     """
-    for attempt in range(_TRIES):
+    for attempt in range(_MAX_ATTEMPTS):
         try:
             return call()
         except Exception as error:
-            if attempt == _TRIES - 1 or not _may_pass(error):
-                raise _explained(error, path) from error
+            if attempt == _MAX_ATTEMPTS - 1 or not _is_transient(error):
+                raise _translate_error(error, path) from error
         time.sleep(_FIRST_WAIT * 2**attempt * (1 + random.random()))
     raise AssertionError("the last try returns or raises")
 
 
-def _once(call: Callable[[], _T], path: Path) -> _T:
+def _call(call: Callable[[], _T], path: Path) -> _T:
     """Return what a request gives that cannot be made again: a part, which fsspec's package itself sends again."""
     try:
         return call()
     except Exception as error:
-        raise _explained(error, path) from error
+        raise _translate_error(error, path) from error
 
 
-def _there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        _tried(lambda: _system(path).info(str(path)), path)
+        _retry(lambda: _get_filesystem(path).info(str(path)), path)
     except FileNotFoundError:
         return False
     return True
 
 
-def _names(error: BaseException | None) -> set[str]:
+def _class_names(error: BaseException | None) -> set[str]:
     """Return the names of the classes of an error and of its causes."""
     found: set[str] = set()
     while error is not None:
@@ -285,19 +288,21 @@ def _names(error: BaseException | None) -> set[str]:
     return found
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
         return False
-    if _names(error) & _NETWORK:  # the package has tried long enough
+    if _class_names(error) & _NETWORK_ERRORS:  # the package has tried long enough
         return False
-    return isinstance(error, TimeoutError | ConnectionError) or (isinstance(error, OSError) and error.errno in _BUSY)
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
 
 
-def _explained(error: Exception, path: Path) -> Exception:
+def _translate_error(error: Exception, path: Path) -> Exception:
     """Return the error to raise for a request that failed: an OSError that names the URL and what to do."""
     if isinstance(error, ConfigError | RemoteError):
         return error
-    text, names = f"{error}".strip() or type(error).__name__, _names(error)
+    text, names = f"{error}".strip() or type(error).__name__, _class_names(error)
     low, url = text.lower(), str(path)
     if isinstance(error, FileNotFoundError):
         if _NO_BUCKET.search(low):
@@ -306,13 +311,13 @@ def _explained(error: Exception, path: Path) -> Exception:
         return FileNotFoundError(errno.ENOENT, "there is no such object", url)
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url)
-    if isinstance(error, PermissionError) or names & _ACCESS:
+    if isinstance(error, PermissionError) or names & _ACCESS_ERRORS:
         hint = "check the credentials, such as AWS_ACCESS_KEY_ID or AWS_PROFILE, and what they may do with the bucket"
         return RemoteError(errno.EACCES, f"access is denied ({text}): {hint}", url)
-    if "region" in low or getattr(error, "errno", None) == _MOVED:
+    if "region" in low or getattr(error, "errno", None) == _MOVED_ERRNO:
         hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
         return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
-    if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK:
+    if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK_ERRORS:
         hint = "check the network and the endpoint, such as AWS_ENDPOINT_URL"
         return RemoteError(errno.ETIMEDOUT, f"the object store does not answer ({text}): {hint}", url)
     if isinstance(error, MemoryError):
@@ -321,7 +326,7 @@ def _explained(error: Exception, path: Path) -> Exception:
     return RemoteError(errno.EIO, f"a request to the object store failed ({type(error).__name__}: {text}): {hint}", url)
 
 
-def _changed(info: dict[str, Any]) -> float | None:
+def _get_modified(info: dict[str, Any]) -> float | None:
     """Return when an object was written, by the names that packages of fsspec give it."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = info.get(name)

@@ -6,26 +6,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 
 _MODEL_STATES, _ZERO_STATES = "_model_states.pt", "_optim_states.pt"
 """Ends of names of DeepSpeed's files; those of ZeRO have weights that `dsq compress` does not read."""
 
 
-def other_format(path: Path) -> str | None:
+def describe_other_format(path: Path) -> str | None:
     """Return what a path without a manifest is in another format, and what reads it: the end of a sentence.
 
     None: it is nothing that is known, or has files of a checkpoint of ours.
     """
     with suppress(OSError):  # it is no file, or nothing
-        storage_of(path).size(path)
+        get_storage(path).size(path)
         if path.name == "manifest.json" or path.suffix == ".dsq":
             return f"is a file of a checkpoint; name its directory, '{path.parent}'"
         return (
             "is a file, and a dsq_ckpt checkpoint is a directory; torch.load reads files of torch.save, "
             "safetensors.torch.load_file those of safetensors, and `dsq compress` compresses both"
         )
-    names = sorted(entry.name for entry in storage_of(path).entries(path) if not entry.directory)
+    names = sorted(entry.name for entry in get_storage(path).list_entries(path) if not entry.is_directory)
     if ".metadata" in names:
         reader = "torch.distributed.checkpoint"
         if is_remote(path):

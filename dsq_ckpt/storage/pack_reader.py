@@ -11,14 +11,14 @@ from typing import NamedTuple
 from dsq_ckpt.coding import difference, shuffle_decompress
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.container import Block, ContainerReader
-from dsq_ckpt.storage.packs import Link, PackRef
+from dsq_ckpt.storage.packs import PackLink, PackRef
 
-_KEPT = 1 << 25
+_MAX_CACHED_BYTES = 1 << 25
 """Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
-_LONGEST = 10_000  # packs of a chain
+_MAX_CHAIN = 10_000  # packs of a chain
 
 
-class _Entry(NamedTuple):
+class _PackEntry(NamedTuple):
     """A pack in the table of contents of its file.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
     block: Block
     itemsize: int
     size: int
-    earlier: PackRef | None
+    reference: PackRef | None
     place: int
 
 
@@ -44,25 +44,25 @@ class PackReader(ABC):
         self._kept_lock = threading.Lock()
 
     @abstractmethod
-    def reader(self, name: str) -> ContainerReader:
+    def open_reader(self, name: str) -> ContainerReader:
         """Return an open data file."""
 
     @abstractmethod
-    def naming(self, name: str = "") -> AbstractContextManager[None]:
+    def translate_errors(self, name: str = "") -> AbstractContextManager[None]:
         """Return a context that translates errors, and names a file in them."""
 
     def pack_size(self, ref: PackRef) -> int:
         """Return the bytes of a pack without compression."""
-        return self._entry(ref).size
+        return self._read_entry(ref).size
 
     def pack_fits(self, ref: PackRef, size: int, itemsize: int) -> bool:
         """Return whether a pack has so many bytes, in items of this size."""
-        entry = self._entry(ref)
+        entry = self._read_entry(ref)
         return (entry.size, entry.itemsize) == (size, itemsize)
 
     def pack_place(self, ref: PackRef) -> int:
         """Return the place of a pack in its chain."""
-        return self._entry(ref).place
+        return self._read_entry(ref).place
 
     def pack_chain(self, ref: PackRef) -> list[PackRef]:
         """Return a pack and those that it is decoded from, newest first.
@@ -70,23 +70,23 @@ class PackReader(ABC):
         Raises:
             CorruptCheckpoint: they never end, or do not fit each other.
         """
-        newest, links, link = self._entry(ref), [ref], self._entry(ref).earlier
+        newest, links, link = self._read_entry(ref), [ref], self._read_entry(ref).reference
         while link is not None:
-            if len(links) > _LONGEST:
+            if len(links) > _MAX_CHAIN:
                 raise CorruptCheckpoint(f"'{ref.file}' pack {ref.pack}: the chain never ends")
-            entry = self._entry(link)
+            entry = self._read_entry(link)
             if (entry.size, entry.itemsize) != (newest.size, newest.itemsize):
                 raise CorruptCheckpoint(
                     f"'{link.file}' pack {link.pack} has {entry.size} bytes in items of {entry.itemsize}, expected "
                     f"{newest.size} in items of {newest.itemsize}, as '{ref.file}' pack {ref.pack}, coded given it"
                 )
             links.append(link)
-            link = entry.earlier
+            link = entry.reference
         return links
 
-    def link(self, chain: list[PackRef], place: int) -> Link:
+    def make_link(self, chain: list[PackRef], place: int) -> PackLink:
         """Return the newest pack of a chain as what one at `place` is coded given."""
-        return Link(chain[0], place, self.read_pack(chain[0]), frozenset(ref.file for ref in chain))
+        return PackLink(chain[0], place, self.read_pack(chain[0]), frozenset(ref.file for ref in chain))
 
     def read_pack(self, ref: PackRef, keep: bool = False) -> bytes:
         """Return the bytes of a pack.
@@ -104,9 +104,9 @@ class PackReader(ABC):
                 return known
         data: bytes | None = None
         for link in reversed(self.pack_chain(ref)):
-            entry = self._entry(link)
-            with self.naming(link.file):
-                block = self.reader(link.file).read(entry.block)
+            entry = self._read_entry(link)
+            with self.translate_errors(link.file):
+                block = self.open_reader(link.file).read(entry.block)
                 if data is None:
                     data = shuffle_decompress(block, entry.itemsize, entry.size)
                 else:
@@ -115,22 +115,22 @@ class PackReader(ABC):
         if keep:
             with self._kept_lock:
                 self._kept[ref] = data
-                while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
+                while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _MAX_CACHED_BYTES:
                     self._kept.popitem(last=False)
         return data
 
-    def _entry(self, ref: PackRef) -> _Entry:
-        with self.naming(ref.file):
-            packs = self.reader(ref.file).contents["packs"]
+    def _read_entry(self, ref: PackRef) -> _PackEntry:
+        with self.translate_errors(ref.file):
+            packs = self.open_reader(ref.file).contents["packs"]
             if type(ref.pack) is not int or not 0 <= ref.pack < len(packs):
                 raise CorruptCheckpoint(f"it has {len(packs)} packs, pack {ref.pack!r} is asked for")
             block, itemsize, size, *earlier = packs[ref.pack]
-            entry = _Entry(Block(*block), itemsize, size, None, 0)
+            entry = _PackEntry(Block(*block), itemsize, size, None, 0)
             if earlier:
                 (file, number), place = earlier
                 if not isinstance(file, str):
                     raise CorruptCheckpoint(f"pack {ref.pack} is coded given a pack of {file!r}, expected a file name")
-                entry = entry._replace(earlier=PackRef(file, number), place=place)
+                entry = entry._replace(reference=PackRef(file, number), place=place)
             if not all(type(value) is int and value >= 0 for value in (entry.itemsize, entry.size, entry.place)):
                 raise CorruptCheckpoint(f"pack {ref.pack} is of {size!r} bytes in items of {itemsize!r}: {earlier}")
             return entry

@@ -16,11 +16,11 @@ from dsq_ckpt.coding import difference, shuffle_compress
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
 
-_PACKED = 1 << 16  # smaller items share a pack
-_TRIED = 1 << 10  # smaller packs are not worth the time that models take
+_MAX_SHARED_BYTES = 1 << 16  # smaller items share a pack
+_MIN_DELTA_BYTES = 1 << 10  # smaller packs are not worth the time that models take
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
-_WORTH = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
-_FAR = 4
+_MAX_DELTA_RATIO = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
+_CHAIN_FACTOR = 4
 
 Tree = dict[str, Any]
 
@@ -32,7 +32,7 @@ class PackRef(NamedTuple):
     pack: int
 
 
-class Link(NamedTuple):
+class PackLink(NamedTuple):
     """The pack that another one is coded given.
 
     Attributes:
@@ -48,47 +48,51 @@ class Link(NamedTuple):
     requires: frozenset[str]
 
 
-class EarlierPacks(Protocol):
+class ParentPacks(Protocol):
     """The packs of a parent checkpoint."""
 
-    def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
+    def find_packs(self, records: Sequence[Tree]) -> Sequence[PackRef]:
         """Return the packs that hold the same records there, and nothing else; none if they are not there."""
 
-    def of_scales(self, records: Sequence[Tree]) -> PackRef | None:
+    def find_scale_pack(self, records: Sequence[Tree]) -> PackRef | None:
         """Return the pack that holds the scales of the same records there, and no others; None if there is none."""
 
-    def link(self, newest: PackRef, size: int, itemsize: int) -> Link | None:
+    def make_link(self, newest: PackRef, size: int, itemsize: int) -> PackLink | None:
         """Return what the pack after `newest` is coded given; None if that cannot be read, or is of another size."""
 
 
-class Packed(NamedTuple):
+class CompressedPack(NamedTuple):
     """A compressed pack, and what it is coded given, if anything."""
 
     data: bytes
-    link: Link | None
+    link: PackLink | None
 
     @classmethod
-    def smallest(cls, raw: memoryview | bytes, itemsize: int, level: int, link: Callable[[], Link | None]) -> Packed:
+    def compress(
+        cls, raw: memoryview | bytes, itemsize: int, level: int, link: Callable[[], PackLink | None]
+    ) -> CompressedPack:
         """Compress a pack by itself and, if that is smaller, given what `link` returns.
 
         Not by itself if nothing has changed, as in frozen weights.
         """
-        earlier, given = link() if itemsize in difference.ITEM_SIZES else None, b""
-        if earlier is not None:
-            given, earlier = difference.encode(raw, earlier.data, itemsize, level), earlier._replace(data=b"")
-            if difference.tells_nothing(given, len(raw), itemsize):
-                return cls(given, earlier)
+        reference, delta = link() if itemsize in difference.ITEM_SIZES else None, b""
+        if reference is not None:
+            delta, reference = difference.encode(raw, reference.data, itemsize, level), reference._replace(data=b"")
+            if difference.tells_nothing(delta, len(raw), itemsize):
+                return cls(delta, reference)
         alone = shuffle_compress(raw, itemsize, level)
-        return cls(given, earlier) if earlier is not None and len(given) < _WORTH * len(alone) else cls(alone, None)
+        if reference is not None and len(delta) < _MAX_DELTA_RATIO * len(alone):
+            return cls(delta, reference)
+        return cls(alone, None)
 
-    def entry(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
+    def write(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
         """Write the pack; return what the table of contents tells of it."""
         own = base.add(self.data), itemsize, size
         return own if self.link is None else (*own, self.link.ref, self.link.place)
 
 
 @dataclass
-class _Open:
+class _OpenPack:
     """Small items that share one pack; `at` is the byte offset of the next item."""
 
     parts: list[bytes] = field(default_factory=list)
@@ -112,10 +116,10 @@ class PackWriter:
     """
 
     def __init__(
-        self, base: ContainerWriter, workers: Workers, level: int, earlier: EarlierPacks | None, requires: set[str]
+        self, base: ContainerWriter, workers: Workers, level: int, earlier: ParentPacks | None, requires: set[str]
     ) -> None:
         self._base, self._workers, self._level, self._earlier = base, workers, level, earlier
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenPack] = {}
         self.contents: list[tuple[Any, ...]] = []
         self._requires = requires
 
@@ -129,13 +133,13 @@ class PackWriter:
             sized: called with the bytes that they take in the file.
         """
         record["size"] = len(raw)
-        if len(raw) > _PACKED:
+        if len(raw) > _MAX_SHARED_BYTES:
             pieces = [raw[start : start + _PIECE] for start in range(0, len(raw), _PIECE)]
             first = len(self.contents)
             sized(sum(self._add([record], pieces, itemsize)))
             record["packs"] = list(range(first, len(self.contents)))
             return
-        pack = self._open.setdefault(itemsize, _Open())
+        pack = self._open.setdefault(itemsize, _OpenPack())
         record["at"] = pack.at
         pack.parts.append(bytes(raw))
         pack.at += len(raw)
@@ -145,8 +149,8 @@ class PackWriter:
 
     def add_scales(self, records: Sequence[Tree], items: bytes) -> tuple[int, int]:
         """Store the scales of these records, in order, as a pack; return its number, and the bytes that it takes."""
-        parent = self._parent(len(items))
-        (size,) = self._write([memoryview(items)], 2, [None if parent is None else parent.of_scales(records)])
+        parent = self._get_usable_parent(len(items))
+        (size,) = self._write([memoryview(items)], 2, [None if parent is None else parent.find_scale_pack(records)])
         return len(self.contents) - 1, size
 
     def finish(self) -> None:
@@ -165,8 +169,8 @@ class PackWriter:
 
     def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
         """Write packs that hold these records together; yield the bytes of each."""
-        parent = self._parent(sum(map(len, pieces)))
-        refs = () if parent is None else parent.of(records)
+        parent = self._get_usable_parent(sum(map(len, pieces)))
+        refs = () if parent is None else parent.find_packs(records)
         return self._write(pieces, itemsize, refs if len(refs) == len(pieces) else [None] * len(pieces))
 
     def _write(
@@ -174,27 +178,27 @@ class PackWriter:
     ) -> Iterator[int]:
         """Write packs, each coded given that of an earlier checkpoint if there is one; yield the bytes of each."""
 
-        def compress(task: tuple[memoryview, PackRef | None]) -> Packed:
+        def compress(task: tuple[memoryview, PackRef | None]) -> CompressedPack:
             raw, ref = task
-            return Packed.smallest(raw, itemsize, self._level, lambda: self._link(ref, len(raw), itemsize))
+            return CompressedPack.compress(raw, itemsize, self._level, lambda: self._make_link(ref, len(raw), itemsize))
 
         for piece, packed in zip(pieces, self._workers.map(compress, zip(pieces, earlier, strict=True)), strict=True):
-            self.contents.append(packed.entry(self._base, itemsize, len(piece)))
+            self.contents.append(packed.write(self._base, itemsize, len(piece)))
             if packed.link is not None:
                 self._requires |= packed.link.requires
             yield len(packed.data)
 
-    def _parent(self, size: int) -> EarlierPacks | None:
+    def _get_usable_parent(self, size: int) -> ParentPacks | None:
         """Return the packs of the parent, if one of so many bytes may be coded given them."""
-        return self._earlier if size > (_TRIED if self._requires else _PACKED) else None
+        return self._earlier if size > (_MIN_DELTA_BYTES if self._requires else _MAX_SHARED_BYTES) else None
 
-    def _link(self, newest: PackRef | None, size: int, itemsize: int) -> Link | None:
-        return None if newest is None or self._earlier is None else self._earlier.link(newest, size, itemsize)
+    def _make_link(self, newest: PackRef | None, size: int, itemsize: int) -> PackLink | None:
+        return None if newest is None or self._earlier is None else self._earlier.make_link(newest, size, itemsize)
 
 
-def before(place: int) -> int:
+def reference_place(place: int) -> int:
     """Return the place of a chain that the pack at `place`, from 1 on, is coded given."""
     step = 1
-    while place % (_FAR * step) == 0:
-        step *= _FAR
+    while place % (_CHAIN_FACTOR * step) == 0:
+        step *= _CHAIN_FACTOR
     return place - step

@@ -14,7 +14,7 @@ _LOCAL = re.compile(r"\A(?:file|local):(?://|(?=/[^/]))", re.IGNORECASE)  # a `P
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://+[^/].*")
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
+def expand_path(path: str | os.PathLike[str]) -> Path:
     """Return a path that a user gave: a URL, or a local path with `~` and `~user` replaced by the home directory.
 
     Raises:
@@ -33,7 +33,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return RemotePath(text)
 
 
-def absolute(path: Path) -> Path:
+def to_absolute(path: Path) -> Path:
     """Return a path from the root on; links and `..` stay.
 
     Raises:
@@ -48,7 +48,7 @@ def absolute(path: Path) -> Path:
         ) from error
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
+def resolve_local_path(path: str | os.PathLike[str]) -> Path:
     """Return the local checkpoint directory that a user named, as an absolute path.
 
     Raises:
@@ -57,36 +57,36 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     expect_path("path", path)
     if is_url(path) and not _LOCAL.match(str(path)):
         raise ConfigError(f"path {str(path)!r}: expected a directory of the local file system")
-    return checkpoint_path(path)
+    return resolve_checkpoint_path(path)
 
 
-def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+def resolve_checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """Return the checkpoint directory that a user named: a URL, or an absolute path.
 
     Raises:
         ConfigError: it is empty, a URL of another form than expected, or relative to a directory that was deleted.
     """
     expect_path("path", path)
-    found = expanded(path)
+    found = expand_path(path)
     if isinstance(found, RemotePath):
         return found
     if not os.fspath(path):
         raise ConfigError(f"path {os.fspath(path)!r}: expected a directory of the local file system, or a URL")
-    return absolute(found)
+    return to_absolute(found)
 
 
-def file_above(path: Path) -> Path | None:
+def find_file_above(path: Path) -> Path | None:
     """Return the nearest path above one that exists and is no directory, so that nothing can lie below; None: none."""
     return next((above for above in path.parents if os.path.lexists(above) and not above.is_dir()), None)
 
 
-def absent(path: Path) -> str:
+def explain_absence(path: Path) -> str:
     """Return why nothing is at a path, as the end of a sentence."""
-    file = file_above(path)
+    file = find_file_above(path)
     return "does not exist" if file is None else f"leads through '{file}', which is no directory"
 
 
-def existing_path(path: str | os.PathLike[str] | None) -> Path:
+def require_checkpoint_path(path: str | os.PathLike[str] | None) -> Path:
     """Return the directory of a checkpoint to be read; whether it exists is not checked.
 
     Raises:
@@ -98,4 +98,4 @@ def existing_path(path: str | os.PathLike[str] | None) -> Path:
             "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
             "None and begin a new run, or name a checkpoint directory"
         )
-    return checkpoint_path(path)
+    return resolve_checkpoint_path(path)

@@ -30,16 +30,16 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.manifest import MANIFEST
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 from dsq_ckpt.storage.shard import RecordRef
 
 _VERSION = 1
-_source: ContextVar[Source | None] = ContextVar("_source", default=None)
-_kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)
-_checked: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
+_source: ContextVar[CheckpointSource | None] = ContextVar("_source", default=None)
+_code_cache: ContextVar[CodeCache | None] = ContextVar("_kept", default=None)
+_checked_files: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
 
 
-class Source(NamedTuple):
+class CheckpointSource(NamedTuple):
     """The checkpoint that holds the values of files being loaded, whether they are refined, and the threads."""
 
     directory: Path
@@ -47,13 +47,13 @@ class Source(NamedTuple):
     workers: Workers
 
 
-class Kept(NamedTuple):
+class CodeCache(NamedTuple):
     """Codes of a checkpoint's chunks that are kept while its files are loaded."""
 
     directory: Path
-    wanted: Callable[[ChunkKey], bool]
+    needs_codes: Callable[[ChunkKey], bool]
     codes: dict[ChunkKey, Codes]
-    known: dict[RecordRef, Codes]
+    by_record: dict[RecordRef, Codes]
     """The same, and those of second moments that first moments were multiplied by, by record."""
 
 
@@ -109,7 +109,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
         raise UnsupportedFormat(
             f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"
         )
-    file = _being_loaded()
+    file = _find_loading_file()
     source = _source.get()
     directory = source.directory if source is not None else None if file is None else file.parent
     if directory is None:
@@ -119,31 +119,31 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
             "within dsq_ckpt.storage.pickle_refs.stored_in(directory)"
         )
     if (directory / "zero").is_dir() and not (directory / MANIFEST).exists():
-        return torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="meta")
-    checkpoint = _opened(directory, spec["save_id"])
+        return torch.empty(spec["shape"], dtype=parse_dtype(spec["dtype"]), device="meta")
+    checkpoint = _open_checkpoint(directory, spec["save_id"])
     if file is not None and file.parent == directory:
-        _check(file, checkpoint)
-    out = torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="cpu")
+        _check_file(file, checkpoint)
+    out = torch.empty(spec["shape"], dtype=parse_dtype(spec["dtype"]), device="cpu")
     flat = out.view(-1)
-    for gap in _gaps(flat.numel(), [slice(at, at + length) for *_, length, at in spec["pieces"]]):
+    for gap in _iter_gaps(flat.numel(), [slice(at, at + length) for *_, length, at in spec["pieces"]]):
         flat[gap].zero_()
     pieces = [(fqn, start, flat[at : at + length]) for fqn, start, length, at in spec["pieces"]]
     if source is not None:
         read_flat(checkpoint, pieces, source.refined, source.workers)
     else:
-        with _workers() as workers:
+        with _make_workers() as workers:
             read_flat(checkpoint, pieces, True, workers)
     for at, values in spec["rest"]:
         flat[at : at + values.numel()] = values
     return out
 
 
-def _workers() -> Workers:
+def _make_workers() -> Workers:
     storage = StorageConfig()
     return Workers(storage.thread_count(), storage.block_elements)
 
 
-def _gaps(count: int, pieces: Iterable[slice]) -> Iterator[slice]:
+def _iter_gaps(count: int, pieces: Iterable[slice]) -> Iterator[slice]:
     """Yield the parts of a flat tensor of `count` elements that are in no piece of it."""
     at = 0
     for start, stop, _ in sorted(piece.indices(count) for piece in pieces):
@@ -172,35 +172,35 @@ def read_flat(
     Raises:
         CorruptCheckpoint: the checkpoint does not have all of them.
     """
-    parts = deque[_Part]()
+    parts = deque[_ChunkPart]()
     taken = Ranges()
 
     def loads() -> Iterator[ChunkLoad]:
         for fqn, start, out in pieces:
-            for part in _parts(checkpoint, fqn, start, out):
+            for part in _iter_parts(checkpoint, fqn, start, out):
                 whole = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
                 into = whole if taken.add(*memory_of(part.out)) else None
-                kept = _kept.get()
-                keeps = kept is not None and _keeps(kept, checkpoint, part)
+                kept = _code_cache.get()
+                keeps = kept is not None and _needs_codes(kept, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())
-                load = checkpoint.load(
+                load = checkpoint.prepare_load(
                     part.ref, refined and checkpoint.has_refinement, workers, into, span, keeps,
-                    kept.known if keeps and kept is not None else None,
+                    kept.by_record if keeps and kept is not None else None,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))
                 yield load
 
     for load in decode_all(loads(), workers):
-        part, kept = parts.popleft(), _kept.get()
+        part, kept = parts.popleft(), _code_cache.get()
         if part.keeps and load.codes is not None and kept is not None:
-            kept.codes[part.key] = kept.known[part.ref] = load.codes
-            if load.measure is not None:
-                kept.known.setdefault(*load.measure)
+            kept.codes[part.key] = kept.by_record[part.ref] = load.codes
+            if load.second_moments is not None:
+                kept.by_record.setdefault(*load.second_moments)
         if not part.done:
             part.out.copy_(load.tensor.view(-1)[part.first : part.first + part.out.numel()])
 
 
-class _Part(NamedTuple):
+class _ChunkPart(NamedTuple):
     """Elements of a chunk, from `first` on, and where they go, flat.
 
     Attributes:
@@ -216,7 +216,7 @@ class _Part(NamedTuple):
     done: bool = False
 
 
-def _parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor) -> Iterator[_Part]:
+def _iter_parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor) -> Iterator[_ChunkPart]:
     """Yield the parts of chunks that elements of a flattened tensor are in."""
     tensor = checkpoint.index["tensors"].get(fqn)
     if tensor is None:
@@ -230,9 +230,9 @@ def _parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor) -> I
         if first >= last:
             continue
         found += last - first
-        checkpoint.record(ref, fqn, tuple(offsets))
+        checkpoint.read_record(ref, fqn, tuple(offsets))
         key = ChunkKey(fqn, tuple(offsets), tuple(shape))
-        yield _Part(ref, key, first - place, out[first - start : last - start])
+        yield _ChunkPart(ref, key, first - place, out[first - start : last - start])
     if found != out.numel():
         raise CorruptCheckpoint(
             f"'{checkpoint.directory}' has {found} of {out.numel()} elements of '{fqn}' that a file beside it asks for"
@@ -247,8 +247,8 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
         directory: directory of the checkpoint.
         refined: use its refinement layer where it was kept.
     """
-    with _workers() as workers:
-        token = _source.set(Source(Path(directory), refined, workers))
+    with _make_workers() as workers:
+        token = _source.set(CheckpointSource(Path(directory), refined, workers))
         try:
             yield
         finally:
@@ -256,7 +256,7 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
 
 
 @contextmanager
-def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
+def keep_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
     """Keep codes of a checkpoint as they are decoded, so that they are not decoded twice.
 
     The caller loads the whole checkpoint, and tells itself where that has only its base layer.
@@ -268,37 +268,37 @@ def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterat
     Yields:
         The codes so far, 1 byte per element.
     """
-    kept = Kept(directory, wanted, {}, {})
-    token = _kept.set(kept)
+    kept = CodeCache(directory, wanted, {}, {})
+    token = _code_cache.set(kept)
     try:
         yield kept.codes
     finally:
-        _kept.reset(token)
+        _code_cache.reset(token)
 
 
-def _keeps(kept: Kept, checkpoint: Checkpoint, part: _Part) -> bool:
+def _needs_codes(kept: CodeCache, checkpoint: Checkpoint, part: _ChunkPart) -> bool:
     """Return whether the codes of a chunk are to be kept."""
-    record = checkpoint.record(part.ref)
+    record = checkpoint.read_record(part.ref)
     coded = record["type"] == "coded" and "residual" not in record
-    return coded and kept.directory == checkpoint.directory and kept.wanted(part.key)
+    return coded and kept.directory == checkpoint.directory and kept.needs_codes(part.key)
 
 
-def _check(file: Path, checkpoint: Checkpoint) -> None:
+def _check_file(file: Path, checkpoint: Checkpoint) -> None:
     """Compare a file with its checksum, once.
 
     Raises:
         CorruptCheckpoint: it is not what was written.
     """
     key = (file, checkpoint.manifest.save_id, file.stat().st_mtime_ns)
-    if key in _checked:
+    if key in _checked_files:
         return
     for name, _, problem in checkpoint.verify([file.name]):
         if problem:
             raise CorruptCheckpoint(f"'{checkpoint.directory / name}' {problem}: altered; load another checkpoint")
-    _checked.add(key)
+    _checked_files.add(key)
 
 
-def _being_loaded() -> Path | None:
+def _find_loading_file() -> Path | None:
     """Return the path of the file that `torch.load` reads further up the stack; unpickling itself does not know it."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -312,26 +312,26 @@ def _being_loaded() -> Path | None:
     return None
 
 
-class _Open(NamedTuple):
+class _OpenCheckpoint(NamedTuple):
     directory: Path
     state: tuple[int, int]
     checkpoint: Checkpoint
 
 
-_last: _Open | None = None
+_last: _OpenCheckpoint | None = None
 _lock = threading.Lock()
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     """Reset a child, which lacks the thread that may have held this lock, or those of the open checkpoint."""
     global _last, _lock
     _last, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _opened(directory: Path, save_id: str) -> Checkpoint:
+def _open_checkpoint(directory: Path, save_id: str) -> Checkpoint:
     """Return the open checkpoint; keep the last one open, since a file has many tensors."""
     global _last
     with _lock:
@@ -341,16 +341,16 @@ def _opened(directory: Path, save_id: str) -> Checkpoint:
         except OSError:
             state = (0, 0)
         if _last is None or (_last.directory, _last.state) != (directory, state):
-            close()
+            close_last_checkpoint()
             checkpoint = Checkpoint(directory)
-            kept = _kept.get()
+            kept = _code_cache.get()
             told = kept is not None and kept.directory == directory
             if checkpoint.manifest.refinement == "dropped" and not told:
                 warn(
                     f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
                     "coarser than what was saved"
                 )
-            _last = _Open(directory, state, checkpoint)
+            _last = _OpenCheckpoint(directory, state, checkpoint)
         found = _last.checkpoint.manifest.save_id
         if found != save_id:
             raise CheckpointNotFound(
@@ -360,7 +360,7 @@ def _opened(directory: Path, save_id: str) -> Checkpoint:
         return _last.checkpoint
 
 
-def close() -> None:
+def close_last_checkpoint() -> None:
     """Close the checkpoint that was read last."""
     global _last
     if _last is not None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.manifest import Manifest
 
-_REMEMBERED = 32
+_MAX_REPLACED = 32
 
 
-def predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
+def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield the checkpoints that one came after, newest first, with their manifests, as far as they can be read.
 
     One that was replaced, as `last` is by each save, is passed over: what replaced it tells what it came after.
@@ -36,10 +36,10 @@ def predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
             save_id, name = links.get(save_id, (None, None))
 
 
-def replaced_at(directory: Path) -> list[tuple[str, str | None, str | None]]:
+def list_replaced(directory: Path) -> list[tuple[str, str | None, str | None]]:
     """Return the field `replaced` of a checkpoint that is to replace the one in a directory, if there is one."""
     try:
         old = Manifest.read(directory)
     except DSQError:
         return []
-    return [(old.save_id, old.previous, old.previous_name), *old.replaced][:_REMEMBERED]
+    return [(old.save_id, old.previous, old.previous_name), *old.replaced][:_MAX_REPLACED]

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 
 WINDOW = 1 << 21
 """Bytes of a window; longer reads are requests of their own."""
-_HELD = 1 << 28
+_MAX_CACHED_BYTES = 1 << 28
 """Bytes of windows that a process keeps, those used last: a chain of checkpoints is read from many files at once."""
 
 
-class ReadAhead:
+class ReadAheadFile:
     """A file that is read at any place by any thread; see `RegularFile`.
 
     Args:
@@ -40,7 +40,7 @@ class ReadAhead:
         parts = []
         for place in range(offset // WINDOW, -(-stop // WINDOW)):
             start = place * WINDOW
-            parts.append(self._window(place)[max(offset - start, 0) : stop - start])
+            parts.append(self._read_window(place)[max(offset - start, 0) : stop - start])
         return b"".join(parts)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class ReadAhead:
             for key in [key for key in _windows if key[0] is self]:
                 del _windows[key]
 
-    def _window(self, place: int) -> bytes:
+    def _read_window(self, place: int) -> bytes:
         key = self, place
         with _lock:
             known = _windows.get(key)
@@ -58,7 +58,7 @@ class ReadAhead:
             else:
                 made: Future[bytes] = Future()
                 _windows[key] = made
-                while len(_windows) * WINDOW > _HELD:
+                while len(_windows) * WINDOW > _MAX_CACHED_BYTES:
                     _windows.popitem(last=False)
         if known is not None:
             return known.result()
@@ -73,15 +73,15 @@ class ReadAhead:
         return data
 
 
-_windows: OrderedDict[tuple[ReadAhead, int], Future[bytes]] = OrderedDict()
+_windows: OrderedDict[tuple[ReadAheadFile, int], Future[bytes]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     """Reset a child, which lacks the threads that held the lock or were reading."""
     global _lock
     _lock = threading.Lock()
     _windows.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -16,10 +16,10 @@ from dsq_ckpt.storage.shard import RecordRef
 
 FACTORS = frozenset({"unit", "root", "scales"})
 """Keys of a record by which its values are multiplied after they were dequantized."""
-_MOST = 100
+_MAX_EXPONENT = 100
 
 
-def times_of(record: dict[str, Any]) -> Callable[[F32, F32], None]:
+def get_root_multiplier(record: dict[str, Any]) -> Callable[[F32, F32], None]:
     """Return what multiplies first moments by the roots of second moments."""
     return from_roots if "root" in record else from_octave_units  # which format version 4 had
 
@@ -33,7 +33,7 @@ def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]
         )
 
 
-def protected_count(record: dict[str, Any]) -> int:
+def get_protected_count(record: dict[str, Any]) -> int:
     """Return how many values of a record stand beside its codes."""
     count = record.get("protected_count", 0)
     if type(count) is not int or not 0 <= count <= math.prod(record["shape"]):
@@ -41,16 +41,16 @@ def protected_count(record: dict[str, Any]) -> int:
     return count
 
 
-def exponent_of(record: dict[str, Any]) -> float:
+def get_exponent(record: dict[str, Any]) -> float:
     """Return log2 of the factor that a record's levels are multiplied by."""
     parts = record.get("exponent", 0), record.get("shift", 0)
     for name, part in zip(("exponent", "shift"), parts, strict=True):
-        if type(part) not in (int, float) or not -_MOST <= part <= _MOST:
+        if type(part) not in (int, float) or not -_MAX_EXPONENT <= part <= _MAX_EXPONENT:
             raise CorruptCheckpoint(f"'{record['fqn']}' has the {name} {part!r}")
     return float(sum(parts))
 
 
-def dtype_of(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of this name.
 
     Raises:

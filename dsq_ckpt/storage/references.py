@@ -22,15 +22,15 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
+from dsq_ckpt.storage.runs import get_run
 
-_AT_ONCE = 16
-_MOST = 1 << 28
+_MAX_REQUESTS = 16
+_MAX_MANIFEST_BYTES = 1 << 28
 
 
-def completed_meanwhile(path: Path) -> str:
+def format_concurrent_save(path: Path) -> str:
     """Return a message on a checkpoint that another save completed first."""
     return (
         f"another save completed a checkpoint in '{path}' while this one was written; choose another path, or "
@@ -38,7 +38,7 @@ def completed_meanwhile(path: Path) -> str:
     )
 
 
-def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path, str] | None) -> None:
+def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path, str] | None) -> None:
     """Commit a checkpoint on an object store; remove what it replaces, as far as no other checkpoint needs that.
 
     Args:
@@ -51,7 +51,7 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
         CheckpointExists: another save completed a checkpoint here meanwhile.
         SaveFailed: the parent was removed or replaced meanwhile, also the one at `path` itself.
     """
-    before = _manifest_at(path) if overwrite else None
+    before = _try_read_manifest(path) if overwrite else None
     if parent is not None and parent[0] == path and (before is None or before.save_id != parent[1]):
         raise SaveFailed(
             f"the checkpoint that was at '{path}', which the new one was coded against, was removed or replaced "
@@ -60,9 +60,9 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
     try:
         manifest.write(path, exclusive=not overwrite, fsync=False)
     except FileExistsError as error:
-        raise CheckpointExists(completed_meanwhile(path)) from error
+        raise CheckpointExists(format_concurrent_save(path)) from error
     except OSError:
-        found = _manifest_at(path)
+        found = _try_read_manifest(path)
         if found is None or found.save_id != manifest.save_id:  # else only the answer was lost
             raise
     if parent is not None and parent[0] != path:
@@ -73,7 +73,7 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
             problem = f"cannot be read any more ({error})"
         if problem is not None:
             if before is None:
-                storage_of(path).remove(path / MANIFEST)
+                get_storage(path).remove(path / MANIFEST)
             else:
                 before.write(path, exclusive=False, fsync=False)
             raise SaveFailed(
@@ -81,29 +81,29 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
                 "gone that this one needs: it was not committed; save again"
             )
     if before is not None:
-        remove_unneeded(path, {file.name for file in before.files if file.held_by is None})
+        remove_unneeded_files(path, {file.name for file in before.files if file.held_by is None})
 
 
-def _manifest_at(path: Path) -> Manifest | None:
+def _try_read_manifest(path: Path) -> Manifest | None:
     with suppress(DSQError):  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
         return Manifest.read(path)
     return None
 
 
-def needed(run: Path) -> dict[str, set[str]]:
+def collect_needed_files(run: Path) -> dict[str, set[str]]:
     """Return the names of the files that complete checkpoints of a run need, by the directory that they lie in.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    for path, manifest in checkpoints(run):
+    for path, manifest in iter_checkpoints(run):
         for file in manifest.files:
             found[file.held_by or path.name].add(file.name)
     return found
 
 
-def kept(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> set[Path]:
+def select_needed_files(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> set[Path]:
     """Return which of some files of a run its complete checkpoints need, some of them left out.
 
     Args:
@@ -115,46 +115,46 @@ def kept(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> 
         DSQError: a manifest cannot be read, so any file may be needed.
     """
     others = {
-        file.path_in(path) for path, manifest in checkpoints(run) if (path, manifest.save_id) not in but
+        file.path_in(path) for path, manifest in iter_checkpoints(run) if (path, manifest.save_id) not in but
         for file in manifest.files
     }
     return others & set(files)
 
 
-def held_for_others(directory: Path, but: Container[Path] = ()) -> set[str]:
+def find_held_files(directory: Path, but: Container[Path] = ()) -> set[str]:
     """Return the names of files of a local checkpoint that manifests beside it refer to, some of them left out.
 
     There are some only in a run that was copied from an object store as it lies there. Manifests that cannot be read
     are passed over.
     """
     found: set[str] = set()
-    storage, run = storage_of(directory), directory.absolute().parent
-    for entry in storage.entries(run):
-        if entry.directory and entry.name != directory.name and run / entry.name not in but:
+    storage, run = get_storage(directory), directory.absolute().parent
+    for entry in storage.list_entries(run):
+        if entry.is_directory and entry.name != directory.name and run / entry.name not in but:
             with suppress(OSError, DSQError):
-                if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MOST):
+                if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MAX_MANIFEST_BYTES):
                     files = Manifest.read(run / entry.name).files
                     found |= {file.name for file in files if file.held_by == directory.name}
     return found
 
 
-def remove_all(files: Iterable[Path]) -> None:
+def remove_files(files: Iterable[Path]) -> None:
     """Remove files, as many at a time as an object store takes requests.
 
     Raises:
         OSError: one cannot be removed.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as requests:
-        for _ in requests.map(lambda file: storage_of(file).remove(file), list(files)):
+    with ThreadPoolExecutor(_MAX_REQUESTS) as requests:
+        for _ in requests.map(lambda file: get_storage(file).remove(file), list(files)):
             pass
 
 
-def remove_unneeded(path: Path, names: set[str]) -> None:
+def remove_unneeded_files(path: Path, names: set[str]) -> None:
     """Remove files of a checkpoint that was replaced, but those that a checkpoint of the run needs.
 
     What cannot be removed, and all if a manifest of the run cannot be read, is left to `dsq gc`, with a warning.
     """
     try:
-        remove_all(path / name for name in sorted(names - needed(run_of(path))[path.name]))
+        remove_files(path / name for name in sorted(names - collect_needed_files(get_run(path))[path.name]))
     except (DSQError, OSError) as error:
         warn_safely(f"files of '{path}' that are not needed any more were not deleted: {error}")

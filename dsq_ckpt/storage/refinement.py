@@ -8,12 +8,12 @@ from typing import Literal
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError
 from dsq_ckpt.storage.manifest import Manifest
 
-Refinement = Literal["auto"] | bool
+RefinementOption = Literal["auto"] | bool
 
-_BASE = "pass refinement=False for the base layer alone (`dsq export --refinement base`)"
+_BASE_HINT = "pass refinement=False for the base layer alone (`dsq export --refinement base`)"
 
 
-def checked_refinement(asked: Refinement) -> Refinement:
+def check_refinement(asked: RefinementOption) -> RefinementOption:
     """Return an argument `refinement` as it is.
 
     Raises:
@@ -24,7 +24,7 @@ def checked_refinement(asked: Refinement) -> Refinement:
     return asked
 
 
-def is_refined(manifest: Manifest, asked: Refinement, path: str | os.PathLike[str]) -> bool:
+def uses_refinement(manifest: Manifest, asked: RefinementOption, path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint is read with its refinement layer.
 
     Raises:
@@ -33,11 +33,12 @@ def is_refined(manifest: Manifest, asked: Refinement, path: str | os.PathLike[st
     state = manifest.refinement
     if asked is True and state == "none" and manifest.groups:
         raise CheckpointNotFound(
-            f"'{path}' has no refinement layer, it was saved without one; save with refinement_bits above 0, or {_BASE}"
+            f"'{path}' has no refinement layer, it was saved without one; save with refinement_bits above 0, or "
+            + _BASE_HINT
         )
     if asked is True and state == "dropped":
         raise CheckpointNotFound(
             f"'{path}' has no refinement layer any more: it dropped its refinement when a newer checkpoint was "
-            f"committed (refinement.keep_last); read the newest checkpoint, which `dsq log` shows, or {_BASE}"
+            f"committed (refinement.keep_last); read the newest checkpoint, which `dsq log` shows, or {_BASE_HINT}"
         )
     return asked is not False and state == "kept"

@@ -13,75 +13,76 @@ from pathlib import Path
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage import references
-from dsq_ckpt.storage.backend import Entry, storage_of
-from dsq_ckpt.storage.gc import HARMLESS, Left, Orphan, is_ours
+from dsq_ckpt.storage.backend import DirectoryEntry, get_storage
+from dsq_ckpt.storage.gc import HARMLESS_NAMES, Orphan, SkippedDirectory, is_dsq_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.paths import expand_path
 
 
-def garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
+def find_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
     """Find orphans in a checkpoint, or in a run and the checkpoints in it; see `gc.garbage`."""
-    return [orphan for found in _looked_at(path, min_age_seconds) if isinstance(found, list) for orphan in found]
+    return [orphan for found in _scan(path, min_age_seconds) if isinstance(found, list) for orphan in found]
 
 
-def collect(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
+def collect_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
     """Delete what `garbage` finds; returns what was deleted.
 
     Raises:
         OSError: an object cannot be deleted.
     """
-    orphans = garbage(path, min_age_seconds)
-    references.remove_all(orphan.path for orphan in orphans)
+    orphans = find_garbage(path, min_age_seconds)
+    references.remove_files(orphan.path for orphan in orphans)
     return orphans
 
 
-def left(path: Path, min_age_seconds: float = 3600) -> list[Left]:
+def find_skipped(path: Path, min_age_seconds: float = 3600) -> list[SkippedDirectory]:
     """Return what `garbage` passes over, and why."""
-    return [found for found in _looked_at(path, min_age_seconds) if isinstance(found, Left)]
+    return [found for found in _scan(path, min_age_seconds) if isinstance(found, SkippedDirectory)]
 
 
-def _looked_at(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Left]:
+def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | SkippedDirectory]:
     """Yield, for each directory, its orphans, or why they are left.
 
     Raises:
         CheckpointNotFound: nothing is there.
     """
-    path = expanded(path)
-    here = storage_of(path).entries(path)
+    path = expand_path(path)
+    here = get_storage(path).list_entries(path)
     if not here:
         raise CheckpointNotFound(f"nothing is at '{path}'; name a run or a checkpoint")
-    below = [path / entry.name for entry in here if entry.directory]
-    listed = {path: here, **{one: storage_of(one).entries(one) for one in below}}  # before manifests are read
+    below = [path / entry.name for entry in here if entry.is_directory]
+    listed = {path: here, **{one: get_storage(one).list_entries(one) for one in below}}  # before manifests are read
     run = path if below else path.parent
     try:
-        needed = _needed_in(listed)
+        needed = _collect_needed_names(listed)
     except DSQError as error:
-        yield Left(run, f"a manifest cannot be read, so any object may be needed: {error}", False)
+        yield SkippedDirectory(run, f"a manifest cannot be read, so any object may be needed: {error}", False)
         return
     for directory, entries in listed.items():
         names = {entry.name for entry in entries}
-        ours = [entry for entry in entries if is_ours(entry.name) and not entry.directory]
+        ours = [entry for entry in entries if is_dsq_file(entry.name) and not entry.is_directory]
         kept = needed[directory]
         unneeded = [entry for entry in ours if entry.name not in kept]
         others = sorted(
             entry.name for entry in entries
-            if not (entry.directory or entry in ours or entry.name == MANIFEST or HARMLESS.fullmatch(entry.name))
+            if not (entry.is_directory or entry in ours)
+            and not (entry.name == MANIFEST or HARMLESS_NAMES.fullmatch(entry.name))
         )
         if not unneeded:
             continue
         if MANIFEST not in names and others:
-            yield Left(
+            yield SkippedDirectory(
                 directory, f"without a manifest, but with objects that are not ours, such as '{others[0]}': delete it "
                 "by hand if nothing in it is needed", False,
             )
-        elif any(_young(entry, min_age_seconds) for entry in unneeded):
-            yield Left(directory, "its objects are too young: a save may be under way", True)
+        elif any(_is_young(entry, min_age_seconds) for entry in unneeded):
+            yield SkippedDirectory(directory, "its objects are too young: a save may be under way", True)
         else:
             reason = "not in a manifest" if MANIFEST in names or kept else "save did not complete"
             yield sorted(Orphan(directory / entry.name, entry.size, reason) for entry in unneeded)
 
 
-def _needed_in(listed: dict[Path, list[Entry]]) -> dict[Path, set[str]]:
+def _collect_needed_names(listed: dict[Path, list[DirectoryEntry]]) -> dict[Path, set[str]]:
     """Return which names in each directory are needed: by a manifest there, or by others of the run that it lies in.
 
     A checkpoint may have keys below its own, as of logs; so its own run counts, whatever else is looked at.
@@ -93,18 +94,18 @@ def _needed_in(listed: dict[Path, list[Entry]]) -> dict[Path, set[str]]:
     runs: dict[Path, dict[str, set[str]]] = {}
     for directory, entries in listed.items():
         found[directory] = set()
-        if not any(is_ours(entry.name) for entry in entries):
+        if not any(is_dsq_file(entry.name) for entry in entries):
             continue
         run = directory.parent
         if run not in runs:
-            runs[run] = references.needed(run)
+            runs[run] = references.collect_needed_files(run)
         found[directory] |= runs[run].get(directory.name, set())
         if run == directory and any(entry.name == MANIFEST for entry in entries):  # a bucket is in no run
             found[directory] |= {file.name for file in Manifest.read(directory).files}
     return found
 
 
-def _young(entry: Entry, min_age_seconds: float) -> bool:
-    if entry.changed is None:  # the store does not tell
+def _is_young(entry: DirectoryEntry, min_age_seconds: float) -> bool:
+    if entry.modified is None:  # the store does not tell
         return min_age_seconds > 0
-    return time.time() - entry.changed < min_age_seconds
+    return time.time() - entry.modified < min_age_seconds

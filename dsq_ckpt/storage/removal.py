@@ -15,16 +15,16 @@ from typing import NamedTuple
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage import references
-from dsq_ckpt.storage.backend import sizes, storage_of
-from dsq_ckpt.storage.beside import of_others
-from dsq_ckpt.storage.gc import is_ours
-from dsq_ckpt.storage.links import left_by_removal
+from dsq_ckpt.storage.backend import get_storage, read_sizes
+from dsq_ckpt.storage.companion_files import list_other_files
+from dsq_ckpt.storage.gc import is_dsq_file
+from dsq_ckpt.storage.links import compute_freed_space
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.paths import absolute, existing_path
-from dsq_ckpt.storage.runs import canonical
+from dsq_ckpt.storage.paths import require_checkpoint_path, to_absolute
+from dsq_ckpt.storage.runs import canonicalize
 
 
-class Removed(NamedTuple):
+class RemovalResult(NamedTuple):
     """The result of a removal.
 
     Attributes:
@@ -46,7 +46,7 @@ class Removed(NamedTuple):
     save_id: str
 
 
-def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) -> Removed:
+def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[RemovalResult] = ()) -> RemovalResult:
     """Remove a checkpoint; every other one stays complete.
 
     Its directory goes too, unless files of others are in it. The manifest goes first, so that nothing loads what is
@@ -63,37 +63,37 @@ def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) 
         DSQError: the manifest of another checkpoint of the run cannot be read, so any file may be needed.
         OSError: a file cannot be removed; `dsq gc` removes the rest.
     """
-    path = canonical(existing_path(path))
+    path = canonicalize(require_checkpoint_path(path))
     if path.is_symlink():
         raise ConfigError(f"'{path}' is a link to a checkpoint; name the checkpoint itself")
-    manifest, storage = _manifest(path), storage_of(path)
+    manifest, storage = _read_manifest(path), get_storage(path)
     _refuse_latest(path)
     if is_remote(path):
-        references.needed(path.parent)  # before anything is removed: all manifests can be read
-    others = of_others(path, manifest)
+        references.collect_needed_files(path.parent)  # before anything is removed: all manifests can be read
+    others = list_other_files(path, manifest)
     named_beside = {path / name for name in manifest.beside} & set(others)  # none by a link to a directory elsewhere
-    library = {file: size for file, size in sizes(sorted(named_beside)).items() if isinstance(size, int)}
+    library = {file: size for file, size in read_sizes(sorted(named_beside)).items() if isinstance(size, int)}
     if not dry_run:
         storage.remove(path / MANIFEST)
         storage.flush(path)
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
         but = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
-        kept = references.kept(path.parent, named, but)
+        kept = references.select_needed_files(path.parent, named, but)
     else:
         kept = {file for file in named if file.parent != path}
-        kept |= {path / name for name in references.held_for_others(path, {one.path for one in after})} & set(named)
+        kept |= {path / name for name in references.find_held_files(path, {one.path for one in after})} & set(named)
     gone = library | {file: size for file, size in named.items() if file not in kept}
     linked, freed = set[Path](), sum(gone.values())
     if not is_remote(path):
-        linked, freed = left_by_removal(gone, (file for one in after for file in one.files))
+        linked, freed = compute_freed_space(gone, (file for one in after for file in one.files))
     if not dry_run:
-        references.remove_all(library)
+        references.remove_files(library)
         _remove_empty(directory for file in library for directory in file.parents if path in directory.parents)
-        references.remove_all(gone.keys() - library.keys())
+        references.remove_files(gone.keys() - library.keys())
         _remove_empty([path])
     stay = [file for file in others if file not in library]
-    return Removed(path, sorted(gone), freed, sorted(kept), sorted(linked), stay, manifest.save_id)
+    return RemovalResult(path, sorted(gone), freed, sorted(kept), sorted(linked), stay, manifest.save_id)
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:
@@ -104,16 +104,16 @@ def _remove_empty(directories: Iterable[Path]) -> None:
                 directory.rmdir()
 
 
-def _manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
     """Return the manifest, or say what removes a checkpoint that has lost it."""
     try:
         return Manifest.read(path)
     except CorruptCheckpoint as error:
-        if is_remote(path) or not any(is_ours(entry.name) for entry in storage_of(path).entries(path)):
+        if is_remote(path) or not any(is_dsq_file(entry.name) for entry in get_storage(path).list_entries(path)):
             raise
         raise CorruptCheckpoint(
-            f"{error}; if it is to go, delete the directory, '{absolute(path)}': other checkpoints have links of their "
-            "own to the files that they need"
+            f"{error}; if it is to go, delete the directory, '{to_absolute(path)}': other checkpoints have links of "
+            "their own to the files that they need"
         ) from error
 
 

@@ -12,23 +12,23 @@ from pathlib import Path
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.manifest import checkpoints, is_complete
-from dsq_ckpt.storage.paths import absolute, checkpoint_path, expanded
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.manifest import is_complete, iter_checkpoints
+from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path, to_absolute
 
-_SIBLINGS = 1000  # names that are compared with one that does not exist
-_LONG = 5  # letters of a word in which one that differs is a slip
+_MAX_NAMES = 1000  # names that are compared with one that does not exist
+_LONG_WORD = 5  # letters of a word in which one that differs is a slip
 _SEPARATORS = re.compile(r"(?<!\d)[-_. ]+|[-_. ]+(?!\d)")
 """Characters between the words of a name, but those between numbers: 1.1 is not 11."""
 
 _PARTS = re.compile(r"[^\W\d_]+|\d+|[^-_. \w]")  # words, numbers, other characters
-_BESIDE = re.compile(
+_EARLY_FILE_NAMES = re.compile(
     r"\..*|latest.*|.*\.(?:log|out|err|txt|md|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|png|svg)|.*tfevents.*", re.IGNORECASE
 )
 """Names of files that training may leave in the directory of a run before its first checkpoint."""
 
 
-def existing_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
+def resolve_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
     """Return the directory of a run, which need not exist yet.
 
     A directory that does not exist, beside one with checkpoints whose name differs as by a typing error, is warned of.
@@ -41,9 +41,9 @@ def existing_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
         CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
         OSError: whether it exists is unknown.
     """
-    directory = expanded(run)
+    directory = expand_path(run)
     if is_remote(directory):
-        if is_complete(checkpoint_path(directory)):
+        if is_complete(resolve_checkpoint_path(directory)):
             raise CheckpointNotFound(
                 f"'{directory}' is a checkpoint, not a run; name what it lies in, '{directory.parent}'"
             )
@@ -55,7 +55,7 @@ def existing_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
             raise CheckpointNotFound(
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
-        if other := _nearly(absolute(directory)):
+        if other := _find_similar_run(to_absolute(directory)):
             warn(
                 f"'{directory}' does not exist, so a new run begins; '{other}' holds checkpoints: was that meant?",
                 rank=rank,
@@ -68,19 +68,19 @@ def existing_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
     if is_complete(directory) or (directory / ".metadata").exists():
         kind = "checkpoint" if is_complete(directory) else "plain DCP checkpoint"
         raise CheckpointNotFound(
-            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{absolute(directory).parent}'"
+            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{to_absolute(directory).parent}'"
         )
     return directory
 
 
-def warn_of_other(directory: Path, rank: int = 0) -> None:
+def warn_about_unrelated_directory(directory: Path, rank: int = 0) -> None:
     """Warn of a directory without checkpoints that does not look like a new run: the path may be wrong.
 
     New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
     """
-    entries = islice(storage_of(directory).entries(directory), _SIBLINGS)
-    found = [entry.name for entry in entries if not entry.directory and not _BESIDE.fullmatch(entry.name)]
-    if (run := run_below(directory)) is not None:
+    entries = islice(get_storage(directory).list_entries(directory), _MAX_NAMES)
+    found = [entry.name for entry in entries if not entry.is_directory and not _EARLY_FILE_NAMES.fullmatch(entry.name)]
+    if (run := find_run_below(directory)) is not None:
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{run}': "
             "was one of them meant?", rank=rank,
@@ -93,24 +93,28 @@ def warn_of_other(directory: Path, rank: int = 0) -> None:
         )
 
 
-def run_below(directory: Path) -> str | None:
+def find_run_below(directory: Path) -> str | None:
     """Return the first name in a directory, in alphabetical order, of one that holds checkpoints; None without any."""
-    entries = islice(storage_of(directory).entries(directory), _SIBLINGS)
-    names = sorted(entry.name for entry in entries if entry.directory)
-    return next((name for name in names if any(True for _ in checkpoints(directory / name, lambda *_: None))), None)
+    entries = islice(get_storage(directory).list_entries(directory), _MAX_NAMES)
+    names = sorted(entry.name for entry in entries if entry.is_directory)
+    return next((name for name in names if _has_checkpoints(directory / name)), None)
 
 
-def _nearly(missing: Path) -> Path | None:
+def _has_checkpoints(directory: Path) -> bool:
+    return any(True for _ in iter_checkpoints(directory, lambda *_: None))
+
+
+def _find_similar_run(missing: Path) -> Path | None:
     """Return a run with checkpoints whose path differs in the spelling of the first component that does not exist."""
     first = missing
     while not os.path.lexists(first.parent):
         first = first.parent
     with suppress(OSError):
         with os.scandir(first.parent) as entries:
-            names = [entry.name for entry in islice(entries, _SIBLINGS)]
+            names = [entry.name for entry in islice(entries, _MAX_NAMES)]
         for name in sorted(name for name in names if _is_mistyped(first.name, name)):
             other = first.with_name(name) / missing.relative_to(first)
-            if any(True for _ in checkpoints(other, lambda *_: None)):
+            if _has_checkpoints(other):
                 return other
     return None
 
@@ -125,10 +129,10 @@ def _is_mistyped(name: str, other: str) -> bool:
     if parts == others or _SEPARATORS.sub("", one) == _SEPARATORS.sub("", two):
         return True
     differing = [(part, own) for part, own in zip(parts, others, strict=False) if part != own]
-    return len(parts) == len(others) and len(differing) == 1 and _is_slip(*differing[0])
+    return len(parts) == len(others) and len(differing) == 1 and _is_typo(*differing[0])
 
 
-def _is_slip(word: str, other: str) -> bool:
+def _is_typo(word: str, other: str) -> bool:
     """Return whether words differ by two neighbours that are swapped, or, if they are long, by one letter within."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
     short, long = sorted((word[same:], other[same:]), key=len)
@@ -137,14 +141,14 @@ def _is_slip(word: str, other: str) -> bool:
     if len(short) == len(long) > 1 and max(len(word), len(other)) > 2 and short == long[1::-1] + long[2:]:
         return True
     within = word[0] == other[0] and word[-1] == other[-1]
-    return within and max(len(word), len(other)) >= _LONG and long[1:] in (short, short[1:])
+    return within and max(len(word), len(other)) >= _LONG_WORD and long[1:] in (short, short[1:])
 
 
-def run_of(path: Path) -> Path:
+def get_run(path: Path) -> Path:
     """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
     return path.parent if is_remote(path) else Path(os.path.realpath(path.absolute().parent))
 
 
-def canonical(path: Path) -> Path:
+def canonicalize(path: Path) -> Path:
     """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
-    return run_of(path) / path.absolute().name
+    return get_run(path) / path.absolute().name

@@ -22,12 +22,12 @@ from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protect
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.step_lengths import StepLengths, corrected
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
-from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
+from dsq_ckpt.storage.packs import PackWriter, ParentPacks
 
-_TOGETHER = 1 << 18
+_BATCH_ELEMENTS = 1 << 18
 """Elements of small blocks that one thread encodes together: to hand one over takes as long as to encode thousands."""
-_OVERHEAD = 1 << 12  # elements' worth of work of an empty block
-_GLANCE = 4096  # codes that nearly always tell whether a block changed
+_BLOCK_OVERHEAD = 1 << 12  # elements' worth of work of an empty block
+_PREFIX_CODES = 4096  # codes that nearly always tell whether a block changed
 
 
 class RecordRef(NamedTuple):
@@ -38,7 +38,7 @@ class RecordRef(NamedTuple):
 
 
 @dataclass
-class Written:
+class WrittenRecord:
     """Size of one record: bytes of the tensor itself, and bytes in the base and the refinement file."""
 
     ref: RecordRef
@@ -47,7 +47,7 @@ class Written:
     refinement: int = 0
 
 
-class ChunkRecord(NamedTuple):
+class ChunkRequest(NamedTuple):
     """A chunk to be coded, and the records of the parent checkpoint that it is coded against.
 
     Attributes:
@@ -66,15 +66,15 @@ class ChunkRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Task:
+class _BlockTask:
     """One block of a chunk, to be encoded by a worker thread."""
 
-    chunk: ChunkRecord
+    chunk: ChunkRequest
     coder: Coder
     where: slice
     last: bool
 
-    def run(self) -> tuple[_Task, bytes | None, BlockData]:
+    def run(self) -> tuple[_BlockTask, bytes | None, BlockData]:
         """Encode the block; return its codes as bytes, None if they equal the previous ones, and its refinement."""
         source = self.chunk.source
         if not len(source.codes):
@@ -85,18 +85,18 @@ class _Task:
         bits = source.refinement_bits
         shorter = layered.encode(beside.refinement, codes, bits) if bits else b""
         beside = beside._replace(refinement=shorter)
-        if parent is not None and _same(codes, parent):  # a frozen layer
+        if parent is not None and _codes_equal(codes, parent):  # a frozen layer
             return self, None, beside
         return self, self.coder.encode(codes, parent), beside
 
 
-def _together(tasks: Iterable[_Task], most: int) -> Iterator[list[_Task]]:
+def _batch_tasks(tasks: Iterable[_BlockTask], most: int) -> Iterator[list[_BlockTask]]:
     """Yield tasks in lists, in order, each list as soon as it holds so many elements."""
-    some: list[_Task] = []
+    some: list[_BlockTask] = []
     held = 0
     for task in tasks:
         some.append(task)
-        held += task.where.stop - task.where.start + _OVERHEAD
+        held += task.where.stop - task.where.start + _BLOCK_OVERHEAD
         if held >= most:
             yield some
             some, held = [], 0
@@ -104,12 +104,12 @@ def _together(tasks: Iterable[_Task], most: int) -> Iterator[list[_Task]]:
         yield some
 
 
-def _run_all(tasks: Iterable[_Task]) -> list[tuple[_Task, bytes | None, BlockData]]:
+def _run_all(tasks: Iterable[_BlockTask]) -> list[tuple[_BlockTask, bytes | None, BlockData]]:
     return [task.run() for task in tasks]
 
 
-def _same(codes: Codes, parent: Codes) -> bool:
-    return bool(np.array_equal(codes[:_GLANCE], parent[:_GLANCE]) and np.array_equal(codes, parent))
+def _codes_equal(codes: Codes, parent: Codes) -> bool:
+    return bool(np.array_equal(codes[:_PREFIX_CODES], parent[:_PREFIX_CODES]) and np.array_equal(codes, parent))
 
 
 class ShardWriter:
@@ -117,7 +117,7 @@ class ShardWriter:
 
     def __init__(
         self, directory: Path, save_id: str, rank: int, plan: QuantizationPlan, workers: Workers,
-        earlier: EarlierPacks | None,
+        earlier: ParentPacks | None,
     ) -> None:
         config = self._config = plan.config
         self._fitted = plan.analysis.fitted
@@ -132,7 +132,7 @@ class ShardWriter:
         self._coders: dict[str, Coder] = {}
         self._requires: set[str] = set()
         self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier, self._requires)
-        self._scales: list[tuple[dict[str, Any], Written, I16]] = []
+        self._scales: list[tuple[dict[str, Any], WrittenRecord, I16]] = []
         self._scale_count = 0
 
     def __enter__(self) -> ShardWriter:
@@ -148,26 +148,26 @@ class ShardWriter:
         """Name of the base file."""
         return self._base.path.name
 
-    def add_coded(self, chunks: Iterable[ChunkRecord]) -> Iterator[Written]:
+    def add_coded(self, chunks: Iterable[ChunkRequest]) -> Iterator[WrittenRecord]:
         """Entropy-code chunks, quantizing those whose codes are not there yet.
 
         Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk, small ones together.
         Only a few lists of blocks per thread are ahead of the writes, so that memory stays bounded.
         """
 
-        def tasks() -> Iterator[_Task]:
+        def tasks() -> Iterator[_BlockTask]:
             for chunk in chunks:
-                coder = self._group(chunk.source.group, len(chunk.source.codes))
+                coder = self._get_coder(chunk.source.group, len(chunk.source.codes))
                 blocks = list(self._workers.blocks(len(chunk.source.codes))) or [slice(0, 0)]  # empty: a record alone
                 for where in blocks:
-                    yield _Task(chunk, coder, where, last=where is blocks[-1])
+                    yield _BlockTask(chunk, coder, where, last=where is blocks[-1])
 
         base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
         steps: StepLengths | None = None
-        most = _TOGETHER if self._workers.threads > 1 else 0
-        encoded = self._workers.map(_run_all, _together(tasks(), most))
+        most = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
+        encoded = self._workers.map(_run_all, _batch_tasks(tasks(), most))
         for task, data, beside in chain.from_iterable(encoded):
             let_signals_through()
             protected.append(beside.protected)
@@ -177,18 +177,18 @@ class ShardWriter:
             if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
                 if task.chunk.source.refinement_bits:
-                    refined.append(self._refinement_file().add(beside.refinement))
+                    refined.append(self._get_refinement_writer().add(beside.refinement))
             if task.last:
                 yield self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
                 base, refined, protected, steps = [], [], [], None
 
     def _add_record(
-        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits,
+        self, chunk: ChunkRequest, blocks: list[Block | None], refined: list[Block], protected: Bits,
         steps: StepLengths | None,
-    ) -> Written:
+    ) -> WrittenRecord:
         source, dtype, parent = chunk.source, chunk.dtype, chunk.parent
         record: dict[str, Any] = {
-            "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
+            "type": "coded", **_chunk_fields(source.key, dtype), "group": source.group, "blocks": blocks,
         }
         if source.exponent:
             record["exponent"] = source.exponent
@@ -210,7 +210,7 @@ class ShardWriter:
             record["protected"] = self._base.add(shuffle_compress(protected_bf16(protected).tobytes(), 2))
             size += record["protected"].size
         ref = RecordRef(self.name, len(self._records))
-        written = Written(ref, len(source.codes) * dtype.itemsize, size)
+        written = WrittenRecord(ref, len(source.codes) * dtype.itemsize, size)
         if scales is not None and scales.any:
             by_row, by_column = scales.by_row, scales.by_column
             record["scales"] = [self._scale_count, len(by_row), len(by_column)]
@@ -221,31 +221,31 @@ class ShardWriter:
             entry: dict[str, Any] = {"bits": source.refinement_bits, "blocks": refined}
             written.refinement = sum(block.size for block in refined)
             if len(protected):
-                entry["protected"] = self._refinement_file().add(shuffle_compress(protected.tobytes(), 4))
+                entry["protected"] = self._get_refinement_writer().add(shuffle_compress(protected.tobytes(), 4))
                 written.refinement += entry["protected"].size
             self._refined[ref.record] = entry
         return written
 
-    def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:
+    def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> WrittenRecord:
         """Store a tensor bit for bit, or converted to `stored`; finite values stay finite in that."""
         kept = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if stored is not None:
             limit = torch.finfo(stored).max
             kept = torch.where(kept.isfinite(), kept.clamp(-limit, limit), kept).to(stored)
         raw = kept.view(-1).view(torch.uint8).numpy().data if kept.numel() else memoryview(b"")
-        record = {"type": "plain", **_identity(key, tensor.dtype)}
+        record = {"type": "plain", **_chunk_fields(key, tensor.dtype)}
         if stored is not None and stored != tensor.dtype:
             record["stored"] = _dtype_name(stored)
         itemsize = kept.element_size() // (2 if kept.is_complex() else 1)  # real and imaginary parts are items
         return self._add_raw(record, raw, itemsize, key.elements * tensor.element_size())
 
-    def add_bytes(self, fqn: str, data: bytes) -> Written:
+    def add_bytes(self, fqn: str, data: bytes) -> WrittenRecord:
         """Store the bytes of an object that DCP serialized."""
         return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
 
     def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
         """Close both files; return them and the names of the ancestors' files that the base file needs."""
-        scales = self._finish_scales()
+        scales = self._write_scales()
         self._packs.finish()
         requires = sorted(self._requires)
         base = self._base.finish({
@@ -260,7 +260,7 @@ class ShardWriter:
             })
         return base, refinement, requires
 
-    def _finish_scales(self) -> dict[str, Any]:
+    def _write_scales(self) -> dict[str, Any]:
         """Store the numbers of all scales as one pack; return its entry in the contents."""
         if not self._scales:
             return {}
@@ -270,11 +270,11 @@ class ShardWriter:
             written.base += -(-size * len(own) // self._scale_count)  # its share, rounded up
         return {"scales": [pack, self._scale_count]}
 
-    def _group(self, name: str, elements: int) -> Coder:
+    def _get_coder(self, name: str, elements: int) -> Coder:
         """Return the coder of a group; write its codebook and model once per file."""
         if name not in self._groups:
             fitted = self._fitted[name]
-            coder = _fitted_coder(self._config.delta, fitted.counts)
+            coder = _fit_coder(self._config.delta, fitted.counts)
             self._coders[name] = coder
             self._groups[name] = {
                 "codebook": fitted.codebook.to_json(), "coder": coder.name, "elements": 0,
@@ -283,14 +283,14 @@ class ShardWriter:
         self._groups[name]["elements"] += elements
         return self._coders[name]
 
-    def _refinement_file(self) -> ContainerWriter:
+    def _get_refinement_writer(self) -> ContainerWriter:
         if self._refinement is None:
             name = f"{self._base.path.stem}.refinement"
             self._refinement = ContainerWriter(self._directory, name, self._config.storage.fsync)
         return self._refinement
 
-    def _add_raw(self, record: dict[str, Any], raw: memoryview, itemsize: int, logical: int) -> Written:
-        written = Written(RecordRef(self.name, len(self._records)), logical, 0)
+    def _add_raw(self, record: dict[str, Any], raw: memoryview, itemsize: int, logical: int) -> WrittenRecord:
+        written = WrittenRecord(RecordRef(self.name, len(self._records)), logical, 0)
         self._records.append(record)
 
         def sized(size: int) -> None:
@@ -300,13 +300,13 @@ class ShardWriter:
         return written
 
 
-def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:
+def _fit_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:
     if config.coder == "huffman":
         return HuffmanCoder.fit(counts, config.rearrange, config.run_length)
     return fit_fastest(counts)
 
 
-def _identity(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:
+def _chunk_fields(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "fqn": key.fqn, "offsets": list(key.offsets), "shape": list(key.shape), "dtype": _dtype_name(dtype),
     }

@@ -19,14 +19,16 @@ from dsq_ckpt.errors import (
     SaveFailed,
     UnsupportedFormat,
 )
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.gc import HARMLESS, collect_failed, is_ours
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.gc import HARMLESS_NAMES, collect_failed_save, is_dsq_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
-from dsq_ckpt.storage.paths import file_above
-from dsq_ckpt.storage.runs import canonical
+from dsq_ckpt.storage.paths import find_file_above
+from dsq_ckpt.storage.runs import canonicalize
 
-_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
-"""Names of DeepSpeed's files, of their backups (see `foreign_files`), and of files that earlier versions left
+_ATTACHMENT_NAMES = re.compile(
+    r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp"
+)
+"""Names of DeepSpeed's files, of their backups (see `attachment_files`), and of files that earlier versions left
 unfinished."""
 
 
@@ -40,7 +42,7 @@ def refuse_existing(goal: Path, overwrite: bool) -> None:
         raise CheckpointExists(f"'{goal}' exists; choose another target, or overwrite it (overwrite=True)")
 
 
-def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> None:
+def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
     """Refuse a checkpoint directory that is not new, empty or ours, before anything is written to it.
 
     Files of an interrupted save are ours. Whatever lies beside a complete checkpoint was put there knowingly.
@@ -58,20 +60,20 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
     if is_remote(path) and path.parent == path:
         example = path / "run" / "step-000001"
         raise SaveFailed(f"'{path}' is a whole bucket; save to a key in it, to '{example}' for example")
-    if not is_remote(path) and (file := file_above(path)):
+    if not is_remote(path) and (file := find_file_above(path)):
         raise SaveFailed(f"'{path}' leads through '{file}', which is no directory; choose another path")
     refuse_within_checkpoint(path)
     if is_remote(path):
         if attached:
             raise SaveFailed(f"'{path}': files of DeepSpeed lie beside a checkpoint only in a local directory")
-        if not storage_of(path).entries(path):
+        if not get_storage(path).list_entries(path):
             return
     elif not os.path.lexists(path):
         return
     elif not path.is_dir():
         raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
-    if found := _foreign(path, attached):
-        raise SaveFailed(_not_ours(path, found))
+    if found := _list_foreign_names(path, attached):
+        raise SaveFailed(_explain_foreign_names(path, found))
     if is_complete(path) and not overwrite:
         raise CheckpointExists(
             f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True)"
@@ -84,7 +86,7 @@ def refuse_within_checkpoint(path: Path) -> None:
     Raises:
         SaveFailed: it would.
     """
-    for above in canonical(path).parents:
+    for above in canonicalize(path).parents:
         if _is_checkpoint(above):
             raise SaveFailed(
                 f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
@@ -92,9 +94,9 @@ def refuse_within_checkpoint(path: Path) -> None:
             )
 
 
-def _foreign(path: Path, attached: bool) -> list[str]:
+def _list_foreign_names(path: Path, attached: bool) -> list[str]:
     """Return the names in a directory that no save gives; none where a complete checkpoint lies."""
-    names = sorted(entry.name for entry in storage_of(path).entries(path))
+    names = sorted(entry.name for entry in get_storage(path).list_entries(path))
     if MANIFEST in names:
         try:
             Manifest.read(path)
@@ -102,15 +104,15 @@ def _foreign(path: Path, attached: bool) -> list[str]:
         except UnsupportedFormat:  # of a newer version
             return []
         except DSQError:
-            if any(map(is_ours, names)):  # one of ours that was damaged; alone it may be anybody's
+            if any(map(is_dsq_file, names)):  # one of ours that was damaged; alone it may be anybody's
                 names.remove(MANIFEST)
     return [
         name for name in names
-        if not (is_ours(name) or HARMLESS.fullmatch(name) or (attached and _ATTACHED.fullmatch(name)))
+        if not (is_dsq_file(name) or HARMLESS_NAMES.fullmatch(name) or (attached and _ATTACHMENT_NAMES.fullmatch(name)))
     ]
 
 
-def _not_ours(path: Path, found: list[str]) -> str:
+def _explain_foreign_names(path: Path, found: list[str]) -> str:
     """Return what a directory holds instead of a checkpoint, and where the checkpoint could go."""
     below = [name for name in found if _holds_checkpoint(path / name)]
     if below:
@@ -175,7 +177,7 @@ class TargetDirectory:
             _discard_objects(self._path, save_id)
             return
         with suppress(OSError, DSQError):
-            collect_failed(self._path, save_id, inherited, self._since)
+            collect_failed_save(self._path, save_id, inherited, self._since)
         with suppress(OSError):  # not empty: something else lives there
             for directory in self._absent:
                 directory.rmdir()
@@ -186,7 +188,7 @@ def _discard_objects(path: Path, save_id: str) -> None:
 
     None is removed if the save may have been committed, though its last answer was lost.
     """
-    storage = storage_of(path)
+    storage = get_storage(path)
     with suppress(CheckpointNotFound):
         try:
             if Manifest.read(path).save_id == save_id:
@@ -194,6 +196,6 @@ def _discard_objects(path: Path, save_id: str) -> None:
         except (CorruptCheckpoint, LoadFailed):
             return
     with suppress(OSError):
-        for entry in storage.entries(path):
+        for entry in storage.list_entries(path):
             if entry.name.startswith(save_id):
                 storage.remove(path / entry.name)

@@ -130,6 +130,6 @@ def collects(run: Path, end: Path) -> Iterator[Found]:
     """Collect garbage repeatedly, except files younger than the duration of a save."""
     while not end.exists():
         with suppress(FileNotFoundError):
-            gc.collect(run, 60)
+            gc.collect_garbage(run, 60)
         time.sleep(0.01)
     yield Found("unchanged")

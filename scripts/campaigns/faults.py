@@ -160,7 +160,7 @@ class Faults(Campaign):
         dsq_ckpt.save(state_at(4), run / "step-9", config=_CONFIG, no_dist=True)
         if wrong := subjects.far(subjects.read_all(run / "step-9"), state_at(4)):
             return f"the next save: {wrong}"
-        gc.collect(run, 0)
+        gc.collect_garbage(run, 0)
         left = [file.name for file in run.rglob("*") if file.name.endswith((".tmp", ".old"))]
         if not complete and path.exists():  # the directory itself may stay
             left += [file.name for file in path.iterdir()]

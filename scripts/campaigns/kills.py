@@ -247,7 +247,7 @@ def finishes(kind: str, run: Path) -> str | None:
     dsq_ckpt.save(state_at(99), run / "step-00099", config=_CONFIG)
     if wrong := subjects.far(subjects.read_all(run / "step-00099"), state_at(99)):
         return f"the next save: {wrong}"
-    gc.collect(run, 0)
+    gc.collect_garbage(run, 0)
     for path in run.iterdir():
         names = {file.name for file in path.iterdir()}
         if not names:

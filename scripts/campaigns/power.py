@@ -235,7 +235,7 @@ class Power(Campaign):
             dsq_ckpt.save(state_at(4), run / "step-4", config=_CONFIG, no_dist=True)
             if wrong := subjects.far(subjects.read_all(run / "step-4"), state_at(4)):
                 return f"the next save: {wrong}", False
-            gc.collect(run, 0)
+            gc.collect_garbage(run, 0)
             left = [file.name for file in run.rglob("*") if file.name.endswith((".tmp", ".old"))]
             if left:
                 return f"left behind after gc: {left}", False

@@ -15,7 +15,7 @@ import zstandard
 
 from dsq_ckpt.coding import RansCoder, difference, shuffle_compress, shuffle_decompress
 from dsq_ckpt.core.arrays import U8, Array
-from dsq_ckpt.storage.packs import before
+from dsq_ckpt.storage.packs import reference_place
 from evaluation.peers.states import read
 from evaluation.recording import load_recording
 from evaluation.report import Column, Row, digits, ratio
@@ -89,7 +89,7 @@ def _distances(states: list[Array]) -> Iterator[Row]:
         if distance < count:
             own = [size(place, place - distance) for place in range(distance, count)]
             yield {"name": f"as saved, given {distance} before", "ratio": raw * len(own) / sum(own)}
-    for name, earlier_of in (("the last one", lambda place: place - 1), ("1, 4 or 16 before", before)):
+    for name, earlier_of in (("the last one", lambda place: place - 1), ("1, 4 or 16 before", reference_place)):
         own = [size(place, earlier_of(place)) for place in range(1, count)]
         yield {"name": f"chain, each given {name}", "ratio": raw * len(own) / sum(own)}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.storage.manifest import checkpoints
+from dsq_ckpt.storage.manifest import iter_checkpoints
 from evaluation.recording import default_directory, one_thread
 from evaluation.report import Column, Row, digits, machine, percent, ratio
 from evaluation.results import Results
@@ -226,7 +226,7 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     count at their uncompressed size, since manifests do not tell them from other exact tensors. A delta whose codes
     are all those of its parent has no bytes of weights; the best delta is one that changes something.
     """
-    found = list(checkpoints(run))
+    found = list(iter_checkpoints(run))
     weights = [manifest.kinds.get("weights") for _, manifest in found]
     whole = max((sizes.logical for sizes in weights if sizes), default=0)
     bases = [sizes.base + whole - sizes.logical if sizes else whole for sizes in weights]

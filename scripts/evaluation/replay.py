@@ -28,7 +28,7 @@ from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.record_fields import parse_dtype
 from evaluation.recording import Checkpoint as RecordedCheckpoint
 from evaluation.recording import load_recording
 from evaluation.workloads import Workload, create
@@ -235,7 +235,7 @@ def save_recorded(
     kinds, codes = stored(path, layer_types(run.model))
     return Replayed(
         step=checkpoint["step"], keyframe=manifest.depth == 0, kinds=kinds,
-        files=manifest.bytes_in("own", "index") + (path / "manifest.json").stat().st_size, codes=codes,
+        files=manifest.sum_bytes("own", "index") + (path / "manifest.json").stat().st_size, codes=codes,
         lattice={name: group.step for name, group in manifest.groups.items() if name[:8] == "weights/" and group.step},
         config=manifest.config, quality=manifest.quality, seconds_save=seconds, loss=checkpoint["loss"],
     )
@@ -265,7 +265,7 @@ def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], Code
             fqn = record["fqn"]
             kind = "exact"
             if record["type"] != "bytes":
-                kind = assign(fqn, shapes[fqn], dtype_of(record["dtype"]), usual, types).kind
+                kind = assign(fqn, shapes[fqn], parse_dtype(record["dtype"]), usual, types).kind
             part = _record_bytes(record, own, refined.get(str(number)))
             kinds.setdefault(kind, Bytes()).add(part)
             if kind == "weights" and record["type"] == "coded":
@@ -290,13 +290,13 @@ def _record_bytes(record: Mapping[str, Any], own: Mapping[str, Any], refined: Ma
             pack, count = own["scales"]
             scales = -(-own["packs"][pack][0][1] * sum(record["scales"][1:]) // count)
         return Bytes(
-            elements * dtype_of(record["dtype"]).itemsize,
+            elements * parse_dtype(record["dtype"]).itemsize,
             sum(block[1] for block in blocks if block is not None) + scales, sum(block[1] for block in beside),
         )
     size = record["size"]
     logical = size
     if record["type"] == "plain":
-        logical = math.prod(record["shape"]) * dtype_of(record["dtype"]).itemsize
+        logical = math.prod(record["shape"]) * parse_dtype(record["dtype"]).itemsize
     held = [own["packs"][place] for place in record["packs"]]
     if "at" in record:
         [(block, _, whole, *_)] = held

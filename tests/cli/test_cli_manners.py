@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.cli import app, output
-from dsq_ckpt.storage import copying
+from dsq_ckpt.storage import checkpoint_copy
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import document, dsq, error, printed
 from tests.helpers.processes import PATIENCE, ROOT
@@ -75,7 +75,7 @@ def test_statuses(run, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(copying, "copy", interrupted)
+    monkeypatch.setattr(checkpoint_copy, "copy_checkpoints", interrupted)
     result = dsq("cp", run, run.parent / "copy")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
     assert printed("--version") == f"dsq_ckpt {dsq_ckpt.__version__}\n"
@@ -216,7 +216,7 @@ def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
 @pytest.mark.parametrize("names, last", [(NAMES[:1], 1), (NAMES[:2], 2), (NAMES[1::-1], 1), (NAMES, 0)])
 def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
     """A keyframe lies on a disk once, with a link in each checkpoint that is coded against it."""
-    run = copying.copy(trained[0], tmp_path / "run").path  # with its links
+    run = checkpoint_copy.copy_checkpoints(trained[0], tmp_path / "run").path  # with its links
     paths = [run / name for name in names]
     tried = document("rm", "--dry-run", *paths)
     before, manifests = on_disk(run), sum((path / "manifest.json").stat().st_size for path in paths)

@@ -11,8 +11,8 @@ import pytest
 import dsq_ckpt
 from dsq_ckpt.cli import verification
 from dsq_ckpt.lowdiff import segments
-from dsq_ckpt.storage import meanwhile
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage import concurrent_changes
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.commands import alter, document, dsq, error, owned, printed
 from tests.helpers.small_run import NAMES
@@ -88,16 +88,16 @@ def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, befo
 
 def test_a_removal_that_is_half_done_at_the_end(run, before, monkeypatch):
     """Files of a directory go in any order, the manifest last if it comes to that."""
-    monkeypatch.setattr(meanwhile, "PATIENCE", 600)
-    monkeypatch.setattr(verification, "PATIENCE", 600)
+    monkeypatch.setattr(concurrent_changes, "REMOVAL_TIMEOUT", 600)
+    monkeypatch.setattr(verification, "REMOVAL_TIMEOUT", 600)
     path, looked = run / NAMES[0], threading.Event()
-    real = meanwhile.lost_files
+    real = concurrent_changes.find_missing_files
 
     def seen(*arguments, **options):
         looked.set()
         return real(*arguments, **options)
 
-    monkeypatch.setattr(meanwhile, "lost_files", seen)
+    monkeypatch.setattr(concurrent_changes, "find_missing_files", seen)
 
     def half():
         for file in path.iterdir():
@@ -152,10 +152,10 @@ def test_a_manifest_that_is_a_link_to_nowhere_is_damage(run):
 @pytest.mark.parametrize("option", ["--deep", "--no-deep"])
 def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
     paths = chain(f"{store}/run", 3)
-    storage = storage_of(paths[0])
+    storage = get_storage(paths[0])
 
     def remove():
-        for entry in storage.entries(paths[0]):
+        for entry in storage.list_entries(paths[0]):
             storage.remove(paths[0] / entry.name)
 
     # Where nothing is decoded, all files were read before they went.

@@ -63,7 +63,7 @@ def test_a_chain_of_deltas(tmp_path, outside):
             assert relative_error(value, full[name]) < 0.3 * relative_error(value, base[name])
     manifests = [Manifest.read(path) for path in paths]
     assert [manifest.depth for manifest in manifests] == [0, 1, 2]
-    assert manifests[2].bytes_in("own") < manifests[0].bytes_in("own") / 1.5
+    assert manifests[2].sum_bytes("own") < manifests[0].sum_bytes("own") / 1.5
     assert DSQConfig.create(manifests[0].config) == DSQConfig.create(POWERS)
 
 

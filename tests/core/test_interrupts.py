@@ -21,7 +21,7 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.quantization import global_sketch
 from dsq_ckpt.quantization.chunk import QuantizingChunk
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.manifest import Manifest, _parsed, is_complete
+from dsq_ckpt.storage.manifest import Manifest, _parse_cached, is_complete
 from dsq_ckpt.storage.shard import ShardWriter
 from tests.helpers.states import loaded, same
 from tests.helpers.training import Net, loss_of
@@ -246,7 +246,7 @@ def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm,
     dsq_ckpt.save(state, tmp_path / "0")
     for number, save in enumerate((dsq_ckpt.save, dsq_ckpt.Compressor(Net()).save)):
         path = tmp_path / f"x{number}"
-        _parsed.cache_clear()
+        _parse_cached.cache_clear()
         patch = during(*SAVES[place])
         try:
             with pytest.raises(type(alarm)) as caught:
@@ -261,8 +261,10 @@ def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm,
     loaded(tmp_path / "1", state)
 
 
-@pytest.mark.parametrize("place", [(Manifest, "model_validate"), (Checkpoint, "record"), (Checkpoint, "load")],
-                         ids=lambda place: place[1])
+@pytest.mark.parametrize(
+    "place", [(Manifest, "model_validate"), (Checkpoint, "read_record"), (Checkpoint, "prepare_load")],
+    ids=lambda place: place[1],
+)
 def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm, place):
     """The exception is no LoadFailed, on which a job would go back further, and says that the state is half new."""
     state = {"a.weight": torch.randn(100, 100), "b.weight": torch.randn(100, 100)}
@@ -271,7 +273,7 @@ def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm,
     compressor.save(tmp_path / "b")
     loads = [lambda: dsq_ckpt.load(state, tmp_path / "a"), lambda: compressor.load(tmp_path / "b")]
     for load in loads:
-        _parsed.cache_clear()
+        _parse_cached.cache_clear()
         patch = during(*place)
         try:
             with pytest.raises(type(alarm)) as caught:
@@ -290,7 +292,7 @@ def test_what_a_handler_raises_within_dcps_functions(tmp_path, alarm):
     dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "a"))
     for place, call in {
         (ShardWriter, "finish"): lambda: dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "b")),
-        (Checkpoint, "record"): lambda: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a")),
+        (Checkpoint, "read_record"): lambda: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a")),
     }.items():
         patch = during(*place)
         try:
@@ -304,7 +306,7 @@ def test_what_a_handler_raises_within_dcps_functions(tmp_path, alarm):
 def test_latest_is_no_older_one_when_a_handler_raises(tmp_path, alarm):
     for name in ("a", "b"):
         dsq_ckpt.save({"w": torch.randn(10)}, tmp_path / name)
-    _parsed.cache_clear()
+    _parse_cached.cache_clear()
     patch = during(Manifest, "model_validate")
     try:
         with pytest.raises(type(alarm)) as caught:

@@ -173,7 +173,7 @@ def test_settings_must_be_those_of_the_save(tmp_path):
         dsq_ckpt.load(target, tmp_path / "a")
     assert type(target["w"]) is Scaled
     with Checkpoint(tmp_path / "a") as checkpoint:
-        data = checkpoint.object_bytes(checkpoint.find("w.<Scaled>.<settings>", None))
+        data = checkpoint.read_object(checkpoint.find_record("w.<Scaled>.<settings>", None))
     assert json.dumps({"0": "True", "1": "[1, 2]"}).encode() in data, "plain data alone"
 
 

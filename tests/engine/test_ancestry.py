@@ -258,7 +258,7 @@ def test_what_makes_a_save_fail_is_looked_for_before_the_next(tmp_path):
     saves(tmp_path, 3)
     parent = data_file(tmp_path / "02")
     with CheckpointFiles(tmp_path / "02") as files:
-        contents = files.reader(parent.name).size - 40  # in its table of contents
+        contents = files.open_reader(parent.name).size - 40  # in its table of contents
     flip(parent, contents / parent.stat().st_size)
     number = 3
     while True:

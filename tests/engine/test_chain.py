@@ -12,7 +12,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.engine import chain, writing
 from dsq_ckpt.engine.pipeline import SavePipeline
-from dsq_ckpt.storage import links, meanwhile
+from dsq_ckpt.storage import concurrent_changes, links
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
 
@@ -205,8 +205,8 @@ def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step,
 def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
     """Its manifest is there when a file of it is not."""
     paths, states = chain_of(tmp_path, 1)
-    monkeypatch.setattr(links, "PATIENCE", 600)
-    inherit, lost_files, looked = writing.inherit, meanwhile.lost_files, []
+    monkeypatch.setattr(links, "REMOVAL_TIMEOUT", 600)
+    inherit, lost_files, looked = writing.inherit, concurrent_changes.find_missing_files, []
 
     def half(*arguments):
         for file in paths[0].glob("*.dsq"):
@@ -219,7 +219,7 @@ def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
         return looked[-1]
 
     monkeypatch.setattr(writing, "inherit", half)
-    monkeypatch.setattr(meanwhile, "lost_files", rest)
+    monkeypatch.setattr(concurrent_changes, "find_missing_files", rest)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
         dsq_ckpt.save(moved(states[0], 1), tmp_path / "next")
     assert looked[0]

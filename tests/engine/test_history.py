@@ -108,7 +108,7 @@ def test_a_process_knows_of_its_checkpoints_what_their_indexes_tell(tmp_path):
     for number in range(2):
         result = dsq_ckpt.save(state, tmp_path / "run" / str(number), history=history)
         with Checkpoint(tmp_path / "run" / str(number)) as checkpoint:
-            known, read = history.find(result.save_id).model, checkpoint.model()
+            known, read = history.find(result.save_id).model, checkpoint.to_parent_model()
         assert known.exponents == read.exponents and known.depth == read.depth == number
         assert known.books.keys() == read.books.keys() and known.books
         assert all(known.books[name].to_json() == read.books[name].to_json() for name in read.books)

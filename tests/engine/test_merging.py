@@ -60,7 +60,7 @@ def contents_of(path):
 
 def types(path):
     with Checkpoint(path) as checkpoint:
-        return [record["type"] for record in checkpoint.reader(owned(path).name).contents["records"]]
+        return [record["type"] for record in checkpoint.open_reader(owned(path).name).contents["records"]]
 
 
 def test_values_are_the_same(run, tmp_path):
@@ -81,7 +81,7 @@ def test_values_are_the_same(run, tmp_path):
     assert (new.refinement, new.previous, new.version) == (old.refinement, old.previous, FORMAT_VERSION)
     assert new.parent == Manifest.read(source.parent / "0").save_id and new.save_id != old.save_id
     assert sum(file.role == "ancestor" for file in new.files) == 1
-    assert sum(sizes.base for sizes in new.kinds.values()) < new.bytes_in("own")
+    assert sum(sizes.base for sizes in new.kinds.values()) < new.sum_bytes("own")
 
 
 def test_a_chain_goes_on(run, tmp_path):

@@ -98,7 +98,7 @@ def test_values_are_the_same(run, tmp_path, keyframe):
     assert (old.siblings, new.siblings) == (1, 0)  # it has another parent, or none
     ancestors = [file for file in new.files if file.role == "ancestor"]
     assert not ancestors if keyframe else len(ancestors) < STEPS - 1
-    assert sum(sizes.base for sizes in new.kinds.values()) < new.bytes_in("own")
+    assert sum(sizes.base for sizes in new.kinds.values()) < new.sum_bytes("own")
     assert all(not report.delta for report in new.groups.values()) or not keyframe
 
 
@@ -186,8 +186,8 @@ def test_a_frozen_tensor_takes_no_bytes_in_a_delta(tmp_path):
         state["b.weight"] += 0.1 * torch.randn(90, 90, generator=generator)
     done = dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged")
     with Checkpoint(done.path) as checkpoint:
-        assert checkpoint.record(checkpoint.find("a.weight", (0, 0)))["blocks"] == [None]
-        assert None not in checkpoint.record(checkpoint.find("b.weight", (0, 0)))["blocks"]
+        assert checkpoint.read_record(checkpoint.find_record("a.weight", (0, 0)))["blocks"] == [None]
+        assert None not in checkpoint.read_record(checkpoint.find_record("b.weight", (0, 0)))["blocks"]
 
 
 @pytest.mark.parametrize(("former", "name", "links"), [(v1, "2", 2), (v2, "codes-2", 2), (v3, "1", 1), (v4, "1", 1)])

@@ -12,9 +12,9 @@ import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.storage import references
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from tests.helpers.processes import ROOT, run
 from tests.storage.format import independent_reader
 
@@ -39,8 +39,8 @@ def loaded(path: str) -> dict:
 
 
 def files_in(path: str) -> set[str]:
-    directory = checkpoint_path(path)
-    return {entry.name for entry in storage_of(directory).entries(directory)}
+    directory = resolve_checkpoint_path(path)
+    return {entry.name for entry in get_storage(directory).list_entries(directory)}
 
 
 def alike(one: dict, other: dict) -> bool:
@@ -52,7 +52,7 @@ def test_a_chain_is_that_of_a_local_run(store, tmp_path):
     remote, local = chain(f"{store}/run", 4), chain(str(tmp_path / "run"), 4)
     for there, here in zip(remote, local, strict=True):
         assert alike(loaded(there), loaded(here))
-        assert Manifest.read(checkpoint_path(there)).depth == Manifest.read(checkpoint_path(here)).depth
+        assert Manifest.read(resolve_checkpoint_path(there)).depth == Manifest.read(resolve_checkpoint_path(here)).depth
     names = [name for path in remote for name in files_in(path) if name != MANIFEST]
     assert len(set(names)) == len(names)
     assert dsq_ckpt.latest(f"{store}/run") == remote[-1]
@@ -67,7 +67,7 @@ def test_a_run_goes_on_after_a_restart(store):
     result = dsq_ckpt.save(state_of(3), f"{store}/run/step-3")
     assert (result.depth, str(result.path)) == (2, f"{store}/run/step-3")
     assert alike(loaded(result.path), loaded(f"{store}/run/step-3"))
-    manifest = Manifest.read(checkpoint_path(paths[-1]))
+    manifest = Manifest.read(resolve_checkpoint_path(paths[-1]))
     assert {file.held_by for file in manifest.files} == {None, "step-1"}
 
 
@@ -92,7 +92,7 @@ def test_refinement_of_older_checkpoints_is_dropped(store):
 
 def test_latest_passes_over_what_is_incomplete(store):
     paths = chain(f"{store}/run", 2)
-    storage_of(checkpoint_path(paths[1])).remove(checkpoint_path(paths[1]) / MANIFEST)
+    get_storage(resolve_checkpoint_path(paths[1])).remove(resolve_checkpoint_path(paths[1]) / MANIFEST)
     assert dsq_ckpt.latest(f"{store}/run") == paths[0]
     assert dsq_ckpt.latest(f"{store}/nothing") is None
     with pytest.raises(CheckpointNotFound, match="did not complete"):
@@ -140,14 +140,14 @@ def test_a_save_onto_its_own_parent(store):
 def test_a_parent_that_goes_meanwhile_fails_the_save(store, there, monkeypatch):
     """Whoever removes a checkpoint deletes what no manifest names, as of a save that is not committed."""
     paths = chain(f"{store}/run", 2)
-    parent = checkpoint_path(paths[1])
+    parent = resolve_checkpoint_path(paths[1])
     written = Manifest.write
 
     def write(self, directory, **options):
         written(self, directory, **options)
         monkeypatch.setattr(Manifest, "write", written)
         if there == "removed":
-            storage_of(parent).remove(parent / MANIFEST)
+            get_storage(parent).remove(parent / MANIFEST)
         else:
             manifest = Manifest.read(parent)
             manifest.model_copy(update={"save_id": "0" * 16}).write(parent, exclusive=False, fsync=False)
@@ -166,7 +166,7 @@ def test_a_failed_save_leaves_nothing(store, monkeypatch):
         raise OSError(28, "no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(references, "publish", fail)
+        patched.setattr(references, "commit_manifest", fail)
         with pytest.raises(DSQError, match="no space left"):
             dsq_ckpt.save(state_of(2), f"{store}/run/step-2")
     assert files_in(f"{store}/run/step-2") == set()
@@ -230,8 +230,8 @@ def test_a_run_synchronized_to_a_disk_loads_and_goes_on(store, tmp_path):
 
 def test_a_missing_ancestor_is_named(store):
     paths = chain(f"{store}/run", 2)
-    ancestor = next(file for file in Manifest.read(checkpoint_path(paths[1])).files if file.role == "ancestor")
-    storage_of(checkpoint_path(paths[0])).remove(ancestor.path_in(checkpoint_path(paths[1])))
+    ancestor = next(file for file in Manifest.read(resolve_checkpoint_path(paths[1])).files if file.role == "ancestor")
+    get_storage(resolve_checkpoint_path(paths[0])).remove(ancestor.path_in(resolve_checkpoint_path(paths[1])))
     with pytest.raises(CorruptCheckpoint, match=f"step-1/{ancestor.name}.*manifest names it"):
         loaded(paths[1])
     dsq_ckpt.forget()
@@ -240,11 +240,11 @@ def test_a_missing_ancestor_is_named(store):
 
 
 def test_an_altered_object_is_refused(store):
-    path = checkpoint_path(chain(f"{store}/run", 1)[0])
+    path = resolve_checkpoint_path(chain(f"{store}/run", 1)[0])
     name = next(name for name in files_in(str(path)) if name.endswith(".dsq"))
-    data = bytearray(storage_of(path).read(path / name, 1 << 30))
+    data = bytearray(get_storage(path).read(path / name, 1 << 30))
     data[len(data) // 3] ^= 1
-    with storage_of(path).create(path / name, fsync=False) as file:
+    with get_storage(path).create(path / name, fsync=False) as file:
         file.stream.write(bytes(data))
         file.publish()
     with pytest.raises(CorruptCheckpoint, match=name):
@@ -252,16 +252,16 @@ def test_an_altered_object_is_refused(store):
 
 
 def test_manifests_lead_nowhere_else(store):
-    path = checkpoint_path(chain(f"{store}/run", 2)[1])
+    path = resolve_checkpoint_path(chain(f"{store}/run", 2)[1])
     manifest = Manifest.read(path)
-    text = storage_of(path).read(path / MANIFEST, 1 << 20)
-    from dsq_ckpt.storage.sealed import NO_CHECKSUM, sealed
+    text = get_storage(path).read(path / MANIFEST, 1 << 20)
+    from dsq_ckpt.storage.manifest_text import NO_CHECKSUM, insert_checksum
 
     for name in ("..", "a/b", ""):
         forged = text.replace(b'"held_by": "step-1"', f'"held_by": "{name}"'.encode())
-        forged = sealed(forged.replace(manifest.checksum.encode(), NO_CHECKSUM.encode(), 1))
+        forged = insert_checksum(forged.replace(manifest.checksum.encode(), NO_CHECKSUM.encode(), 1))
         assert forged != text
-        with storage_of(path).create(path / MANIFEST, fsync=False) as file:
+        with get_storage(path).create(path / MANIFEST, fsync=False) as file:
             file.stream.write(forged)
             file.publish()
         with pytest.raises(CorruptCheckpoint, match="may not point there"):
@@ -269,8 +269,8 @@ def test_manifests_lead_nowhere_else(store):
     name = next(file.name for file in manifest.files if file.held_by is not None)
     for other in ("manifest.json", "notes.txt", name.replace(".dsq", ".refinement")):
         forged = text.replace(f'"{name}"'.encode(), f'"{other}"'.encode())
-        forged = sealed(forged.replace(manifest.checksum.encode(), NO_CHECKSUM.encode(), 1))
-        with storage_of(path).create(path / MANIFEST, fsync=False) as file:
+        forged = insert_checksum(forged.replace(manifest.checksum.encode(), NO_CHECKSUM.encode(), 1))
+        with get_storage(path).create(path / MANIFEST, fsync=False) as file:
             file.stream.write(forged)
             file.publish()
         with pytest.raises(CorruptCheckpoint, match="base files alone may"):
@@ -279,7 +279,7 @@ def test_manifests_lead_nowhere_else(store):
 
 def test_checkpoints_are_in_the_order_of_their_saves(store):
     paths = chain(f"{store}/run", 3)
-    assert [str(path) for path, _ in checkpoints(checkpoint_path(f"{store}/run"))] == paths
+    assert [str(path) for path, _ in iter_checkpoints(resolve_checkpoint_path(f"{store}/run"))] == paths
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3://bucket/../run", "zip::s3://bucket/run"])
@@ -302,7 +302,7 @@ def test_the_page_of_the_documentation_runs(bucket):
 @pytest.mark.parametrize("command", [["log"], ["verify"], ["verify", "--no-deep"], ["log", "--json"]])
 def test_commands_take_urls(store, command):
     chain(f"{store}/run", 3)
-    storage_of(checkpoint_path(store)).remove(checkpoint_path(f"{store}/run/step-1") / MANIFEST)
+    get_storage(resolve_checkpoint_path(store)).remove(resolve_checkpoint_path(f"{store}/run/step-1") / MANIFEST)
     result = CliRunner().invoke(app, [*command, f"{store}/run"])
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in ("step-1", "step-2", "step-3"))
@@ -313,10 +313,10 @@ def test_commands_take_urls(store, command):
 
 
 def test_verify_finds_an_altered_object(store):
-    path = checkpoint_path(chain(f"{store}/run", 2)[0])
+    path = resolve_checkpoint_path(chain(f"{store}/run", 2)[0])
     name = next(name for name in files_in(str(path)) if name.endswith(".dsq"))
-    data = storage_of(path).read(path / name, 1 << 30)
-    with storage_of(path).create(path / name, fsync=False) as file:
+    data = get_storage(path).read(path / name, 1 << 30)
+    with get_storage(path).create(path / name, fsync=False) as file:
         file.stream.write(data[:-1])
         file.publish()
     result = CliRunner().invoke(app, ["verify", f"{store}/run"])

@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.links import link_files
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from tests.helpers.states import KEEP_ONE
 from tests.storage.format.rewriting import edit_contents
 
@@ -41,7 +41,7 @@ def rewrite(directory, **changes):
 
 
 def names(run):
-    return [path.name for path, _ in checkpoints(run)]
+    return [path.name for path, _ in iter_checkpoints(run)]
 
 
 def test_the_clock_may_go_back(run):
@@ -116,7 +116,7 @@ def test_a_manifest_that_cannot_be_looked_at_may_be_there(run, monkeypatch):
 
     (run / "a" / MANIFEST).unlink()
     monkeypatch.setattr(os, "lstat", lstat)
-    assert gc.garbage(run, 0) == []
+    assert gc.find_garbage(run, 0) == []
 
 
 FORGED = ["../victim/step-5", "/victim/step-5", "..", ".", "", "a/b", "a\\b", "a\0b"]
@@ -152,7 +152,7 @@ def test_a_forged_predecessor_does_not_cost_another_run_its_refinement(run, tmp_
 def test_directories_with_odd_names_are_read_back(tmp_path):
     for name in (".hidden", "back\\slash", "new\nline", "next"):
         dsq_ckpt.save(weights(), tmp_path / name)
-    found = {path.name: manifest.previous_name for path, manifest in checkpoints(tmp_path)}
+    found = {path.name: manifest.previous_name for path, manifest in iter_checkpoints(tmp_path)}
     assert found == {".hidden": None, "back\\slash": ".hidden", "new\nline": None, "next": "new\nline"}
 
 

@@ -108,7 +108,7 @@ def test_a_parent_that_was_replaced_is_not_taken_for_another(tmp_path):
     before = Manifest.read(tmp_path / "step-1").save_id
     other_job(tmp_path / "step-1")
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced by another save .* a directory of its own"):
-        links.manifest_of_parent(tmp_path / "step-1", before)
+        links.read_parent_manifest(tmp_path / "step-1", before)
 
 
 def test_what_was_there_and_what_was_loaded_is_of_the_same_job(tmp_path):

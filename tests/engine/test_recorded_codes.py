@@ -32,11 +32,11 @@ def recorded(root):
             dsq_ckpt.save({"model": weights, "optimizer": moments}, root / str(step), model=model, config=FINE)
     pairs = {}
     with Checkpoint(root / "54") as before, Checkpoint(root / "59") as after, Workers(1, 1 << 20) as workers:
-        for key, ref in after.chunks():
-            record = after.record(ref)
+        for key, ref in after.iter_chunks():
+            record = after.read_record(ref)
             if record["type"] == "coded" and record.get("parent"):
-                previous = before.codes(before.find(key.fqn, key.offsets), workers)
-                pairs.setdefault(record["group"], []).append((previous, after.codes(ref, workers)))
+                previous = before.decode_codes(before.find_record(key.fqn, key.offsets), workers)
+                pairs.setdefault(record["group"], []).append((previous, after.decode_codes(ref, workers)))
     return {group: tuple(np.concatenate(part) for part in zip(*found, strict=True)) for group, found in pairs.items()}
 
 

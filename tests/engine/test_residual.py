@@ -39,7 +39,7 @@ def chain_of(root, states, config=CONFIG, save=dsq_ckpt.save):
 def records(path, key="residual"):
     """By name, those of the checkpoint's own records that have a key."""
     with Checkpoint(path) as checkpoint:
-        found = {chunk.fqn: checkpoint.record(ref) for chunk, ref in checkpoint.chunks()}
+        found = {chunk.fqn: checkpoint.read_record(ref) for chunk, ref in checkpoint.iter_chunks()}
     return {fqn: record for fqn, record in found.items() if key in record}
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch
     assert {key.fqn for key in memory.values} == {"layer0.weight"} and not memory.codes
     states[0]["layer0.weight"].fill_(7)  # training goes on; what was remembered is a copy
     states[0]["layer0.weight"].copy_(walk(70, 80, steps=1)[0])
-    monkeypatch.setattr(Checkpoint, "values", None)
+    monkeypatch.setattr(Checkpoint, "decode_values", None)
     chain_of(tmp_path / "run", states)
 
 
@@ -360,8 +360,8 @@ def test_tools(run, tmp_path):
     exported = torch.load(tmp_path / "x.pt", weights_only=True)
     assert all(same(exported[fqn], value) for fqn, value in truth[4].items()) and exported["step"] == 4
     with Checkpoint(root / "step-4") as checkpoint, Workers(1, 1 << 20) as workers:
-        for _, ref in checkpoint.chunks():
-            checkpoint.values(ref, workers)
+        for _, ref in checkpoint.iter_chunks():
+            checkpoint.decode_values(ref, workers)
     alter(owned(root / "step-4", "ancestor"))
     assert not document("verify", root, code=1)["ok"]
 

@@ -12,9 +12,9 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import removed_ancestors, retention
-from dsq_ckpt.storage.gc import collect
+from dsq_ckpt.storage.gc import collect_garbage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.predecessors import predecessors
+from dsq_ckpt.storage.predecessors import iter_predecessors
 from tests.helpers.states import mixed_state, tensors
 
 
@@ -31,13 +31,13 @@ def saved(run, count=2):
 def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, monkeypatch, gone):
     """Its manifest was written again into a directory that was being emptied, and named files that are not there."""
     older, newest = saved(tmp_path)
-    exchange = retention.exchange
+    exchange = retention.exchange_names
 
     def after_removal(*names):
         shutil.rmtree(older) if gone == "directory" else (older / MANIFEST).unlink()
         return exchange(*names)
 
-    monkeypatch.setattr(retention, "exchange", after_removal)
+    monkeypatch.setattr(retention, "exchange_names", after_removal)
     assert retention.drop_refinements(newest, 1, False) == []
     assert not (older / MANIFEST).exists() and older.exists() == (gone == "manifest")
     assert sorted(os.listdir(tmp_path)) == sorted({older.name, newest.name} & set(os.listdir(tmp_path)))
@@ -47,14 +47,14 @@ def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, mon
 def test_a_checkpoint_that_is_replaced_meanwhile_stays(tmp_path, monkeypatch):
     """Its manifest came to be that of the one before, whose files are gone."""
     older, newest = saved(tmp_path)
-    exchange, state = retention.exchange, mixed_state(seed=1)
+    exchange, state = retention.exchange_names, mixed_state(seed=1)
 
     def after_another_save(*names):
-        monkeypatch.setattr(retention, "exchange", exchange)
+        monkeypatch.setattr(retention, "exchange_names", exchange)
         dsq_ckpt.save(state, older, overwrite=True, parent=None)
         return exchange(*names)
 
-    monkeypatch.setattr(retention, "exchange", after_another_save)
+    monkeypatch.setattr(retention, "exchange_names", after_another_save)
     assert retention.drop_refinements(newest, 1, False) == []
     assert Manifest.read(older).refinement == "kept"
     dsq_ckpt.load({}, older)
@@ -99,12 +99,12 @@ def test_a_checkpoint_that_each_save_replaces_is_passed_over(tmp_path):
         dsq_ckpt.save(state, tmp_path / "last", config=config, overwrite=True)
     kept = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "kept"}
     assert kept == {"last", "step-4"}
-    before = [path.name for path, _ in predecessors(tmp_path / "last")]
+    before = [path.name for path, _ in iter_predecessors(tmp_path / "last")]
     assert before == [f"step-{number}" for number in range(4, -1, -1)]
     for path in tmp_path.iterdir():
         dsq_ckpt.load({}, path, refinement=path.name in kept)
     shutil.rmtree(tmp_path / "last")
-    assert [path.name for path, _ in predecessors(tmp_path / "step-4")] == []
+    assert [path.name for path, _ in iter_predecessors(tmp_path / "step-4")] == []
 
 
 def test_replaced_checkpoints_that_name_each_other_end(tmp_path):
@@ -115,7 +115,7 @@ def test_replaced_checkpoints_that_name_each_other_end(tmp_path):
     manifest.model_copy(update={"replaced": replaced}).write(older, exclusive=False, fsync=False)
     last = Manifest.read(newest).model_copy(update={"previous": ids[0]})
     last.write(newest, exclusive=False, fsync=False)
-    assert list(predecessors(newest)) == []
+    assert list(iter_predecessors(newest)) == []
 
 
 def test_the_time_of_its_save_stays(tmp_path):
@@ -135,10 +135,10 @@ def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
         shutil.copy(hidden, tmp_path / ".step-0.dsq-01234567.tmp")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(retention, "exchange", killed)
+    monkeypatch.setattr(retention, "exchange_names", killed)
     with pytest.raises(KeyboardInterrupt):
         retention.drop_refinements(newest, 1, False)
-    assert [orphan.path.name for orphan in collect(tmp_path, 0)] == [".step-0.dsq-01234567.tmp"]
+    assert [orphan.path.name for orphan in collect_garbage(tmp_path, 0)] == [".step-0.dsq-01234567.tmp"]
     assert Manifest.read(older).refinement == "kept"
     dsq_ckpt.load({}, older)
 
@@ -211,10 +211,10 @@ def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp
             dsq_ckpt.save(state, path, config={"storage": {"fsync": False}})
             manifest = Manifest.read(path)
             depths.append(manifest.depth)
-            largest = max(largest, manifest.bytes_in("own"))
+            largest = max(largest, manifest.sum_bytes("own"))
             if removes and number >= kept:
                 shutil.rmtree(tmp_path / run / f"{number - kept:02d}")
-                assert manifest.bytes_in("ancestor") < 2.5 * largest
+                assert manifest.sum_bytes("ancestor") < 2.5 * largest
             factor = {name: 1 + 0.1 * torch.rand(value.shape, generator=generator) for name, value in state.items()}
             state = {name: value * factor[name] for name, value in state.items()}
         assert (max(depths) == 19) == (not removes), depths

@@ -41,7 +41,9 @@ def states(seed=0):
 def lengths(path):
     """Deltas that a load of a checkpoint decodes, by chunk."""
     with Checkpoint(path) as checkpoint:
-        return [len(checkpoint.chain(ref, "parent", ("coded", "plain"))) - 1 for _, ref in checkpoint.chunks()]
+        return [
+            len(checkpoint.follow_chain(ref, "parent", ("coded", "plain"))) - 1 for _, ref in checkpoint.iter_chunks()
+        ]
 
 
 def parents(paths):

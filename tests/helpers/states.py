@@ -94,9 +94,9 @@ def symbols(path: Path) -> dict[str, int]:
     """The refinement bits of each tensor of a checkpoint."""
     found: dict[str, int] = {}
     with Checkpoint(path) as checkpoint:
-        for chunk, ref in checkpoint.chunks():
+        for chunk, ref in checkpoint.iter_chunks():
             layer = path / ref.file.replace(".dsq", ".refinement")
-            records = checkpoint.reader(layer.name).contents["records"] if layer.exists() else {}
+            records = checkpoint.open_reader(layer.name).contents["records"] if layer.exists() else {}
             found[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
     return found
 

@@ -16,10 +16,10 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import merging
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.integrations.staged import StagedCheckpoint
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.sealed import sealed
+from dsq_ckpt.storage.manifest_text import insert_checksum
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from tests.helpers.commands import document, dsq, error, printed
 
 LIBRARY = ["chat/long.jinja", "config.json", "scheduler.pt", "tokenizer.json", "trainer_state.json"]
@@ -97,7 +97,7 @@ def test_a_removal_that_is_cut_short_leaves_what_gc_removes(run, monkeypatch):
         removed.append(file.name)
         file.unlink(missing_ok=True)
 
-    monkeypatch.setattr(type(storage_of(run)), "remove", remove)
+    monkeypatch.setattr(type(get_storage(run)), "remove", remove)
     assert dsq("rm", run / "checkpoint-1").exit_code == 1
     monkeypatch.undo()
     assert removed[0] == "manifest.json"
@@ -110,17 +110,17 @@ def test_rm_on_an_object_store(run, tmp_path):
     url = f"memory://{tmp_path.name}/run"
     printed("cp", run, url)
     assert document("verify", url)["ok"]
-    path = checkpoint_path(f"{url}/checkpoint-2")
-    assert {"config.json", "scheduler.pt"} <= {entry.name for entry in storage_of(path).entries(path)}
+    path = resolve_checkpoint_path(f"{url}/checkpoint-2")
+    assert {"config.json", "scheduler.pt"} <= {entry.name for entry in get_storage(path).list_entries(path)}
     printed("rm", path)
-    assert not storage_of(path).entries(path)
+    assert not get_storage(path).list_entries(path)
 
 
 @pytest.mark.parametrize("changed", [{"beside": ["../x"]}, {"beside": ["/etc/passwd"]}, {"beside": ["a//b"]}])
 def test_a_manifest_that_names_files_elsewhere_is_refused(run, changed):
     file = run / "checkpoint-0" / "manifest.json"
     tree = json.loads(file.read_text()) | changed | {"checksum": "0" * 16}
-    file.write_bytes(sealed(json.dumps(tree).encode()))
+    file.write_bytes(insert_checksum(json.dumps(tree).encode()))
     with pytest.raises(CorruptCheckpoint, match="may not point there"):
         Manifest.read(run / "checkpoint-0")
 
@@ -183,7 +183,7 @@ def test_verify_and_log_name_a_file_that_is_missing(run):
 
 def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
     """Such a directory got its name when it was complete: no save is under way, and `dsq gc` leaves it alone."""
-    monkeypatch.setattr(verification, "PATIENCE", 0.0)
+    monkeypatch.setattr(verification, "REMOVAL_TIMEOUT", 0.0)
     (run / "checkpoint-2" / "manifest.json").unlink()
     found = document("verify", run, code=1)
     assert [entry["ok"] for entry in found["checkpoints"]] == [True, True, False] and not found["incomplete"]

@@ -103,10 +103,10 @@ def test_every_value_lies_in_its_cell(names, books, bits, coder, seed, same_book
 
 def check_cells(checkpoint, fqn, value, refined, base, bits):
     """Within the cell, the refined value is off by at most one of its 2**bits parts."""
-    ref = checkpoint.find(fqn, (0, 0))
-    book, record = checkpoint.codebook(ref), checkpoint.record(ref)
+    ref = checkpoint.find_record(fqn, (0, 0))
+    book, record = checkpoint.read_codebook(ref), checkpoint.read_record(ref)
     with Workers(1, 1 << 10) as workers:
-        codes = checkpoint.codes(ref, workers)
+        codes = checkpoint.decode_codes(ref, workers)
     scale = scale_of(record.get("exponent", 0))
     x, y, z = (part.double().numpy().ravel() for part in (value, refined, base))
     exact = codes == book.protected
@@ -172,7 +172,7 @@ def test_zeros_stay_zeros_at_every_quarter_of_an_octave(tmp_path, bits):
         dsq_ckpt.save(state, path, config={"quantize": {"weights": {"refinement_bits": bits}}})
         back = loaded(path, state)
         with Checkpoint(path) as checkpoint:
-            records = [checkpoint.record(ref) for key, ref in checkpoint.chunks() if key.fqn in weights]
+            records = [checkpoint.read_record(ref) for key, ref in checkpoint.iter_chunks() if key.fqn in weights]
         assert {record.get("exponent", 0) % 1 for record in records} == {0, 0.25, 0.5, 0.75}
         assert not any(back[name][::3].any() for name in weights)
 

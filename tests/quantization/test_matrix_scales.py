@@ -180,14 +180,14 @@ def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:
     saved = {"state": {"w": {"exp_avg_sq": v}}}
     dsq_ckpt.save(saved, tmp_path / "0")
     with Checkpoint(tmp_path / "0") as checkpoint:
-        ref = checkpoint.find("state.w.exp_avg_sq", (0, 0))
-        record = checkpoint.record(ref)
+        ref = checkpoint.find_record("state.w.exp_avg_sq", (0, 0))
+        record = checkpoint.read_record(ref)
         assert record["scales"] == [0, 64, 96]
         with Workers(1, 1 << 20) as workers:
             for wrong in ([0, 63, 96], [0, 64, 95], [1, 64, 96], [-1, 64, 96], [0, 64, 96, 0], [0.0, 64, 96], None, 7):
                 record["scales"] = wrong
                 with pytest.raises(dsq_ckpt.CorruptCheckpoint):
-                    checkpoint.tensor(ref, True, workers)
+                    checkpoint.decode_tensor(ref, True, workers)
             record["scales"], record["residual"] = [0, 64, 96], [ref.file, ref.record]
             with pytest.raises(dsq_ckpt.CorruptCheckpoint):
-                checkpoint.tensor(ref, True, workers)
+                checkpoint.decode_tensor(ref, True, workers)

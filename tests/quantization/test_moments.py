@@ -170,7 +170,7 @@ def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
     saved = {"state": {"w": {"exp_avg": m}}}
     dsq_ckpt.save(saved, tmp_path / "run" / "0")
     with Checkpoint(tmp_path / "run" / "0") as checkpoint:
-        assert "root" not in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+        assert "root" not in checkpoint.read_record(checkpoint.find_record("state.w.exp_avg", (0, 0)))
     empty = {"state": {"w": {"exp_avg": torch.zeros_like(m)}}}
     dsq_ckpt.load(empty, tmp_path / "run" / "0")
     assert error(m, empty["state"]["w"]["exp_avg"]) < 0.5
@@ -183,7 +183,7 @@ def test_second_moments_that_are_not_coded_by_octave(tmp_path, how) -> None:
     fine = {"codebook": {"fit": "update", "error": 0.02}}
     dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": fine, "exp_avg_sq": {"method": how}}})
     with Checkpoint(tmp_path / "run" / "0") as checkpoint:
-        assert ("root" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
+        assert ("root" in checkpoint.read_record(checkpoint.find_record("state.w.exp_avg", (0, 0)))) == (how == "exact")
     got = restored(tmp_path / "run" / "0", saved)
     if how == "exact":
         assert torch.equal(got["exp_avg_sq"], saved["state"]["w"]["exp_avg_sq"])
@@ -221,7 +221,7 @@ def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
         dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
         saved["state"]["w"]["exp_avg"] *= 0.9
     with Checkpoint(tmp_path / "run" / "2") as checkpoint:
-        record = checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+        record = checkpoint.read_record(checkpoint.find_record("state.w.exp_avg", (0, 0)))
     assert "residual" in record and "root" not in record
 
 

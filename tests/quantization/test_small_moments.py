@@ -51,7 +51,8 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
                 most = 2.0**-8 * part[kind][finite].abs() + torch.finfo(torch.bfloat16).smallest_normal * 2**-7
                 assert ((back[kind] - part[kind])[finite].abs() <= most).all()
     with Checkpoint(tmp_path / "run" / "b") as checkpoint:
-        stored = {checkpoint.record(ref)["fqn"]: checkpoint.record(ref).get("stored") for _, ref in checkpoint.chunks()}
+        records = [checkpoint.read_record(ref) for _, ref in checkpoint.iter_chunks()]
+        stored = {record["fqn"]: record.get("stored") for record in records}
     assert {name for name, how in stored.items() if how == "bfloat16"} == {
         f"optim.state.{parameter}.{kind}" for parameter in saved["model"] for kind in KINDS
     }

@@ -81,9 +81,9 @@ def test_without_the_factor_they_are_not(tmp_path) -> None:
     found = []
     with Checkpoint(tmp_path / "run" / "1") as checkpoint, Workers(1, 1 << 20) as workers:
         for name, shape in SHAPES.items():
-            ref = checkpoint.find(f"state.{name}.exp_avg_sq", (0,) * len(shape))
-            checkpoint.record(ref).pop("shift", None)
-            got, v = checkpoint.tensor(ref, True, workers), saved["state"][name]["exp_avg_sq"]
+            ref = checkpoint.find_record(f"state.{name}.exp_avg_sq", (0,) * len(shape))
+            checkpoint.read_record(ref).pop("shift", None)
+            got, v = checkpoint.decode_tensor(ref, True, workers), saved["state"][name]["exp_avg_sq"]
             found.append(float(lengths(v, got)))
     assert max(abs(mean - 1) for mean in found) > 0.001, found
 
@@ -100,8 +100,8 @@ def test_blocks_and_threads_change_nothing(tmp_path) -> None:
         path = tmp_path / str(threads)
         dsq_ckpt.save(saved, path, config={"storage": {"threads": threads, "block_elements": 1 << 14}})
         with Checkpoint(path) as checkpoint:
-            shifts.append([checkpoint.record(checkpoint.find(f"state.{name}.exp_avg_sq", (0, 0))).get("shift")
-                           for name in "ab"])
+            refs = [checkpoint.find_record(f"state.{name}.exp_avg_sq", (0, 0)) for name in "ab"]
+            shifts.append([checkpoint.read_record(ref).get("shift") for ref in refs])
     assert shifts[0] == shifts[1] != [None, None]
     assert_steps_are_as_long(saved, path)
 
@@ -177,11 +177,11 @@ def test_blocks_of_longer_rows_take_no_memory_for_whole_rows(tmp_path) -> None:
 
 def test_tables_of_few_chunks_are_kept(tmp_path, monkeypatch) -> None:
     """Each chunk has a factor of its own, and so a table."""
-    monkeypatch.setattr("dsq_ckpt.storage.checkpoint._MOST_DEQUANTIZERS", 2)
+    monkeypatch.setattr("dsq_ckpt.storage.checkpoint._MAX_DEQUANTIZERS", 2)
     dsq_ckpt.save(state(0), tmp_path / "0")
     with Checkpoint(tmp_path / "0") as checkpoint, Workers(1, 1 << 20) as workers:
-        for _, ref in checkpoint.chunks():
-            checkpoint.tensor(ref, True, workers)
+        for _, ref in checkpoint.iter_chunks():
+            checkpoint.decode_tensor(ref, True, workers)
             assert 1 <= len(checkpoint._dequantizers) <= 2
 
 
@@ -232,7 +232,7 @@ def test_values_that_are_protected_or_pruned_do_not_count() -> None:
 def test_a_shift_that_is_none_is_refused(tmp_path, wrong) -> None:
     dsq_ckpt.save(state(0), tmp_path / "0")
     with Checkpoint(tmp_path / "0") as checkpoint, Workers(1, 1 << 20) as workers:
-        ref = checkpoint.find("state.rows.exp_avg_sq", (0, 0))
-        checkpoint.record(ref)["shift"] = wrong
+        ref = checkpoint.find_record("state.rows.exp_avg_sq", (0, 0))
+        checkpoint.read_record(ref)["shift"] = wrong
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"state\.rows\.exp_avg_sq' has the shift"):
-            checkpoint.tensor(ref, True, workers)
+            checkpoint.decode_tensor(ref, True, workers)

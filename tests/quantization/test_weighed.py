@@ -39,9 +39,9 @@ def saved(path, step, metric, seen=None):
     writer = DSQStorageWriter(path, config, gradients=gradients, policy=chooser, fractions=fractions)
     save_with_writer(lambda: (writer, state))
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
-        (_, ref), = checkpoint.chunks()
-        codes = checkpoint.codes(ref, workers)
-        protected = checkpoint.codebook(ref).protected
+        (_, ref), = checkpoint.iter_chunks()
+        codes = checkpoint.decode_codes(ref, workers)
+        protected = checkpoint.read_codebook(ref).protected
     return state["layer.weight"].numpy().ravel(), gradients["layer.weight"].numpy().ravel(), codes, protected
 
 

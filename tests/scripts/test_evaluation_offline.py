@@ -23,7 +23,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import ALPHA
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.folds import degradation
-from dsq_ckpt.storage.manifest import Manifest, Sizes
+from dsq_ckpt.storage.manifest import KindSizes, Manifest
 from tests.helpers.commands import words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,11 +84,11 @@ def test_figures_agree_with_the_manifest(recording: Path, tmp_path: Path, system
         else:
             assert not set(MOMENTS) & set(kinds)
         on_disk = sum(file.stat().st_size for file in path.iterdir())
-        assert point.files == on_disk - manifest.bytes_in("refinement", "ancestor")
+        assert point.files == on_disk - manifest.sum_bytes("refinement", "ancestor")
         assert point.keyframe == (manifest.parent is None)
 
 
-def _total(kinds: dict[str, Bytes] | dict[str, Sizes], name: str) -> int:
+def _total(kinds: dict[str, Bytes] | dict[str, KindSizes], name: str) -> int:
     return sum(getattr(part, name) for part in kinds.values())
 
 

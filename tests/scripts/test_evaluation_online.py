@@ -15,7 +15,7 @@ from evaluation.results import Results
 from typer.testing import CliRunner
 
 import dsq_ckpt
-from dsq_ckpt.storage.manifest import checkpoints
+from dsq_ckpt.storage.manifest import iter_checkpoints
 from tests.helpers.commands import words
 
 
@@ -97,7 +97,7 @@ def test_exact_equals_the_run_without_failures(reference, tmp_path) -> None:
 def test_figures_are_those_of_the_checkpoints_on_disk(ours) -> None:
     row, run = ours
     assert _finite(row)
-    found = list(checkpoints(run))
+    found = list(iter_checkpoints(run))
     assert [path.name for path, _ in found] == [f"step-{step:06d}" for step in range(10, 61, 10)]
     assert len(row["checkpoints"]) == 6 and len(row["restores"]) == 2 == row["lossy_resumes"]
     own = {file.stat().st_ino: file.stat().st_size for path, _ in found for file in path.iterdir()}

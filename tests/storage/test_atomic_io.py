@@ -11,13 +11,13 @@ import pytest
 
 from dsq_ckpt.storage.atomic_io import (
     AtomicFile,
-    exchange,
+    create_directory,
+    create_file,
+    exchange_names,
     hidden_name,
     is_hidden,
     make_directory,
-    new_directory,
-    new_file,
-    within_hidden,
+    shorten_name,
 )
 from dsq_ckpt.storage.container import ContainerWriter
 
@@ -59,7 +59,7 @@ def test_files_are_flushed_before_they_have_their_name_and_directories_after(tmp
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda one, two: (calls.append("replace"), replace(one, two)))
-    with new_file(tmp_path / "made" / "file") as stream:
+    with create_file(tmp_path / "made" / "file") as stream:
         stream.write(b"content")
     hidden, *others = calls
     assert is_hidden(os.path.basename(hidden)) and others == ["replace", str(tmp_path / "made")]
@@ -72,7 +72,7 @@ def test_a_directory_is_replaced_whole_and_only_if_asked_to(tmp_path, overwrite)
     (goal / "old").touch()
 
     def replace(fails):
-        with new_directory(goal, overwrite) as hidden:
+        with create_directory(goal, overwrite) as hidden:
             hidden.mkdir()
             (hidden / "new").touch()
             if fails:
@@ -112,10 +112,10 @@ def test_files_exchange_their_names_or_nothing_changes(tmp_path, monkeypatch, sy
         monkeypatch.setattr("dsq_ckpt.storage.atomic_io._RENAME_EXCHANGE", 1 << 20)  # flags it does not know: EINVAL
     new, old = tmp_path / "new", tmp_path / "old"
     new.write_bytes(b"new")
-    assert not exchange(new, old)
+    assert not exchange_names(new, old)
     assert os.listdir(tmp_path) == ["new"] and new.read_bytes() == b"new"
     old.write_bytes(b"old")
-    assert exchange(new, old)
+    assert exchange_names(new, old)
     assert old.read_bytes() == b"new"
     if system == "renameat2":
         assert new.read_bytes() == b"old"
@@ -125,13 +125,13 @@ def test_files_exchange_their_names_or_nothing_changes(tmp_path, monkeypatch, sy
 def test_a_name_as_long_as_a_file_system_takes(tmp_path, name):
     """The hidden name beside it is shortened."""
     goal = tmp_path / name
-    with new_file(goal) as stream:
+    with create_file(goal) as stream:
         stream.write(b"new")
         (hidden,) = os.listdir(tmp_path)
     assert is_hidden(hidden) and len(os.fsencode(hidden)) <= 255 and hidden.isprintable()
     assert os.listdir(tmp_path) == [name]
     for content in ("first", "second"):
-        with new_directory(tmp_path / "below" / name, overwrite=True) as directory:
+        with create_directory(tmp_path / "below" / name, overwrite=True) as directory:
             directory.mkdir()
             (directory / content).touch()
     assert os.listdir(tmp_path / "below") == [name] and os.listdir(tmp_path / "below" / name) == ["second"]
@@ -141,7 +141,7 @@ def test_shortened_names_stay_apart(tmp_path):
     names = [hidden_name(tmp_path / ("x" * 250 + str(number)), "89abcdef").name for number in range(9)]
     assert len(set(names)) == 9
     assert hidden_name(tmp_path / ("x" * 237), "89abcdef").name == f".{'x' * 237}.dsq-89abcdef.tmp"
-    assert within_hidden("step-1") == "step-1"
+    assert shorten_name("step-1") == "step-1"
 
 
 def test_an_error_of_a_flush_counts_the_bytes_of_the_file(tmp_path, monkeypatch):

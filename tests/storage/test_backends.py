@@ -10,8 +10,8 @@ import pytest
 
 from dsq_ckpt.core.urls import RemotePath, is_remote
 from dsq_ckpt.errors import CorruptCheckpoint, NotLocal
-from dsq_ckpt.storage.backend import sizes, storage_of
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.backend import get_storage, read_sizes
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 _LARGE = 20_000_001  # more than is uploaded by one request, and than a window of reads
 
@@ -22,22 +22,22 @@ def directory(request, tmp_path):
     if request.param == "local":
         return tmp_path / "run" / "step-1"
     if request.param == "memory":
-        return checkpoint_path(f"memory://{tmp_path.name}/run/step-1")
-    return checkpoint_path(f"{request.getfixturevalue('bucket')}/run/step-1")
+        return resolve_checkpoint_path(f"memory://{tmp_path.name}/run/step-1")
+    return resolve_checkpoint_path(f"{request.getfixturevalue('bucket')}/run/step-1")
 
 
 @pytest.fixture
 def storage(directory):
-    storage = storage_of(directory)
+    storage = get_storage(directory)
     storage.make_directory(directory, True)
     return storage
 
 
 def _write(directory, name: str, data: bytes, exclusive: bool = False) -> None:
-    with storage_of(directory).create(directory / name, fsync=True) as file:
+    with get_storage(directory).create(directory / name, fsync=True) as file:
         file.stream.write(data)
         file.publish(exclusive)
-    storage_of(directory).flush(directory)
+    get_storage(directory).flush(directory)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, _LARGE])
@@ -82,7 +82,7 @@ def test_a_file_that_is_given_up_leaves_nothing(storage, directory, size):
     with pytest.raises(RuntimeError), storage.create(directory / "a", fsync=True) as file:
         file.stream.write(bytes(size))
         raise RuntimeError
-    assert storage.entries(directory) == []
+    assert storage.list_entries(directory) == []
 
 
 def test_a_large_file_that_is_given_up_leaves_the_one_it_was_to_replace(storage, directory):
@@ -117,8 +117,8 @@ def test_what_is_not_there_is_told(storage, directory):
                 request(missing)
             assert str(missing) in str(caught.value)
         storage.remove(directory / "a")
-    assert storage.entries(directory / "b") == []
-    assert isinstance(sizes([directory / "a"])[directory / "a"], FileNotFoundError)
+    assert storage.list_entries(directory / "b") == []
+    assert isinstance(read_sizes([directory / "a"])[directory / "a"], FileNotFoundError)
 
 
 def test_a_directory_is_no_file(storage, directory):
@@ -133,18 +133,18 @@ def test_entries_are_what_lies_directly_in_a_directory(storage, directory):
     storage.make_directory(directory / "below", True)
     _write(directory / "below", "b", b"1")
     _write(directory, "c", b"123")
-    found = {entry.name: entry for entry in storage.entries(directory)}
+    found = {entry.name: entry for entry in storage.list_entries(directory)}
     assert set(found) == {"a", "below", "c"}
-    assert (found["a"].size, found["a"].directory, found["below"].directory) == (5, False, True)
-    assert found["a"].changed is not None
-    assert abs(found["a"].changed - found["c"].changed) < 600
-    assert [entry.name for entry in storage.entries(directory / "below")] == ["b"]
+    assert (found["a"].size, found["a"].is_directory, found["below"].is_directory) == (5, False, True)
+    assert found["a"].modified is not None
+    assert abs(found["a"].modified - found["c"].modified) < 600
+    assert [entry.name for entry in storage.list_entries(directory / "below")] == ["b"]
 
 
 def test_sizes_are_those_of_each_file(storage, directory):
     _write(directory, "a", b"12345")
     _write(directory, "b", b"1")
-    assert sizes([directory / "a", directory / "b"]) == {directory / "a": 5, directory / "b": 1}
+    assert read_sizes([directory / "a", directory / "b"]) == {directory / "a": 5, directory / "b": 1}
 
 
 def test_a_removed_file_is_gone(storage, directory):
@@ -182,4 +182,4 @@ def test_urls_are_paths():
     assert path.root_url == "s3://bucket"
     assert str((path / "a").relative_to(path)) == "a"
     assert pickle.loads(pickle.dumps(path)) == path
-    assert checkpoint_path("file:///tmp/run") == checkpoint_path("/tmp/run")
+    assert resolve_checkpoint_path("file:///tmp/run") == resolve_checkpoint_path("/tmp/run")

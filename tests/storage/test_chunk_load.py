@@ -13,9 +13,9 @@ import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.storage import chunk_load
+from dsq_ckpt.storage.chain_decoding import ChainRecord
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
-from dsq_ckpt.storage.layers import Layer
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import owned
 from tests.helpers.states import bits, tensors
@@ -64,27 +64,27 @@ def test_any_number_of_threads_decodes_the_same(run):
     for threads in (2, 5):
         assert {name: bits(tensor) for name, tensor in load(path, flat(state), threads).items()} == expected
     with Checkpoint(path) as checkpoint, Workers(3, BLOCK) as workers:  # each chunk by itself, with nothing known
-        for key, ref in checkpoint.chunks():
-            assert bits(checkpoint.tensor(ref, True, workers)) == expected[key.fqn], key
+        for key, ref in checkpoint.iter_chunks():
+            assert bits(checkpoint.decode_tensor(ref, True, workers)) == expected[key.fqn], key
 
 
 def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
     """One damaged block among many: it is named, no thread is left, and nothing is written after the error."""
     path, state = run
     with Checkpoint(path) as checkpoint:
-        ref = checkpoint.find("model.w0", (0, 0))
-        offset, size, _ = checkpoint.record(ref)["blocks"][2]
+        ref = checkpoint.find_record("model.w0", (0, 0))
+        offset, size, _ = checkpoint.read_record(ref)["blocks"][2]
     file = owned(path)
     held = file.read_bytes()
     file.write_bytes(held[:offset] + bytes(byte ^ 255 for byte in held[offset : offset + size]) + held[offset + size :])
-    decode, writes = chunk_load.load_coded, []
+    decode, writes = chunk_load.decode_coded, []
 
     def slow(*arguments):
         time.sleep(0.01)
         yield from decode(*arguments)
         writes.append(time.monotonic())
 
-    monkeypatch.setattr("dsq_ckpt.storage.checkpoint.load_coded", slow)
+    monkeypatch.setattr("dsq_ckpt.storage.checkpoint.decode_coded", slow)
     targets = flat(state)
     with pytest.raises(torch.distributed.checkpoint.CheckpointException) as raised:
         load(path, targets, 4)
@@ -101,7 +101,7 @@ def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
     """A block waits for those before it where values stand beside the codes, and not for one that failed."""
     [state, *_] = states(torch.float32)
     dsq_ckpt.save(state, tmp_path / "a", config=PROTECTED, history=dsq_ckpt.SaveHistory())
-    decode = Layer.decode
+    decode = ChainRecord.decode
 
     def damaged(self, where, *rest):
         if where.start == 0:
@@ -109,12 +109,12 @@ def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
             raise dsq_ckpt.CorruptCheckpoint("the first block")
         return decode(self, where, *rest)
 
-    monkeypatch.setattr(Layer, "decode", damaged)
+    monkeypatch.setattr(ChainRecord, "decode", damaged)
     with Checkpoint(tmp_path / "a") as checkpoint, Workers(4, BLOCK) as workers:
-        ref = checkpoint.find("model.w0", (0, 0))
-        assert checkpoint.record(ref)["protected_count"]
+        ref = checkpoint.find_record("model.w0", (0, 0))
+        assert checkpoint.read_record(ref)["protected_count"]
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="the first block"):
-            checkpoint.tensor(ref, True, workers)
+            checkpoint.decode_tensor(ref, True, workers)
 
 
 @pytest.mark.timeout(60)
@@ -127,8 +127,8 @@ def test_blocks_that_wait_for_second_moments_of_a_damaged_one_fail(tmp_path):
         dsq_ckpt.save(state, tmp_path / str(number), config=LATTICE, history=history)
         squares.view(-1)[::997] *= 1e12  # past the window of the parent: they stand beside the codes
     with Checkpoint(tmp_path / "1") as checkpoint:
-        assert checkpoint.record(checkpoint.find("optimizer.state.w.exp_avg_sq", (0, 0)))["protected_count"]
-        first = checkpoint.record(checkpoint.find("optimizer.state.w.exp_avg", (0, 0)))
+        assert checkpoint.read_record(checkpoint.find_record("optimizer.state.w.exp_avg_sq", (0, 0)))["protected_count"]
+        first = checkpoint.read_record(checkpoint.find_record("optimizer.state.w.exp_avg", (0, 0)))
         assert first["root"] == "optimizer.state.w.exp_avg_sq" and not first.get("protected_count")
         offset = first["blocks"][3][0]
     file = owned(tmp_path / "1")
@@ -197,7 +197,7 @@ def test_an_error_beside_the_blocks_is_that_of_each(monkeypatch):
 
     monkeypatch.setattr(chunk_load.turns, "run_in_turns", fails)
     load = ChunkLoad(torch.zeros(4), [slice(0, 2), slice(2, 4)], lambda *_: None, nullcontext)
-    blocks = [chunk_load._Block(load, where, False) for where in load.blocks]
+    blocks = [chunk_load._BlockTask(load, where, False) for where in load.blocks]
     with Workers(2, BLOCK) as workers:
-        chunk_load._decode(blocks, workers)
+        chunk_load._decode_blocks(blocks, workers)
     assert [str(block.done.exception(timeout=0)) for block in blocks] == ["no room for tables"] * 2

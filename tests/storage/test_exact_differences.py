@@ -13,8 +13,8 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.packs import PackRef, before
-from dsq_ckpt.storage.removal import remove
+from dsq_ckpt.storage.packs import PackRef, reference_place
+from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import owned
 from tests.helpers.states import bits, loaded, mixed_state, tensors
 from tests.storage.format import independent_reader as independent
@@ -62,15 +62,15 @@ def check(path: Path, state: dict[str, Any]) -> None:
 
 
 def written(path: Path) -> int:
-    return Manifest.read(path).bytes_in("own")
+    return Manifest.read(path).sum_bytes("own")
 
 
 def chains(path: Path) -> dict[str, int]:
     """Return how many packs each tensor is decoded from."""
     with Checkpoint(path) as checkpoint:
         return {
-            key.fqn: len(checkpoint.pack_chain(PackRef(ref.file, number))) for key, ref in checkpoint.chunks()
-            for number in checkpoint.record(ref)["packs"]
+            key.fqn: len(checkpoint.pack_chain(PackRef(ref.file, number))) for key, ref in checkpoint.iter_chunks()
+            for number in checkpoint.read_record(ref)["packs"]
         }
 
 
@@ -96,17 +96,17 @@ def test_mixed_state(tmp_path: Path) -> None:
 
 
 def test_places_of_a_chain() -> None:
-    assert [before(place) for place in range(1, 22)] == [
+    assert [reference_place(place) for place in range(1, 22)] == [
         0, 1, 2, 0, 4, 5, 6, 4, 8, 9, 10, 8, 12, 13, 14, 0, 16, 17, 18, 16, 20
     ]
     for last in range(1, 1000):
         place, path = last, []
         while place:
-            place = before(place)
+            place = reference_place(place)
             path.append(place)
         earlier, known = last - 1, [last - 1]
         while earlier:
-            earlier = before(earlier)
+            earlier = reference_place(earlier)
             known.append(earlier)
         assert set(path) <= set(known)  # whatever it needs, the checkpoint before it has
         assert len(path) <= 15
@@ -128,7 +128,7 @@ def test_old_checkpoints_may_be_deleted(tmp_path: Path) -> None:
     for number in range(8):
         save(number, tmp_path)
     for number in (0, 1, 3, 4, 6):
-        remove(tmp_path / f"step-{number:03d}")
+        remove_checkpoint(tmp_path / f"step-{number:03d}")
     for number in (2, 5, 7):
         check(tmp_path / f"step-{number:03d}", state_at(number))
     check(save(8, tmp_path), state_at(8))
@@ -186,8 +186,9 @@ def test_no_deltas_where_none_are_wanted(tmp_path: Path) -> None:
 def block_of(path: Path, fqn: str) -> tuple[Path, int]:
     """Return a file of a checkpoint, and the place of the middle of a tensor's block."""
     with Checkpoint(path) as checkpoint:
-        ref = checkpoint.find(fqn, (0, 0))
-        (offset, size, _), *_ = checkpoint.reader(ref.file).contents["packs"][checkpoint.record(ref)["packs"][0]]
+        ref = checkpoint.find_record(fqn, (0, 0))
+        packs = checkpoint.open_reader(ref.file).contents["packs"]
+        (offset, size, _), *_ = packs[checkpoint.read_record(ref)["packs"][0]]
         return path / ref.file, offset + size // 2
 
 

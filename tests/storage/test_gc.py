@@ -16,11 +16,11 @@ from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage import foreign_files
-from dsq_ckpt.storage.atomic_io import hidden_name, within_hidden
+from dsq_ckpt.storage import attachment_files
+from dsq_ckpt.storage.atomic_io import hidden_name, shorten_name
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.copying import copy
-from dsq_ckpt.storage.gc import collect, garbage, is_ours, left
+from dsq_ckpt.storage.checkpoint_copy import copy_checkpoints
+from dsq_ckpt.storage.gc import collect_garbage, find_garbage, find_skipped, is_dsq_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES, small_run
@@ -62,13 +62,13 @@ def later(monkeypatch):
 
 
 def test_names():
-    assert all(is_ours(name) for name in (*TEMPORARY, *DATA))
-    assert not any(is_ours(name) for name in (*FOREIGN, MANIFEST))
+    assert all(is_dsq_file(name) for name in (*TEMPORARY, *DATA))
+    assert not any(is_dsq_file(name) for name in (*FOREIGN, MANIFEST))
 
 
 def test_a_healthy_run_has_no_garbage(run, later):
     before = listing(run)
-    assert garbage(run) == collect(run, 0) == []
+    assert find_garbage(run) == collect_garbage(run, 0) == []
     assert listing(run) == before
 
 
@@ -85,10 +85,10 @@ def test_exactly_the_orphans_go(trained, run, later):
         + [run / "mixed" / name for name in TEMPORARY]  # somebody else's directory: its data may be wanted
         + [run / name for name in TEMPORARY]
     )
-    found = garbage(run)
+    found = find_garbage(run)
     assert sorted(orphan.path for orphan in found) == expected
     assert {orphan.bytes for orphan in found} == {10}
-    assert collect(run) == found
+    assert collect_garbage(run) == found
     kept = [f"{NAMES[1]}/{name}" for name in FOREIGN] + [f"foreign/{name}" for name in FOREIGN]
     kept += ["foreign", "mixed", *(f"mixed/{name}" for name in (*DATA, *FOREIGN))]
     assert listing(run) == sorted(before + kept)
@@ -100,27 +100,27 @@ def test_exactly_the_orphans_go(trained, run, later):
 def test_a_single_checkpoint(run, later):
     plant(run / NAMES[0], DATA[0])
     plant(run / NAMES[1], DATA[0])
-    assert [orphan.path for orphan in collect(run / NAMES[0])] == [run / NAMES[0] / DATA[0]]
+    assert [orphan.path for orphan in collect_garbage(run / NAMES[0])] == [run / NAMES[0] / DATA[0]]
     assert (run / NAMES[1] / DATA[0]).exists()
 
 
 def test_an_aborted_checkpoint_named_itself(run, later):
     plant(run / "aborted", *DATA)
-    assert len(collect(run / "aborted")) == len(DATA)
+    assert len(collect_garbage(run / "aborted")) == len(DATA)
     assert os.listdir(run / "aborted") == []
 
 
 def test_a_save_under_way_is_left_alone(run, monkeypatch):
     plant(run / "under-way", TEMPORARY[0], DATA[0])
-    assert collect(run) == []
+    assert collect_garbage(run) == []
     now = time.time()
     monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
     young = run / "under-way" / DATA[3]
     plant(run / "under-way", young.name)
     os.utime(young, (now + 7190, now + 7190))
-    assert garbage(run) == []  # one young file says that the old ones are still needed
+    assert find_garbage(run) == []  # one young file says that the old ones are still needed
     os.utime(young, (now, now))
-    assert len(garbage(run)) == 3
+    assert len(find_garbage(run)) == 3
 
 
 def test_a_file_linked_just_now_is_young(run, monkeypatch):
@@ -128,20 +128,20 @@ def test_a_file_linked_just_now_is_young(run, monkeypatch):
     old = run / NAMES[0] / DATA[0]
     plant(run / NAMES[0], old.name)
     os.utime(old, (1, 1))
-    assert garbage(run, 600) == []
+    assert find_garbage(run, 600) == []
 
 
 def test_a_manifest_that_cannot_be_read_protects_its_data(run, later):
     plant(run / NAMES[0], DATA[0], TEMPORARY[0])
     (run / NAMES[0] / MANIFEST).write_text("{")
-    assert [orphan.path.name for orphan in collect(run)] == [TEMPORARY[0]]
+    assert [orphan.path.name for orphan in collect_garbage(run)] == [TEMPORARY[0]]
 
 
 def test_links_are_not_followed(run, tmp_path, later):
     plant(tmp_path / "other", *DATA)
     (run / "link").symlink_to(tmp_path / "other")
     (run / NAMES[0] / DATA[1]).symlink_to(tmp_path / "other" / DATA[1])
-    assert garbage(run) == []
+    assert find_garbage(run) == []
 
 
 def test_a_dropped_refinement_whose_unlink_was_lost(trained, run, later):
@@ -152,7 +152,7 @@ def test_a_dropped_refinement_whose_unlink_was_lost(trained, run, later):
     manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(
         run / NAMES[-1], exclusive=False, fsync=False
     )
-    assert [orphan.path.name for orphan in collect(run)] == names
+    assert [orphan.path.name for orphan in collect_garbage(run)] == names
     loaded(run / NAMES[-1], trained[1])
 
 
@@ -168,15 +168,15 @@ def test_a_save_that_was_killed(tmp_path, monkeypatch, later):
         dsq_ckpt.save(state, tmp_path / "run" / "next")
     left = sorted((tmp_path / "run" / "next").iterdir())
     assert left
-    assert sorted(orphan.path for orphan in collect(tmp_path / "run")) == left
+    assert sorted(orphan.path for orphan in collect_garbage(tmp_path / "run")) == left
     assert sorted(os.listdir(tmp_path / "run")) == sorted(NAMES)
 
 
 def test_no_directory(tmp_path):
     with pytest.raises(CheckpointNotFound, match="is not a directory"):
-        garbage(tmp_path / "nowhere")
+        find_garbage(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFound, match="is not a directory"):
-        collect(tmp_path / "nowhere")
+        collect_garbage(tmp_path / "nowhere")
 
 
 def tag_without_manifest(path, monkeypatch):
@@ -201,7 +201,7 @@ def test_a_tag_of_deepspeed_that_did_not_complete(tmp_path, monkeypatch, later):
     """Its files of DeepSpeed's names go with the rest, as long as they are those that the save wrote."""
     tag_without_manifest(tmp_path / "tag", monkeypatch)
     assert (tmp_path / "tag" / "mp_rank_00_model_states.pt").exists()
-    collect(tmp_path)
+    collect_garbage(tmp_path)
     assert not (tmp_path / "tag").exists()
 
 
@@ -209,10 +209,10 @@ def test_files_that_deepspeed_wrote_itself_stay(tmp_path, monkeypatch, later):
     tag_without_manifest(tmp_path / "tag", monkeypatch)
     before = listing(tmp_path / "tag")
     (tmp_path / "tag" / "mp_rank_00_model_states.pt").write_bytes(b"a plain tag")
-    collect(tmp_path)
+    collect_garbage(tmp_path)
     assert listing(tmp_path / "tag") == before
     plant(tmp_path / "plain", "mp_rank_00_model_states.pt", f"{SAVE}-00000.dsq")
-    collect(tmp_path)
+    collect_garbage(tmp_path)
     assert listing(tmp_path / "plain") == sorted(["mp_rank_00_model_states.pt", f"{SAVE}-00000.dsq"])
 
 
@@ -222,17 +222,18 @@ def test_backups(tmp_path, monkeypatch, later):
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     assert not [name for name in listing(path) if name.endswith((".old", ".attachments"))]
-    monkeypatch.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)  # as if it were killed
+    # As if it were killed.
+    monkeypatch.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
     tag_without_manifest(path, monkeypatch)
     monkeypatch.undo()
     now = time.time()
     monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
     (backup,) = [name for name in listing(path) if name.endswith(".old")]
-    collect(tmp_path)
+    collect_garbage(tmp_path)
     assert backup in listing(path)
-    foreign_files.restore(path)
+    attachment_files.restore_backups(path)
     plant(path, backup, f".mp_rank_00_model_states.pt.{SAVE}.old")
-    collect(tmp_path)
+    collect_garbage(tmp_path)
     assert not [name for name in listing(path) if name.startswith(".")]
     with Checkpoint(path) as checkpoint:
         assert not [problem for *_, problem in checkpoint.verify() if problem]
@@ -250,10 +251,10 @@ def killed(tmp_path, run, monkeypatch):
         patched.setattr(f"{io}.shutil.rmtree", lambda *args, **kwargs: None)
         patched.setattr(f"{io}.AtomicFile.discard", lambda self: None)
         patched.setattr(f"{io}.AtomicFile.publish", die)
-        patched.setattr("dsq_ckpt.storage.copying._Copy._file", die)
+        patched.setattr("dsq_ckpt.storage.checkpoint_copy._LocalCopy._copy_file", die)
         patched.setattr("dsq_ckpt.convert.export.sync_directory", die)
         with pytest.raises(KeyboardInterrupt):
-            copy(last, run / "zz-copied")
+            copy_checkpoints(last, run / "zz-copied")
         for export, target in ((export_dcp, "plain"), (export_torch, "model.v1.pt")):
             with pytest.raises(KeyboardInterrupt):
                 export(last, run / target)
@@ -263,43 +264,43 @@ def killed(tmp_path, run, monkeypatch):
 def test_copies_and_exports_that_were_killed(run, killed, later):
     assert Manifest.read(run / killed[2]).save_id, "a copy begins with the manifest"
     assert [name for name in os.listdir(run) if name.startswith(".")] and dsq_ckpt.latest(run).endswith(NAMES[-1])
-    found = garbage(run)
+    found = find_garbage(run)
     assert [orphan.path.name for orphan in found] == killed and all(orphan.bytes for orphan in found)
-    assert [orphan.path.name for orphan in collect(run)] == killed
+    assert [orphan.path.name for orphan in collect_garbage(run)] == killed
     assert sorted(os.listdir(run)) == sorted(NAMES)
 
 
 def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, tmp_path):
-    assert garbage(run) == collect(run) == []
-    assert [entry.path.name for entry in left(run) if entry.young and entry.path != run] == killed
-    assert [path.name for path in copy(run, tmp_path / "copied").left_out] == killed
+    assert find_garbage(run) == collect_garbage(run) == []
+    assert [entry.path.name for entry in find_skipped(run) if entry.is_young and entry.path != run] == killed
+    assert [path.name for path in copy_checkpoints(run, tmp_path / "copied").skipped] == killed
     now = time.time()
     monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
     (run / killed[1] / "young").write_text("")
     os.utime(run / killed[1] / "young", (now + 7000, now + 7000))
-    assert sorted(orphan.path.name for orphan in collect(run)) == [killed[0], killed[2]]
+    assert sorted(orphan.path.name for orphan in collect_garbage(run)) == [killed[0], killed[2]]
 
 
 def test_what_an_export_was_to_replace(run, later):
     """It is garbage once something is in its place, and not before."""
     replaced = run / ".plain.dsq-89abcdef.old"
     plant(replaced, ".metadata")
-    assert collect(run) == []
-    assert [entry.path for entry in left(run)] == [replaced]
+    assert collect_garbage(run) == []
+    assert [entry.path for entry in find_skipped(run)] == [replaced]
     plant(run / "plain", ".metadata")
-    assert [orphan.path for orphan in collect(run)] == [replaced] and left(run) == []
+    assert [orphan.path for orphan in collect_garbage(run)] == [replaced] and find_skipped(run) == []
 
 
 def test_long_names_of_what_was_to_replace_or_be_replaced(run, later):
     """They are shortened where they are hidden."""
     goal = run / ("plain" * 51)
-    replaced = run / f".{within_hidden(goal.name)}.dsq-89abcdef.old"
+    replaced = run / f".{shorten_name(goal.name)}.dsq-89abcdef.old"
     plant(replaced, ".metadata")
-    assert collect(run) == [] and [entry.path for entry in left(run)] == [replaced]
+    assert collect_garbage(run) == [] and [entry.path for entry in find_skipped(run)] == [replaced]
     plant(goal, ".metadata")
     plant(hidden_name(goal), "a")
-    assert {orphan.path for orphan in garbage(run)} >= {replaced} and left(run) == []
-    assert len(collect(run)) == 2 and sorted(os.listdir(run)) == sorted([*NAMES, goal.name])
+    assert {orphan.path for orphan in find_garbage(run)} >= {replaced} and find_skipped(run) == []
+    assert len(collect_garbage(run)) == 2 and sorted(os.listdir(run)) == sorted([*NAMES, goal.name])
 
 
 def test_hidden_names_with_a_date_are_the_users(run, later):
@@ -308,8 +309,8 @@ def test_hidden_names_with_a_date_are_the_users(run, later):
     plant(run / ".notes.20250630.tmp", "c")
     (run / ".model.pt.20250630.tmp").write_text("d")
     before = listing(run)
-    assert garbage(run) == collect(run) == [] and listing(run) == before
-    assert [entry.path.name for entry in left(run)] == [
+    assert find_garbage(run) == collect_garbage(run) == [] and listing(run) == before
+    assert [entry.path.name for entry in find_skipped(run)] == [
         ".backup.20240101.old", ".model.pt.20250630.tmp", ".notes.20250630.tmp",
     ]
 
@@ -322,7 +323,7 @@ def test_what_a_killed_export_leaves_has_a_name_of_ours(run, later, tmp_path, ta
     hidden = hidden_name(goal)
     hidden.write_bytes(b"x") if goal.suffix else plant(hidden, "a")
     before = dsq_ckpt.latest(run)
-    assert [orphan.path for orphan in collect(run)] == [hidden] and not hidden.exists()
+    assert [orphan.path for orphan in collect_garbage(run)] == [hidden] and not hidden.exists()
     assert dsq_ckpt.latest(run) == before
 
 
@@ -337,5 +338,5 @@ def test_an_export_that_completes_while_it_is_collected(run, later, monkeypatch)
         remove(path)
 
     monkeypatch.setattr("dsq_ckpt.storage.gc.shutil.rmtree", completed)
-    assert [orphan.path.name for orphan in collect(run)] == [".b.dsq-89abcdef.tmp"]
+    assert [orphan.path.name for orphan in collect_garbage(run)] == [".b.dsq-89abcdef.tmp"]
     assert listing(run / "a") == ["a"]

@@ -234,14 +234,14 @@ def test_descriptors_are_given_back(saved):
     for _ in range(3):
         loaded(saved, state())
     with Checkpoint(saved) as checkpoint, Workers(2, 1 << 10) as workers:
-        for _, ref in checkpoint.chunks():
-            checkpoint.tensor(ref, True, workers)
+        for _, ref in checkpoint.iter_chunks():
+            checkpoint.decode_tensor(ref, True, workers)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
     """A load that finds the files of another save is told to load again, not that anything is damaged."""
-    original, calls = Checkpoint.load, []
+    original, calls = Checkpoint.prepare_load, []
 
     def overwriting(self, ref, *args, **kwargs):
         if not calls:
@@ -251,7 +251,7 @@ def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
                 self._readers.pop(name).close()
         return original(self, ref, *args, **kwargs)
 
-    monkeypatch.setattr(Checkpoint, "load", overwriting)
+    monkeypatch.setattr(Checkpoint, "prepare_load", overwriting)
     with pytest.raises(dsq_ckpt.LoadFailed, match="load again"):
         loaded(saved, state())
     assert same(loaded(saved, state())["list"][0], torch.ones(3))
@@ -261,7 +261,7 @@ def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch)
     def fail(directory):
         raise ValueError("something")
 
-    monkeypatch.setattr(dsq_ckpt.api.loading, "existing_path", fail)
+    monkeypatch.setattr(dsq_ckpt.api.loading, "require_checkpoint_path", fail)
     with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as told:
         dsq_ckpt.load(state(), saved)
     assert not isinstance(told.value, dsq_ckpt.SaveFailed)

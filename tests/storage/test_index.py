@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsq_ckpt.storage.index import uncovered
+from dsq_ckpt.storage.index import find_coverage_error
 
 
 @pytest.mark.parametrize("shape, boxes, expected", [
@@ -22,7 +22,7 @@ from dsq_ckpt.storage.index import uncovered
     ([1] * 9, [([0] * 9, [1] * 9)], None),
 ])
 def test_what_covers_a_tensor(shape, boxes, expected):
-    problem = uncovered(shape, boxes)
+    problem = find_coverage_error(shape, boxes)
     assert problem is None if expected is None else expected in problem
 
 
@@ -30,6 +30,6 @@ def test_coverage_of_many_chunks():
     """Linear in the number of chunks."""
     side = 200
     boxes = [([x * 3, y * 5], [3, 5]) for x in range(side) for y in range(side)]
-    assert uncovered([3 * side, 5 * side], boxes) is None
+    assert find_coverage_error([3 * side, 5 * side], boxes) is None
     boxes[777] = ([0, 0], [3, 5])
-    assert "overlap" in uncovered([3 * side, 5 * side], boxes)
+    assert "overlap" in find_coverage_error([3 * side, 5 * side], boxes)

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from tests.helpers.commands import error
 
 MODEL_STATES, ZERO_STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -78,8 +78,8 @@ def test_our_own_checkpoints_are_taken_for_nothing_else(others):
 
 def test_object_stores_say_it_too(store):
     for name in ("model.pt", "zero/" + MODEL_STATES, "zero/" + ZERO_STATES, "dcp/.metadata"):
-        path = checkpoint_path(f"{store}/{name}")
-        with storage_of(path).create(path, fsync=False) as file:
+        path = resolve_checkpoint_path(f"{store}/{name}")
+        with get_storage(path).create(path, fsync=False) as file:
             file.stream.write(b"x")
             file.publish()
     for name, says in {**OTHERS, "dcp": r"load it with torch\.distributed\.checkpoint$"}.items():

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_t
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.storage.chain_decoding import ChainRecord
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import decode_all
-from dsq_ckpt.storage.layers import Layer
 from tests.helpers.commands import owned
 from tests.helpers.states import bits, loaded, tensors
 
@@ -78,8 +78,10 @@ def test_values_are_those_of_the_whole(run):
 def test_no_other_blocks_are_decoded(run, monkeypatch, fqn):
     kind, path, expected = run
     decoded = []
-    decode = Layer.decode
-    monkeypatch.setattr(Layer, "decode", lambda self, where, *rest: decoded.append(where) or decode(self, where, *rest))
+    decode = ChainRecord.decode
+    monkeypatch.setattr(
+        ChainRecord, "decode", lambda self, where, *rest: decoded.append(where) or decode(self, where, *rest)
+    )
     read(path, fqn, [50, 0], [20, 100], expected[fqn])  # elements 5000 to 7000
     blocks = {where.start // BLOCK for where in decoded}
     whole = kind == "protected" and fqn == "model.w"  # whose protected values are numbered from the first element on
@@ -91,14 +93,14 @@ def test_what_is_not_needed_may_be_damaged(run, tmp_path):
     if kind == "protected":
         return
     with Checkpoint(path) as checkpoint, Workers(1, BLOCK) as workers:
-        ref = checkpoint.find("model.w", (0, 0))
-        offset, size, _ = checkpoint.record(ref)["blocks"][0]
-        assert len(checkpoint.load(ref, True, workers, span=(0, 12_000)).blocks) == math.ceil(12_000 / BLOCK)
-        load = checkpoint.load(ref, True, workers, span=(5000, 7000), keep=True)
+        ref = checkpoint.find_record("model.w", (0, 0))
+        offset, size, _ = checkpoint.read_record(ref)["blocks"][0]
+        assert len(checkpoint.prepare_load(ref, True, workers, span=(0, 12_000)).blocks) == math.ceil(12_000 / BLOCK)
+        load = checkpoint.prepare_load(ref, True, workers, span=(5000, 7000), keep=True)
         assert load.blocks == [slice(at * BLOCK, (at + 1) * BLOCK) for at in (4, 5, 6)]
         [load] = decode_all([load], workers)
         part = slice(4 * BLOCK, 7 * BLOCK)
-        assert (load.codes[part] == checkpoint.codes(ref, workers)[part]).all()
+        assert (load.codes[part] == checkpoint.decode_codes(ref, workers)[part]).all()
         assert bits(load.tensor.view(-1)[part]) == bits(expected["model.w"].view(-1)[part])
     file = owned(path)
     held = file.read_bytes()

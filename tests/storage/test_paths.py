@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.storage.paths import checkpoint_path, expanded
+from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
 from tests.helpers.commands import dsq, words
 
 STATE = {"w": torch.zeros(3)}
@@ -42,6 +42,6 @@ def test_commands_refuse_one_slash(tmp_path, monkeypatch):
 
 def test_local_paths_are_what_they_were(tmp_path):
     for text in ("file:///a/b", "local:///a/b", "/a/b"):
-        assert expanded(text) == expanded(Path(text)) == Path("/a/b")
+        assert expand_path(text) == expand_path(Path(text)) == Path("/a/b")
     for path in (tmp_path / "s3:" / "run", "./a/s3:/run", "C:/run", "a:b/c"):
-        assert checkpoint_path(path) == Path(path).absolute()
+        assert resolve_checkpoint_path(path) == Path(path).absolute()

@@ -46,7 +46,7 @@ def tag(tmp_path):
     flat[:500], flat[500:504] = loaded["model"]["weight"].view(-1)[33:533], loaded["model"]["bias"][2:6]
     flat[504:506], flat[510:] = torch.tensor([1.5, -2.5]), loaded["model"]["weight"].view(-1)[:33]
     yield directory, flat, loaded["model"]["weight"]
-    pickle_refs.close()
+    pickle_refs.close_last_checkpoint()
 
 
 def load(path, **options):
@@ -170,9 +170,9 @@ def test_a_base_layer_is_told_of_once(tag):
     dsq_ckpt.save({"model": {"weight": torch.randn(SHAPE), "bias": torch.arange(7.0)}}, directory.parent / "b",
                   config=config)
     assert Manifest.read(directory).refinement == "dropped"
-    with pickle_refs.keeping_codes(directory, lambda key: False), warnings.catch_warnings():
+    with pickle_refs.keep_codes(directory, lambda key: False), warnings.catch_warnings():
         warnings.simplefilter("error")
         load(directory / "x_states.pt")
-    pickle_refs.close()
+    pickle_refs.close_last_checkpoint()
     with pytest.warns(UserWarning, match="has only its base layer"):
         load(directory / "x_states.pt")

@@ -13,10 +13,10 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage import object_store, remote_gc
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST
 from dsq_ckpt.storage.object_store import ObjectStore
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.processes import run
 
@@ -79,8 +79,8 @@ def test_a_save_that_cannot_upload_leaves_nothing(server, bucket, keys, monkeypa
     assert str(caught.value).count("object store failed") == 1
     server.fault = lambda *_: None
     assert dsq_ckpt.latest(f"{bucket}/run") == f"{bucket}/run/step-1"
-    directory = checkpoint_path(f"{bucket}/run/step-2")
-    assert storage_of(directory).entries(directory) == []
+    directory = resolve_checkpoint_path(f"{bucket}/run/step-2")
+    assert get_storage(directory).list_entries(directory) == []
     assert dsq_ckpt.save(large(3), f"{bucket}/run/step-2").depth == 1
     assert loaded(f"{bucket}/run/step-2")["step"] == 3
 
@@ -147,11 +147,11 @@ def test_a_client_that_is_killed_leaves_nothing_visible(server, bucket, when):
     )
     assert status == -signal.SIGKILL, output
     assert dsq_ckpt.latest(f"{bucket}/run") == f"{bucket}/run/step-1"
-    directory = checkpoint_path(f"{bucket}/run/step-2")
-    left = {entry.name for entry in storage_of(directory).entries(directory)}
+    directory = resolve_checkpoint_path(f"{bucket}/run/step-2")
+    left = {entry.name for entry in get_storage(directory).list_entries(directory)}
     assert MANIFEST not in left
     assert bool(left) == (when == "between files and manifest")
-    assert {orphan.path.name for orphan in remote_gc.collect(directory.parent, 0)} == left
+    assert {orphan.path.name for orphan in remote_gc.collect_garbage(directory.parent, 0)} == left
     assert loaded(f"{bucket}/run/step-1")["step"] == 1
     dsq_ckpt.forget()
     dsq_ckpt.load({}, f"{bucket}/run/step-1")
@@ -160,7 +160,7 @@ def test_a_client_that_is_killed_leaves_nothing_visible(server, bucket, when):
 
 def test_a_listing_that_lags_hides_but_never_misleads(server, bucket, monkeypatch):
     """Chains are followed by key; `latest` gives an older checkpoint that is complete, and the run goes on."""
-    listed = ObjectStore.entries
+    listed = ObjectStore.list_entries
     hidden = {"step-3"}
 
     def entries(self, directory):
@@ -168,7 +168,7 @@ def test_a_listing_that_lags_hides_but_never_misleads(server, bucket, monkeypatc
             entry for entry in listed(self, directory) if entry.name not in hidden
         ]
 
-    monkeypatch.setattr(ObjectStore, "entries", entries)
+    monkeypatch.setattr(ObjectStore, "list_entries", entries)
     results = [dsq_ckpt.save(state_of(step), f"{bucket}/run/step-{step}") for step in (1, 2, 3, 4)]
     assert [result.depth for result in results] == [0, 1, 2, 3]
     assert loaded(f"{bucket}/run/step-3")["step"] == 3

@@ -15,10 +15,10 @@ from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, 
 from dsq_ckpt.report.history import History
 from dsq_ckpt.report.page import render
 from dsq_ckpt.storage import references, remote_gc
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.removal import remove
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import document, printed
 
 
@@ -31,7 +31,7 @@ def state_of(step: int) -> dict:
 def chain(run: str, length: int) -> list:
     for step in range(1, length + 1):
         dsq_ckpt.save(state_of(step), f"{run}/step-{step}")
-    return [checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
+    return [resolve_checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
 
 
 def loaded(path) -> dict:
@@ -41,11 +41,11 @@ def loaded(path) -> dict:
 
 
 def names_in(path) -> set[str]:
-    return {entry.name for entry in storage_of(path).entries(path)}
+    return {entry.name for entry in get_storage(path).list_entries(path)}
 
 
 def put(path, data: bytes = b"x") -> None:
-    with storage_of(path).create(path, fsync=False) as file:
+    with get_storage(path).create(path, fsync=False) as file:
         file.stream.write(data)
         file.publish()
 
@@ -56,7 +56,7 @@ def test_checkpoints_are_removed_in_any_order(order, tmp_path):
     values = [loaded(path) for path in paths]
     left = dict(zip(paths, values, strict=True))
     for number in order:
-        remove(paths[number])
+        remove_checkpoint(paths[number])
         del left[paths[number]]
         for path, value in left.items():
             assert torch.equal(loaded(path)["w"], value["w"])
@@ -67,9 +67,9 @@ def test_checkpoints_are_removed_in_any_order(order, tmp_path):
 
 def test_a_removal_says_what_stays(store):
     paths = chain(f"{store}/run", 3)
-    tried = remove(paths[0], dry_run=True)
+    tried = remove_checkpoint(paths[0], dry_run=True)
     assert loaded(paths[0])
-    done = remove(paths[0])
+    done = remove_checkpoint(paths[0])
     assert tried == done
     assert [file.name for file in done.kept] == [
         file.name for file in Manifest.read(paths[2]).files if file.held_by == "step-1"
@@ -82,8 +82,8 @@ def test_a_removal_says_what_stays(store):
     chained = dsq_ckpt.save(state_of(4), f"{store}/run/step-4")
     assert chained.depth == 3
     for path in (*paths[1:], chained.path):
-        remove(path)
-    assert storage_of(paths[0]).entries(paths[0].parent) == []
+        remove_checkpoint(path)
+    assert get_storage(paths[0]).list_entries(paths[0].parent) == []
 
 
 def test_the_command(store):
@@ -105,14 +105,14 @@ def _said_of_what_stays(run: str) -> None:
         assert "removed: step-1: 1 file(s) stay, which other checkpoints need" in printed(command, run)
         told = document(command, run)
         assert (told["removed"], told["incomplete"]) == ([{"name": "step-1", "files": 1}], [])
-    assert "1 file(s) stay, which other checkpoints need" in render(History.read(checkpoint_path(run)))
+    assert "1 file(s) stay, which other checkpoints need" in render(History.read(resolve_checkpoint_path(run)))
     told = document("gc", "--older-than", "0s", "--dry-run", run)
     assert told["files"] == told["left"] == []
 
 
 def test_what_stays_of_a_removed_checkpoint_is_no_save_that_failed(store):
     paths = chain(f"{store}/run", 3)
-    remove(paths[0])
+    remove_checkpoint(paths[0])
     _said_of_what_stays(f"{store}/run")
     with pytest.raises(CheckpointNotFound, match="or was removed"):
         loaded(paths[0])
@@ -125,21 +125,21 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(store):
     paths = chain(f"{store}/run", 3)
     put(paths[1] / MANIFEST, b"{}")
     with pytest.raises(CorruptCheckpoint, match="step-2"):
-        remove(paths[0])
+        remove_checkpoint(paths[0])
     assert loaded(paths[2])["step"] == 3
-    assert not remote_gc.collect(paths[0].parent, 0)
-    (left,) = remote_gc.left(paths[0].parent, 0)
+    assert not remote_gc.collect_garbage(paths[0].parent, 0)
+    (left,) = remote_gc.find_skipped(paths[0].parent, 0)
     assert "any object may be needed" in left.reason
 
 
 def test_local_checkpoints_are_removed_too(tmp_path):
     paths = chain(str(tmp_path / "run"), 3)
     values = loaded(paths[2])
-    done = remove(paths[0])
+    done = remove_checkpoint(paths[0])
     assert not done.kept
     assert not paths[0].exists()
     (paths[1] / "notes.txt").write_text("mine")
-    remove(paths[1])
+    remove_checkpoint(paths[1])
     assert [entry.name for entry in paths[1].iterdir()] == ["notes.txt"]
     assert torch.equal(loaded(paths[2])["w"], values["w"])
 
@@ -148,25 +148,25 @@ def test_links_and_the_tag_that_deepspeed_loads_are_refused(tmp_path):
     (path,) = chain(str(tmp_path / "run"), 1)
     (tmp_path / "run" / "linked").symlink_to("step-1")
     with pytest.raises(ConfigError, match="is a link"):
-        remove(tmp_path / "run" / "linked")
+        remove_checkpoint(tmp_path / "run" / "linked")
     (tmp_path / "run" / "latest").write_text("step-1\n")
     with pytest.raises(ConfigError, match="change it first"):
-        remove(path)
+        remove_checkpoint(path)
     assert loaded(path)
 
 
 def test_garbage_is_what_no_manifest_names(store):
     paths = chain(f"{store}/run", 3)
-    storage = storage_of(paths[0])
+    storage = get_storage(paths[0])
     storage.remove(paths[0] / MANIFEST)  # as by other means than `dsq rm`: two checkpoints need its base file
     put(paths[2] / "0123456789abcdef-00000.dsq")
     put(paths[2] / "mine.txt")
-    put(checkpoint_path(f"{store}/run/killed/0123456789abcdef-00001.dsq"))
-    put(checkpoint_path(f"{store}/run/else/0123456789abcdef-00001.dsq"))
-    put(checkpoint_path(f"{store}/run/else/photo.jpg"))
+    put(resolve_checkpoint_path(f"{store}/run/killed/0123456789abcdef-00001.dsq"))
+    put(resolve_checkpoint_path(f"{store}/run/else/0123456789abcdef-00001.dsq"))
+    put(resolve_checkpoint_path(f"{store}/run/else/photo.jpg"))
     run = paths[0].parent
-    assert remote_gc.garbage(run) == []  # too young
-    assert {left.path.name for left in remote_gc.left(run) if left.young} == {"step-1", "step-3", "killed"}
+    assert remote_gc.find_garbage(run) == []  # too young
+    assert {left.path.name for left in remote_gc.find_skipped(run) if left.is_young} == {"step-1", "step-3", "killed"}
     result = CliRunner().invoke(app, ["gc", "--older-than", "0s", str(run)])
     assert result.exit_code == 0, result.output
     assert "photo.jpg" in result.output
@@ -177,73 +177,73 @@ def test_garbage_is_what_no_manifest_names(store):
     assert len(names_in(run / "else")) == 2
     for path in paths[1:]:
         assert loaded(path)["w"].shape == (256, 256)
-    assert not remote_gc.garbage(run, 0)
+    assert not remote_gc.find_garbage(run, 0)
 
 
 def test_garbage_of_one_checkpoint(store):
     paths = chain(f"{store}/run", 2)
-    storage_of(paths[0]).remove(paths[0] / MANIFEST)
-    removed = remote_gc.collect(paths[0], 0)
+    get_storage(paths[0]).remove(paths[0] / MANIFEST)
+    removed = remote_gc.collect_garbage(paths[0], 0)
     assert {orphan.path.name.rpartition(".")[2] for orphan in removed} == {"index", "refinement"}
     assert loaded(paths[1])["step"] == 2
     with pytest.raises(CheckpointNotFound, match="nothing is at"):
-        remote_gc.garbage(checkpoint_path(f"{store}/nowhere"))
+        remote_gc.find_garbage(resolve_checkpoint_path(f"{store}/nowhere"))
 
 
 def test_garbage_of_a_checkpoint_with_other_keys_below_it(store):
     paths = chain(f"{store}/run", 2)
     for path in paths:
         put(path / "logs" / "events.txt")
-    storage_of(paths[0]).remove(paths[0] / MANIFEST)
-    remote_gc.collect(paths[1], 0)
-    remote_gc.collect(paths[0], 0)
+    get_storage(paths[0]).remove(paths[0] / MANIFEST)
+    remote_gc.collect_garbage(paths[1], 0)
+    remote_gc.collect_garbage(paths[0], 0)
     assert len(names_in(paths[0])) == 2  # the base file, and logs
     assert loaded(paths[1])["step"] == 2
 
 
 def test_a_bucket_is_no_checkpoint(store):
-    bucket = checkpoint_path(store)
+    bucket = resolve_checkpoint_path(store)
     with pytest.raises(SaveFailed, match="whole bucket"):
         dsq_ckpt.save(state_of(1), bucket)
     chain(f"{store}/run", 1)
-    for entry in storage_of(bucket).entries(bucket / "run" / "step-1"):  # as others may put one there
-        put(bucket / entry.name, storage_of(bucket).read(bucket / "run" / "step-1" / entry.name, 1 << 28))
-    assert remote_gc.garbage(bucket, 0) == []
+    for entry in get_storage(bucket).list_entries(bucket / "run" / "step-1"):  # as others may put one there
+        put(bucket / entry.name, get_storage(bucket).read(bucket / "run" / "step-1" / entry.name, 1 << 28))
+    assert remote_gc.find_garbage(bucket, 0) == []
 
 
 def test_a_removal_of_what_a_save_is_replacing(store, monkeypatch):
     """The removal deletes nothing that the new checkpoint needs, which took over files of the one that it replaces."""
     (path,) = chain(f"{store}/run", 1)
-    kept = references.kept
+    kept = references.select_needed_files
 
     def saved_first(*arguments, **options):
-        monkeypatch.setattr(references, "kept", kept)
-        storage_of(path).remove(path / MANIFEST)
+        monkeypatch.setattr(references, "select_needed_files", kept)
+        get_storage(path).remove(path / MANIFEST)
         before.write(path, exclusive=True, fsync=False)
         return kept(*arguments, **options)
 
     dsq_ckpt.save(state_of(2), path, overwrite=True)
     before = Manifest.read(path)
     assert [file.role for file in before.files].count("ancestor") == 1
-    storage_of(path).remove(path / MANIFEST)
+    get_storage(path).remove(path / MANIFEST)
     older = before.model_copy(update={"save_id": "0" * 16})  # of the same files, replaced while it is removed
     older.write(path, exclusive=True, fsync=False)
-    monkeypatch.setattr(references, "kept", saved_first)
-    assert remove(path).files == []
+    monkeypatch.setattr(references, "select_needed_files", saved_first)
+    assert remove_checkpoint(path).files == []
     assert loaded(path)["step"] == 2
 
 
 def test_two_saves_that_replace_one_checkpoint(store, monkeypatch):
     """One that was coded against what the other removed is not committed."""
     (path,) = chain(f"{store}/run", 1)
-    published = references.publish
+    published = references.commit_manifest
 
     def other_first(*arguments, **options):
-        monkeypatch.setattr(references, "publish", published)
+        monkeypatch.setattr(references, "commit_manifest", published)
         dsq_ckpt.save(state_of(5), path, overwrite=True, parent=None)
         return published(*arguments, **options)
 
-    monkeypatch.setattr(references, "publish", other_first)
+    monkeypatch.setattr(references, "commit_manifest", other_first)
     with pytest.raises(SaveFailed, match="replaced meanwhile"):
         dsq_ckpt.save(state_of(2), path, overwrite=True)
     assert loaded(path)["step"] == 5
@@ -258,7 +258,7 @@ def test_a_removal_beside_a_save(store, monkeypatch, when):
     def write(self, directory, **options):
         monkeypatch.setattr(Manifest, "write", written)
         if when == "before the commit":
-            remove(paths[1])
+            remove_checkpoint(paths[1])
         written(self, directory, **options)
 
     monkeypatch.setattr(Manifest, "write", write)
@@ -272,7 +272,7 @@ def test_a_removal_beside_a_save(store, monkeypatch, when):
         assert dsq_ckpt.latest(f"{store}/run") == str(paths[0])
     else:
         result = save()
-        remove(paths[1])
+        remove_checkpoint(paths[1])
         assert loaded(result.path)["step"] == 3
 
 
@@ -284,7 +284,7 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
     system.get(root, str(tmp_path / "run"), recursive=True)
     paths = [tmp_path / "run" / f"step-{step}" for step in (1, 2, 3)]
     value = loaded(paths[2])["w"]
-    done = remove(paths[0])
+    done = remove_checkpoint(paths[0])
     assert len(done.kept) == 1
     (paths[0] / "notes.txt").write_text("mine")
     _said_of_what_stays(str(tmp_path / "run"))
@@ -293,7 +293,7 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
     assert result.exit_code == 0, result.output
     dsq_ckpt.save(state_of(9), paths[1], overwrite=True, parent=None)
     assert torch.equal(loaded(paths[2])["w"], value)
-    remove(paths[2])
+    remove_checkpoint(paths[2])
     assert loaded(paths[1])["step"] == 9
 
 

@@ -53,16 +53,16 @@ def scales(path: Path) -> tuple[int, list[int], int]:
     """Return the packs of the chain that the scales are decoded from, the numbers, and the bytes of their pack."""
     with Checkpoint(path) as checkpoint:
         name = owned(path).name
-        contents = checkpoint.reader(name).contents
+        contents = checkpoint.open_reader(name).contents
         pack = contents["scales"][0]
-        numbers = checkpoint.scale_numbers(name).tolist()
+        numbers = checkpoint.read_scale_numbers(name).tolist()
         return len(checkpoint.pack_chain(PackRef(name, pack))), numbers, contents["packs"][pack][0][1]
 
 
 def codes_of(path: Path) -> int:
     """Return the bytes of all codes in a checkpoint's own file."""
     with Checkpoint(path) as checkpoint:
-        records = checkpoint.reader(owned(path).name).contents["records"]
+        records = checkpoint.open_reader(owned(path).name).contents["records"]
     return sum(block[1] for record in records for block in record.get("blocks", ()) if block is not None)
 
 
@@ -107,7 +107,7 @@ def test_damage_of_an_earlier_checkpoint(tmp_path: Path) -> None:
     first, second = (save(number, tmp_path) for number in range(2))
     file = owned(first)
     with Checkpoint(first) as checkpoint:
-        contents = checkpoint.reader(file.name).contents
+        contents = checkpoint.open_reader(file.name).contents
     (place, size, _), *_ = contents["packs"][contents["scales"][0]]
     data = bytearray(file.read_bytes())
     data[place + size // 2] ^= 1

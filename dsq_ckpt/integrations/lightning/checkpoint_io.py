@@ -21,7 +21,7 @@ from dsq_ckpt.integrations.lightning.owner import Owner
 from dsq_ckpt.integrations.lightning.placing import PathLike
 from dsq_ckpt.integrations.lightning.removals import Removals
 from dsq_ckpt.integrations.staged import settle
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 
 class DSQCheckpointIO(CheckpointIO):
@@ -81,7 +81,7 @@ class DSQCheckpointIO(CheckpointIO):
         if placing.is_of_tuner(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, path)
             return
-        goal, fsync = checkpoint_path(path), self.config.storage.fsync
+        goal, fsync = resolve_checkpoint_path(path), self.config.storage.fsync
         with self._removals.saving(goal):
             target = placing.directory_for(goal)
             placing.make_parents(goal, fsync)
@@ -120,7 +120,7 @@ class DSQCheckpointIO(CheckpointIO):
 
         Where a thread saves (`AsyncCheckpointIO`), the newest complete checkpoint goes when the next one is complete.
         """
-        self._removals.ask(checkpoint_path(path))
+        self._removals.ask(resolve_checkpoint_path(path))
 
 
 def checkpoint_file(path: PathLike) -> io.BytesIO:

@@ -21,8 +21,8 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.atomic_io import hidden_name, make_directory, sync_directory
 from dsq_ckpt.storage.manifest import MANIFEST, is_complete
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.target_directory import refuse_checkpoint
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.target_directory import refuse_target
 
 _SHARDS = ".metadata"  # in directories of Lightning's sharded checkpoints
 _TUNERS = (".lr_find_", ".scale_batch_size_")
@@ -31,7 +31,7 @@ PathLike = str | Path
 
 def is_ours(path: PathLike) -> bool:
     """Return whether a complete checkpoint of this package is at a path."""
-    return not str(path).startswith(("http://", "https://")) and is_complete(checkpoint_path(path))
+    return not str(path).startswith(("http://", "https://")) and is_complete(resolve_checkpoint_path(path))
 
 
 def is_of_tuner(path: PathLike) -> bool:
@@ -46,7 +46,7 @@ def is_there(path: Path) -> bool:
 
 def resolved(path: PathLike) -> Path:
     """Return the path of a checkpoint itself, where `path` may be a link to it (`save_last="link"`)."""
-    found = checkpoint_path(path)
+    found = resolve_checkpoint_path(path)
     if is_remote(found) or not found.is_symlink():
         return found
     target = found.resolve()  # whose directory keeps the name that the run is known by
@@ -62,7 +62,7 @@ def directory_for(path: Path) -> Path:
     if is_remote(path) or (is_complete(path) and not path.is_symlink()):
         return path
     if path.is_dir() and not path.is_symlink() and not (path / _SHARDS).exists():
-        refuse_checkpoint(path, overwrite=True)
+        refuse_target(path, overwrite=True)
     # Lightning takes digits after "hpc_ckpt_", anywhere in a name, for a version.
     return hidden_name(path.with_name(path.name.replace("_", "-")))
 
@@ -104,13 +104,13 @@ def remove(path: PathLike) -> None:
 
     Of a link, the link alone is removed.
     """
-    found = checkpoint_path(path)
+    found = resolve_checkpoint_path(path)
     if not is_remote(found) and found.is_symlink():
         found.unlink()
         return
     try:
         if is_complete(found):
-            removal.remove(found)
+            removal.remove_checkpoint(found)
             if not is_remote(found):
                 with suppress(OSError):
                     found.rmdir()

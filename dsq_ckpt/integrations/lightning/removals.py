@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.integrations.lightning.placing import is_there, remove
-from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.runs import get_run
 
 
 class Removals:
@@ -38,9 +38,9 @@ class Removals:
             with self._lock:
                 self._saving = None
         with self._lock:
-            self._newest.pop(run_of(path), None)
+            self._newest.pop(get_run(path), None)
             if in_thread:
-                self._newest[run_of(path)] = path
+                self._newest[get_run(path)] = path
             gone = self._later - set(self._newest.values())
             self._later -= gone
         for one in gone:

@@ -33,7 +33,7 @@ from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import Rest, explained, rest_of, to_state
 from dsq_ckpt.integrations.staged import settle
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 PathLike = placing.PathLike
 
@@ -92,7 +92,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             DSQError: what else failed, on every rank. Earlier checkpoints are untouched.
         """
         comm, fsync = communicator(None), self.config.storage.fsync
-        goal = checkpoint_path(self.broadcast(filepath))
+        goal = resolve_checkpoint_path(self.broadcast(filepath))
         state: dict[str, Any] = {}
 
         def begin() -> Path | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import dsq_ckpt.lowdiff as lowdiff
 from dsq_ckpt.lowdiff.tuning import Tuner
-from dsq_ckpt.storage.manifest import checkpoints
+from dsq_ckpt.storage.manifest import iter_checkpoints
 from evaluation.lowdiff.durable import bytes_below
 from evaluation.lowdiff.idle import wait_until_idle
 
@@ -132,5 +132,5 @@ class LowDiffPlus(_Ours):
     @property
     def persisted(self) -> int:
         """Step of the newest state on disk."""
-        names = (path.name for path, _ in checkpoints(self._directory))
+        names = (path.name for path, _ in iter_checkpoints(self._directory))
         return max((int(name.rpartition("-")[2]) for name in names), default=0)

@@ -190,7 +190,7 @@ def walk_ours(
 
     def visit(run: Workload, point: Replayed, path: Path, refined: bool) -> None:
         harm = (point.refined_loss if refined else point.base_loss) / point.loss - 1
-        refinement = Manifest.read(path).bytes_in("refinement")
+        refinement = Manifest.read(path).sum_bytes("refinement")
         made = figures[refined]
         made.raw += sizes[point.step]
         made.points.append({

@@ -89,7 +89,7 @@ def of_rank_0(name: str, save: Callable[[Any, Path], object], state: Any, path: 
     assert found["best"] == extra["best"] and found["seen"] == extra["seen"], (name, found)
     assert all(found[key].equal(value) for key, value in own.items()), name
     with Checkpoint(path) as checkpoint:
-        writers = {ref.file for key, ref in checkpoint.chunks() if key.shape == (160, 160)}
+        writers = {ref.file for key, ref in checkpoint.iter_chunks() if key.shape == (160, 160)}
     assert len(writers) == 2, "large replicas are shared out"
 
 

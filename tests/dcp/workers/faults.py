@@ -210,7 +210,9 @@ def loading(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     from dsq_ckpt.storage.checkpoint import Checkpoint
 
     for culprit in range(size):
-        for target, name in ((Checkpoint, "load"), (Checkpoint, "record"), (DSQStorageReader, "read_metadata")):
+        for target, name in (
+            (Checkpoint, "prepare_load"), (Checkpoint, "read_record"), (DSQStorageReader, "read_metadata"),
+        ):
 
             def damaged(*args: Any, **kwargs: Any) -> Any:
                 raise dsq_ckpt.CorruptCheckpoint("damaged on one rank")

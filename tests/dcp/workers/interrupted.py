@@ -158,14 +158,14 @@ def during_a_load(saves: Saves) -> None:
     """The rank gets what its handler raised, the others LoadFailed; the next load works."""
     own, path = saves.rank == saves.culprit, saves.run / f"{saves.count:03d}"
     for number, raised in RAISES.items():
-        find = Checkpoint.record
+        find = Checkpoint.read_record
 
         def record(self: Any, *args: Any) -> Any:
             os.kill(os.getpid(), number)  # noqa: B023
             return find(self, *args)  # noqa: B023
 
         expected = raised if own else dsq_ckpt.LoadFailed
-        with mock.patch.object(Checkpoint, "record", record if own else find):
+        with mock.patch.object(Checkpoint, "read_record", record if own else find):
             try:
                 dsq_ckpt.load(saves.state(), path)
             except BaseException as error:

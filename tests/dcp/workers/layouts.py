@@ -80,11 +80,11 @@ def placements(root: Path, size: int) -> None:
                     assert equal_everywhere(value), (how, into, fqn)
             with Checkpoint(path) as checkpoint:
                 elements: dict[str, int] = {}
-                for key, _ in checkpoint.chunks():
+                for key, _ in checkpoint.iter_chunks():
                     elements[key.fqn] = elements.get(key.fqn, 0) + key.elements
                 assert elements == {fqn: value.numel() for fqn, value in state.items()}, elements
                 records = sum(
-                    len(checkpoint.reader(file.name).contents["records"])
+                    len(checkpoint.open_reader(file.name).contents["records"])
                     for file in checkpoint.manifest.files if file.role == "own"
                 )
                 if how in ("replicated", "plain"):

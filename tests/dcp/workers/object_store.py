@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.container import ContainerWriter
-from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 STEPS = 3
 
@@ -59,7 +59,7 @@ def fail(url: str, rank: int, size: int) -> None:
             fails_everywhere(
                 lambda: dcp.save(state_at(1, size), storage_writer=dsq_ckpt.DSQStorageWriter(path)), "Input/output",  # noqa: B023
             )
-        assert not storage_of(checkpoint_path(path)).entries(checkpoint_path(path))
+        assert not get_storage(resolve_checkpoint_path(path)).list_entries(resolve_checkpoint_path(path))
         dist.barrier()
 
 
@@ -71,7 +71,7 @@ if __name__ == "__main__":
             for step in range(STEPS):
                 dcp.save(state_at(step, ranks), storage_writer=dsq_ckpt.DSQStorageWriter(f"{url}/step-{step}"))
                 dist.barrier()
-                assert depth(checkpoint_path(f"{url}/step-{step}")) == step
+                assert depth(resolve_checkpoint_path(f"{url}/step-{step}")) == step
             done("saved")
             check(url, ranks)
             done("loaded")

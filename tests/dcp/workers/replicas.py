@@ -28,7 +28,7 @@ from tests.helpers.training import Net, loss_of, train
 def owners(path: Path) -> dict[str, int]:
     """The rank that wrote each weight."""
     with Checkpoint(path) as checkpoint:
-        found = {key.fqn: ref.file for key, ref in checkpoint.chunks() if key.fqn.startswith("model.")}
+        found = {key.fqn: ref.file for key, ref in checkpoint.iter_chunks() if key.fqn.startswith("model.")}
     return {fqn: int(file.removesuffix(".dsq").rpartition("-")[2]) for fqn, file in found.items()}
 
 

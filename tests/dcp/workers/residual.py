@@ -103,7 +103,7 @@ def elsewhere(run: Path, size: int) -> None:
     target = run / f"by-{size}" / "next"
     dsq_ckpt.save(state, target, config=CONFIG, parent=run / "sync" / str(STEPS - 1))
     with Checkpoint(target) as checkpoint:
-        added = {key.fqn for key, ref in checkpoint.chunks() if "residual" in checkpoint.record(ref)}
+        added = {key.fqn for key, ref in checkpoint.iter_chunks() if "residual" in checkpoint.read_record(ref)}
     assert added == {"plain.weight", "replica.weight", "empty.weight", "short.weight"} - (
         {"short.weight"} if size == 1 else set()  # otherwise cut as it was by two ranks
     )

@@ -17,7 +17,7 @@ from common import LOSSY, begin, check, end, engine_of, error_of, everywhere, se
 import dsq_ckpt
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.storage import foreign_files
+from dsq_ckpt.storage import attachment_files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -68,7 +68,8 @@ def saves_and_deltas(run: Path, stage: int) -> None:
     check({"weights/embedding", "weights/linear", "exp_avg/linear/update"} <= groups, "groups by layer")
     with Checkpoint(tags[2]) as checkpoint:
         lossy = {fqn for fqn, tensor in checkpoint.index["tensors"].items() if any(
-            checkpoint.record(checkpoint.find(fqn, tuple(chunk[0])))["type"] == "coded" for chunk in tensor["chunks"]
+            checkpoint.read_record(checkpoint.find_record(fqn, tuple(chunk[0])))["type"] == "coded"
+            for chunk in tensor["chunks"]
         )}
     weights = {"model.emb.weight", "model.l1.weight", "model.l2.weight", "model.head.weight"}
     check({fqn for fqn in lossy if fqn.startswith("model.")} == weights, "norms and biases are exact")
@@ -99,16 +100,16 @@ def saves_and_deltas(run: Path, stage: int) -> None:
 
 def codes_decoded(work: Callable[[], Any]) -> int:
     """How many chunks are decoded meanwhile."""
-    original = Checkpoint.codes
+    original = Checkpoint.decode_codes
     calls: list[Any] = []
 
     def codes(self: Checkpoint, *arguments: Any) -> Any:
         calls.append(arguments)
         return original(self, *arguments)
 
-    Checkpoint.codes = codes  # type: ignore[method-assign]
+    Checkpoint.decode_codes = codes  # type: ignore[method-assign]
     work()
-    Checkpoint.codes = original  # type: ignore[method-assign]
+    Checkpoint.decode_codes = original  # type: ignore[method-assign]
     return len(calls)
 
 
@@ -146,12 +147,12 @@ def overwriting(run: Path, stage: int) -> None:
     pipeline.commit = original
     reload(run, stage, before, "a failed save over a tag leaves it")
 
-    restored = foreign_files.restore
-    foreign_files.restore = lambda *_: None  # it is as if the job had been killed here
+    restored = attachment_files.restore_backups
+    attachment_files.restore_backups = lambda *_: None  # it is as if the job had been killed here
     if dist.get_rank() == 0:
         pipeline.commit = no_space
     error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
-    pipeline.commit, foreign_files.restore = original, restored
+    pipeline.commit, attachment_files.restore_backups = original, restored
     reload(run, stage, before, "a save over a tag that is killed leaves it")
     engine.save_checkpoint(str(run), tag="best")
     reload(run, stage, masters(engine), "the next save over it succeeds")
@@ -168,21 +169,21 @@ def over_plain_tags(run: Path, stage: int) -> None:
     engine.checkpoint_engine = ours
     before = masters(engine)
     train(engine, 2, 4)
-    original, restored = pipeline.commit, foreign_files.restore
+    original, restored = pipeline.commit, attachment_files.restore_backups
     for how in ("a failed save over a plain tag leaves it", "a killed save over a plain tag leaves it"):
         if dist.get_rank() == 0:
             pipeline.commit = no_space
         error = error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
         check("No space left" in str(error), f"the commit fails: {error}")
-        pipeline.commit, foreign_files.restore = original, restored
+        pipeline.commit, attachment_files.restore_backups = original, restored
         dist.barrier()
         again = engine_of(settings(stage), LOSSY, seed=1)
         again.load_checkpoint(str(run), tag="best")
         same = all(torch.equal(now, then) for now, then in zip(masters(again), before, strict=True))
         check(stage == 3 or same, how)  # padding of stage 3 is whatever was in memory
         check(stage < 3 or near(again, before), how)
-        foreign_files.restore = lambda *_: None  # it is as if the job had been killed here
-    foreign_files.restore = restored
+        attachment_files.restore_backups = lambda *_: None  # it is as if the job had been killed here
+    attachment_files.restore_backups = restored
     engine.save_checkpoint(str(run), tag="best")
     left = [file.name for file in (run / "best").iterdir() if file.name.startswith(".")]
     check(left == [], f"the next save over it succeeds, and leaves nothing behind: {left}")

@@ -298,7 +298,7 @@ def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
         one, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
         assert same(state_of(one), whole[0])
         assert ("last-replaced-" in one.ckpt_path) == (name == "replacing")
-        dsq_ckpt.storage.gc.collect(directory, min_age_seconds=0)
+        dsq_ckpt.storage.gc.collect_garbage(directory, min_age_seconds=0)
         assert not [one for one in names(directory) if one.startswith(".")]
 
 

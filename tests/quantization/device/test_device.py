@@ -58,9 +58,9 @@ def codes_of(path: Path) -> dict[str, bytes]:
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
         found = {}
         for fqn, entry in checkpoint.index["tensors"].items():
-            ref = checkpoint.find(fqn, tuple(entry["chunks"][0][0]))
-            if checkpoint.record(ref)["type"] == "coded":
-                found[fqn] = checkpoint.codes(ref, workers).tobytes()
+            ref = checkpoint.find_record(fqn, tuple(entry["chunks"][0][0]))
+            if checkpoint.read_record(ref)["type"] == "coded":
+                found[fqn] = checkpoint.decode_codes(ref, workers).tobytes()
         return found
 
 

@@ -184,7 +184,7 @@ def check_agreement(path: Path, kept: bool) -> None:
             assert value.isfinite().all() or name == "nan.weight", (path.name, name, refinement)
     with Checkpoint(path) as checkpoint:
         for name in reader.index["objects"]:
-            assert reader.object(name) == checkpoint.object_bytes(checkpoint.find(name, None))
+            assert reader.object(name) == checkpoint.read_object(checkpoint.find_record(name, None))
     assert nested["history"] == [1, 2.5, "ä"]
 
 
@@ -360,19 +360,19 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert len(reader.index["tensors"]["layer.weight"]["chunks"]) == 2 == reader.manifest["ranks"]
         for refinement in (True, False):
             with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
-                parts = [checkpoint.tensor(ref, refinement, workers) for _, ref in checkpoint.chunks()]
+                parts = [checkpoint.decode_tensor(ref, refinement, workers) for _, ref in checkpoint.iter_chunks()]
             assert reader.tensor("layer.weight", refinement) == raw(torch.cat(parts))
 
 
 def test_packs_of_small_tensors_do_not_stay_in_memory(tmp_path, monkeypatch):
     """A few are kept for the records that follow, whatever the number of tensors."""
     monkeypatch.setattr("dsq_ckpt.storage.packs._PIECE", 1 << 12)
-    monkeypatch.setattr("dsq_ckpt.storage.pack_reader._KEPT", 1 << 14)
+    monkeypatch.setattr("dsq_ckpt.storage.pack_reader._MAX_CACHED_BYTES", 1 << 14)
     state = {f"{number}.bias": torch.randn(50) for number in range(300)}
     dsq_ckpt.save(state, tmp_path / "a")
     with Checkpoint(tmp_path / "a") as checkpoint:
         for name in sorted(state, key=lambda name: name[::-1]):
-            ref = checkpoint.find(name, (0,))
+            ref = checkpoint.find_record(name, (0,))
             with Workers(1, 1 << 20) as workers:
-                assert torch.equal(checkpoint.tensor(ref, False, workers), state[name])
+                assert torch.equal(checkpoint.decode_tensor(ref, False, workers), state[name])
             assert sum(map(len, checkpoint._kept.values())) <= 1 << 14

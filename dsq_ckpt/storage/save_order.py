@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from dsq_ckpt.storage.manifest import Manifest
 
 
-def in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+def sort_by_save_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
     """Return checkpoints of a run in the order in which they were saved; see `checkpoints`."""
     created: dict[str, float] = {}
     for _, manifest in found:
         created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
-    before = {manifest.save_id: manifest.comes_after() & created.keys() for _, manifest in found}
+    before = {manifest.save_id: manifest.get_older_save_ids() & created.keys() for _, manifest in found}
     place = {save_id: (time, 0) for save_id, time in created.items()}
     try:
         for save_id in TopologicalSorter(before).static_order():

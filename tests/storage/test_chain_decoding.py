@@ -46,7 +46,7 @@ def test_every_mix_of_coders(tmp_path, chain, block):
             dsq_ckpt.save(state, tmp_path / str(number), config=config, history=history)
         path = tmp_path / str(number)
         with Checkpoint(path) as checkpoint:
-            own = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+            own = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
             found.append({group["coder"] for group in own["groups"].values()})
             assert checkpoint.manifest.depth == number
         reader = independent.Reader(path)
@@ -63,9 +63,9 @@ def test_a_damaged_list_names_its_block(tmp_path):
         with patch.object(shard, "fit_fastest", ChangesCoder.fit):
             dsq_ckpt.save(state, tmp_path / str(number), config=config, history=history)
     with Checkpoint(tmp_path / "2") as checkpoint, Workers(1, 1 << 20) as workers:
-        ref = checkpoint.find("weight", (0, 0))
-        layer = checkpoint._layer(ref, 9000)
-        codes = checkpoint.codes(checkpoint.chain(ref, "parent", ("coded",))[1], workers)
+        ref = checkpoint.find_record("weight", (0, 0))
+        layer = checkpoint._read_chain_record(ref, 9000)
+        codes = checkpoint.decode_codes(checkpoint.follow_chain(ref, "parent", ("coded",))[1], workers)
         damaged = patch.object(type(layer.reader), "borrow", return_value=b"\xff" * 9)
         with damaged, pytest.raises(CorruptCheckpoint, match=r"block 0: damaged"):
             turns.run(layer.update(slice(0, 9000), codes, workers.scratch))

@@ -10,19 +10,19 @@ from typing import Literal
 
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.storage.backend import sizes
+from dsq_ckpt.storage.backend import read_sizes
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
-Fate = Literal["removed", "replaced"]
-PATIENCE = 1.0
+ConcurrentChange = Literal["removed", "replaced"]
+REMOVAL_TIMEOUT = 1.0
 """Seconds in which a removal that was seen half done is expected to come to the manifest."""
-PAUSE = 0.05
+POLL_INTERVAL = 0.05
 """Seconds between two looks at it."""
 
 
-def fate(
+def detect_change(
     directory: Path, save_id: str | None, manifest: Manifest | None = None, deadline: float = -math.inf
-) -> Fate | None:
+) -> ConcurrentChange | None:
     """Return whether a checkpoint was removed or replaced; None: it is there, or that cannot be told.
 
     Programs that remove a directory remove its files in any order: for a moment the manifest is there, and others are
@@ -35,15 +35,15 @@ def fate(
         deadline: wait until then, by the monotonic clock.
     """
     while True:
-        found = _fate(directory, save_id)
+        found = _compare_save_id(directory, save_id)
         if found is not None or manifest is None or time.monotonic() > deadline:
             return found
-        if not lost_files(directory, manifest):
-            return _fate(directory, save_id)
-        time.sleep(PAUSE)
+        if not find_missing_files(directory, manifest):
+            return _compare_save_id(directory, save_id)
+        time.sleep(POLL_INTERVAL)
 
 
-def _fate(directory: Path, save_id: str | None) -> Fate | None:
+def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange | None:
     try:
         return None if Manifest.read(directory).save_id == save_id else "replaced"
     except CheckpointNotFound:
@@ -54,7 +54,7 @@ def _fate(directory: Path, save_id: str | None) -> Fate | None:
         return None
 
 
-def lost_files(directory: Path, manifest: Manifest, *, of_others: bool = False) -> list[str]:
+def find_missing_files(directory: Path, manifest: Manifest, *, of_others: bool = False) -> list[str]:
     """Return the names of the files of a checkpoint that are not there.
 
     Args:
@@ -63,4 +63,4 @@ def lost_files(directory: Path, manifest: Manifest, *, of_others: bool = False) 
         of_others: look only at those that lie in other checkpoints of the run.
     """
     files = {file.path_in(directory): file.name for file in manifest.files if file.held_by or not of_others}
-    return [files[path] for path, size in sizes(files).items() if isinstance(size, FileNotFoundError)]
+    return [files[path] for path, size in read_sizes(files).items() if isinstance(size, FileNotFoundError)]

@@ -24,18 +24,18 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.regular import read_regular
 from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
-from dsq_ckpt.storage.atomic_io import flush, naming, sync_directory
-from dsq_ckpt.storage.container import FileInfo, file_checksum
+from dsq_ckpt.storage.atomic_io import add_path_to_errors, flush, sync_directory
+from dsq_ckpt.storage.container import FileInfo, checksum_file
 from dsq_ckpt.storage.links import link_or_copy, replace_by_link
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 
 JOURNAL = ".attachments"
 PLAIN = "plain"
 """Mark in the names of backups of DeepSpeed's own files, in place of the save id."""
-_MOST = 1 << 26
+_MAX_JOURNAL_BYTES = 1 << 26
 
 
-def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo], fsync: bool) -> None:
+def write_journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo], fsync: bool) -> None:
     """Write the journal of the files that a rank of a save is about to publish; no journal for no files."""
     if files:
         with open(directory / f".{save_id}-{rank:05d}{JOURNAL}", "x") as stream:
@@ -45,7 +45,7 @@ def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo],
             sync_directory(directory)
 
 
-def journaled(directory: Path, save_id: str = "*") -> set[str]:
+def find_journaled_files(directory: Path, save_id: str = "*") -> set[str]:
     """Return the files that an incomplete save, this one or any, published and that still have its content.
 
     Raises:
@@ -55,13 +55,13 @@ def journaled(directory: Path, save_id: str = "*") -> set[str]:
     for path in directory.glob(f".{save_id}-*{JOURNAL}"):
         # The save was killed before it published, or a file is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
-            for name, recorded in strict_json(read_regular(path, _MOST)).items():
-                if "/" not in name and [*file_checksum(directory / name)] == recorded:
+            for name, recorded in strict_json(read_regular(path, _MAX_JOURNAL_BYTES)).items():
+                if "/" not in name and [*checksum_file(directory / name)] == recorded:
                     found.add(name)
     return found
 
 
-class _Noting:
+class _ErrorRecorder:
     """A stream that records the error of a failed write: `torch.save` only says that something is missing."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -79,14 +79,14 @@ class _Noting:
         return getattr(self._stream, name)
 
 
-def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
+def write_attachment(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
     """Write a new file by `work`, and flush it to the device if `fsync`.
 
     Raises:
         OSError: the file cannot be written; it is named.
     """
-    with naming(path, "while it was written"), open(path, "xb") as stream:
-        noting = _Noting(stream)
+    with add_path_to_errors(path, "while it was written"), open(path, "xb") as stream:
+        noting = _ErrorRecorder(stream)
         try:
             work(cast(IO[bytes], noting))
         except Exception:
@@ -96,7 +96,7 @@ def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
         flush(stream, fsync)
 
 
-def back_up_plain(directory: Path, fsync: bool) -> None:
+def back_up_plain_tag(directory: Path, fsync: bool) -> None:
     """Back up the files of a tag that DeepSpeed wrote itself, before a save writes to its directory.
 
     Raises:
@@ -104,28 +104,28 @@ def back_up_plain(directory: Path, fsync: bool) -> None:
     """
     if not directory.is_dir():
         return
-    restore(directory)
+    restore_backups(directory)
     if is_complete(directory):  # `publish` backs up its files
         return
-    of_a_save = journaled(directory)
+    of_a_save = find_journaled_files(directory)
     names = [path.name for path in directory.glob("[!.]*.pt") if path.name not in of_a_save]
     for name in names:
-        link_or_copy(directory / name, _backup(directory, name, PLAIN), fsync)
+        link_or_copy(directory / name, _get_backup_path(directory, name, PLAIN), fsync)
     if names and fsync:
         sync_directory(directory)
 
 
-def plain_backups(directory: Path) -> dict[str, Path]:
+def find_plain_backups(directory: Path) -> dict[str, Path]:
     """Return the backups of a tag that DeepSpeed wrote itself, by the names of its files."""
-    return _backups(directory, PLAIN)
+    return _find_backups(directory, PLAIN)
 
 
-def _backups(directory: Path, mark: str) -> dict[str, Path]:
+def _find_backups(directory: Path, mark: str) -> dict[str, Path]:
     end = f".{mark}.old"
     return {path.name[1 : -len(end)]: path for path in sorted(directory.glob(f".*{end}"))}
 
 
-def replaced_plain(directory: Path) -> dict[str, Path]:
+def find_replaced_plain(directory: Path) -> dict[str, Path]:
     """Return those of `plain_backups` whose files a save replaced, or that no longer exist.
 
     Any other file of such a name was written since, by DeepSpeed or by a user, and belongs to the tag.
@@ -133,12 +133,12 @@ def replaced_plain(directory: Path) -> dict[str, Path]:
     Raises:
         OSError: a file cannot be read.
     """
-    backups = plain_backups(directory)
-    of_a_save = journaled(directory) if backups else set()
+    backups = find_plain_backups(directory)
+    of_a_save = find_journaled_files(directory) if backups else set()
     return {name: path for name, path in backups.items() if name in of_a_save or not (directory / name).exists()}
 
 
-def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
+def publish_attachments(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
     """Give finished files their names, after files of the same names in a complete checkpoint were backed up."""
     try:
         save_id = Manifest.read(directory).save_id
@@ -149,7 +149,7 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
     for name in hidden:
         if save_id is not None and (directory / name).exists():
             # It replaces a backup that a killed save left: DeepSpeed may have written the file since.
-            replace_by_link(directory / name, _backup(directory, name, save_id))
+            replace_by_link(directory / name, _get_backup_path(directory, name, save_id))
     if fsync and save_id is not None:
         sync_directory(directory)
     for name, temporary in hidden.items():
@@ -166,7 +166,7 @@ def remove_backups(directory: Path, names: Iterable[str]) -> None:
                 old.unlink()
 
 
-def restore(directory: Path, save_id: str = "*") -> None:
+def restore_backups(directory: Path, save_id: str = "*") -> None:
     """Restore the backups that an incomplete save made, this one or any.
 
     A file that was written in their place since is newer and stays.
@@ -182,8 +182,8 @@ def restore(directory: Path, save_id: str = "*") -> None:
     except DSQError:
         return
     # Also backups whose content the manifest does not list: DeepSpeed may have written over the checkpoint itself.
-    backups = _backups(directory, manifest.save_id)
-    of_a_save = journaled(directory, save_id) if backups else set()
+    backups = _find_backups(directory, manifest.save_id)
+    of_a_save = find_journaled_files(directory, save_id) if backups else set()
     for name, backup in backups.items():
         if name in of_a_save or not (directory / name).exists():
             os.replace(backup, directory / name)
@@ -192,15 +192,15 @@ def restore(directory: Path, save_id: str = "*") -> None:
 
 
 def _restore_plain(directory: Path, save_id: str) -> None:
-    replaced, newer = replaced_plain(directory), []
-    others = journaled(directory) - journaled(directory, save_id) if replaced else set()
-    for name, backup in plain_backups(directory).items():  # it stays, and marks the directory as DeepSpeed's tag
+    replaced, newer = find_replaced_plain(directory), []
+    others = find_journaled_files(directory) - find_journaled_files(directory, save_id) if replaced else set()
+    for name, backup in find_plain_backups(directory).items():  # it stays, and marks the directory as DeepSpeed's tag
         target = directory / name
         if name in others:
             continue
         if name in replaced:
             replace_by_link(backup, target)
-        elif not (backup.samefile(target) or file_checksum(backup) == file_checksum(target)):
+        elif not (backup.samefile(target) or checksum_file(backup) == checksum_file(target)):
             replace_by_link(target, backup)
             newer.append(name)
     if replaced or newer:
@@ -212,5 +212,5 @@ def _restore_plain(directory: Path, save_id: str) -> None:
         )
 
 
-def _backup(directory: Path, name: str, save_id: str) -> Path:
+def _get_backup_path(directory: Path, name: str, save_id: str) -> Path:
     return directory / f".{name}.{save_id}.old"

@@ -18,12 +18,12 @@ from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage import foreign_files
+from dsq_ckpt.storage import attachment_files
+from dsq_ckpt.storage.attachment_files import find_plain_backups
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.container import FileInfo, file_checksum
-from dsq_ckpt.storage.copying import copy
-from dsq_ckpt.storage.foreign_files import plain_backups
-from dsq_ckpt.storage.gc import collect
+from dsq_ckpt.storage.checkpoint_copy import copy_checkpoints
+from dsq_ckpt.storage.container import FileInfo, checksum_file
+from dsq_ckpt.storage.gc import collect_garbage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES
@@ -53,7 +53,8 @@ def no_space(*args, **kwargs):
 
 
 @pytest.mark.parametrize("fails", [
-    "pipeline.commit", "pipeline.write_rank", "collective.foreign_files.publish", "collective.foreign_files.write",
+    "pipeline.commit", "pipeline.write_rank", "collective.attachment_files.publish_attachments",
+    "collective.attachment_files.write_attachment",
 ])
 def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fails):
     path, save = plain_tag
@@ -67,19 +68,21 @@ def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fail
 
 
 @pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
-@pytest.mark.parametrize("at", ["dsq_ckpt.engine.pipeline.commit", "dsq_ckpt.engine.collective.foreign_files.journal"])
+@pytest.mark.parametrize(
+    "at", ["dsq_ckpt.engine.pipeline.commit", "dsq_ckpt.engine.collective.attachment_files.write_journal"]
+)
 def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_path, at, how):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
         patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]
     if how == "load":
-        foreign_files.restore(path)
+        attachment_files.restore_backups(path)
     elif how == "copy":
-        copy(path, tmp_path / "copied")
+        copy_checkpoints(path, tmp_path / "copied")
         assert (tmp_path / "copied" / STATES).read_bytes() == b"all there is of step 5"
         return
     elif how == "save":
@@ -88,11 +91,11 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
             save()
         assert listing(path) == [STATES]
     else:
-        collect(tmp_path)
+        collect_garbage(tmp_path)
         assert STATES in listing(path) and f".{STATES}.plain.old" in listing(path), "a save may be under way"
         now = time.time()
         monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
-        collect(tmp_path)
+        collect_garbage(tmp_path)
         assert listing(path) == [STATES]
     assert (path / STATES).read_bytes() == b"all there is of step 5"
     monkeypatch.undo()
@@ -112,15 +115,15 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
         save()
     (path / STATES).write_bytes(b"step 9, newer than the backup")
     if how == "load":
         with pytest.warns(UserWarning, match=f"written again after a save over it was killed.*'{STATES}'"):
-            foreign_files.restore(path)
-        assert plain_backups(path), "it is a tag of DeepSpeed's still"
+            attachment_files.restore_backups(path)
+        assert find_plain_backups(path), "it is a tag of DeepSpeed's still"
     elif how == "copy":
-        copy(path, tmp_path / "copied")
+        copy_checkpoints(path, tmp_path / "copied")
         path = tmp_path / "copied"
     elif how == "save":
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed), pytest.warns(UserWarning):
@@ -131,7 +134,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
         now = time.time()
         monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
         with pytest.warns(UserWarning, match="written again"):
-            collect(tmp_path)
+            collect_garbage(tmp_path)
         assert listing(path) == [STATES]
     assert (path / STATES).read_bytes() == b"step 9, newer than the backup"
 
@@ -146,7 +149,7 @@ def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(p
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
             patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
             patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
-            patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
+            patched.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
             save()
     (path / STATES).write_bytes(b"step 9, of DeepSpeed")
     (path / other).write_bytes(b"step 9, of DeepSpeed")
@@ -164,11 +167,11 @@ def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag
     """Where a backup is a copy, a save that was killed before it published leaves the same bytes twice."""
     path, _ = plain_tag
     monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
-    foreign_files.back_up_plain(path, False)
+    attachment_files.back_up_plain_tag(path, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        foreign_files.restore(path)
-    assert (path / STATES).read_bytes() == plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
+        attachment_files.restore_backups(path)
+    assert (path / STATES).read_bytes() == find_plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
 def test_a_file_whose_writer_is_unknown_keeps_its_backup(plain_tag, monkeypatch):
@@ -176,12 +179,12 @@ def test_a_file_whose_writer_is_unknown_keeps_its_backup(plain_tag, monkeypatch)
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
         save()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr("dsq_ckpt.storage.foreign_files.file_checksum", no_space)
-        foreign_files.restore(path)
-    assert plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
+        patched.setattr("dsq_ckpt.storage.attachment_files.checksum_file", no_space)
+        attachment_files.restore_backups(path)
+    assert find_plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
 def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, monkeypatch):
@@ -189,10 +192,10 @@ def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, 
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     with monkeypatch.context() as patched:
-        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachment_files.restore_backups", lambda *_: None)
         tag_without_manifest(path, monkeypatch)
     (path / STATES).write_bytes(b"newer, of DeepSpeed")
-    foreign_files.restore(path)
+    attachment_files.restore_backups(path)
     assert (path / STATES).read_bytes() == b"newer, of DeepSpeed"
     with Checkpoint(path) as checkpoint:  # which is told, as by any load of it
         assert [name for name, _, problem in checkpoint.verify() if problem] == [STATES]
@@ -241,14 +244,14 @@ def exported(run):
 
 def test_a_save_that_fails_leaves_what_another_one_published_over_a_plain_tag(plain_tag):
     path, _ = plain_tag
-    foreign_files.back_up_plain(path, False)
+    attachment_files.back_up_plain_tag(path, False)
     plant(path, "twin")
-    foreign_files.journal(path, SAVE, 0, [FileInfo(STATES, *file_checksum(path / "twin"))], False)
+    attachment_files.write_journal(path, SAVE, 0, [FileInfo(STATES, *checksum_file(path / "twin"))], False)
     os.replace(path / "twin", path / STATES)
-    foreign_files.restore(path, SAVE[::-1])
+    attachment_files.restore_backups(path, SAVE[::-1])
     assert (path / STATES).read_bytes() == b"x" * 10
-    assert plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
-    foreign_files.restore(path, SAVE)
+    assert find_plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
+    attachment_files.restore_backups(path, SAVE)
     assert (path / STATES).read_bytes() == b"all there is of step 5"
 
 
@@ -258,12 +261,12 @@ def test_a_plain_tag_that_could_not_be_backed_up_is_left_as_it_was(plain_tag, mo
     before = listing(path)
 
     def second_fails(source, target, fsync):
-        if plain_backups(path):
+        if find_plain_backups(path):
             no_space()
         os.link(source, target)
 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
-        patched.setattr("dsq_ckpt.storage.foreign_files.link_or_copy", second_fails)
+        patched.setattr("dsq_ckpt.storage.attachment_files.link_or_copy", second_fails)
         save()
     assert listing(path) == before
 
@@ -272,7 +275,9 @@ def test_a_save_of_part_of_a_tensor_replaces_no_attachment(plain_tag, monkeypatc
     path, _ = plain_tag
     part = LocalShard(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
     published = []
-    monkeypatch.setattr("dsq_ckpt.engine.collective.foreign_files.publish", lambda *args: published.append(args))
+    monkeypatch.setattr(
+        "dsq_ckpt.engine.collective.attachment_files.publish_attachments", lambda *args: published.append(args)
+    )
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was given so that"):
         save_parts(path, lambda: LocalState([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
                    overwrite=True)

@@ -12,16 +12,16 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.packs import Link, PackRef, before
+from dsq_ckpt.storage.packs import PackLink, PackRef, reference_place
 from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
-_SAME = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at", "scales")
+_COMPARED_KEYS = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at", "scales")
 """What the records of a pack, or with scales in it, must have in common with those of an earlier one, item by item."""
 
 
-class PacksOfParent:
-    """The packs of an opened checkpoint; see `EarlierPacks`.
+class ParentPackReader:
+    """The packs of an opened checkpoint; see `ParentPacks`.
 
     A context manager. It is opened where there is something to look for. What cannot be read is stored anew: the next
     checkpoint needs it no longer.
@@ -37,27 +37,27 @@ class PacksOfParent:
         self._lock, self._told = threading.Lock(), False
         self._files: CheckpointFiles | None = None
 
-    def __enter__(self) -> PacksOfParent:
+    def __enter__(self) -> ParentPackReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._files is not None:
             self._files.close()
 
-    def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
-        """See `EarlierPacks.of`."""
-        return self._common(records, lambda _, earlier: earlier["packs"])
+    def find_packs(self, records: Sequence[Tree]) -> Sequence[PackRef]:
+        """See `ParentPacks.find_packs`."""
+        return self._find_common(records, lambda _, earlier: earlier["packs"])
 
-    def of_scales(self, records: Sequence[Tree]) -> PackRef | None:
-        """See `EarlierPacks.of_scales`."""
+    def find_scale_pack(self, records: Sequence[Tree]) -> PackRef | None:
+        """See `ParentPacks.find_scale_pack`."""
 
         def pack(file: ContainerReader, _: Tree) -> list[int]:
             place = file.contents["scales"][0]
             return [] if isinstance(place, list) else [place]  # up to format version 7 they were no pack
 
-        return next(iter(self._common(records, pack)), None)
+        return next(iter(self._find_common(records, pack)), None)
 
-    def _common(
+    def _find_common(
         self, records: Sequence[Tree], packs: Callable[[ContainerReader, Tree], Sequence[int]]
     ) -> Sequence[PackRef]:
         """Return the packs that all of these records have there, which `packs` tells of the file and the record."""
@@ -65,37 +65,39 @@ class PacksOfParent:
         if any("offsets" not in record for record in records):  # objects, which only the index of all ranks leads to
             return ()
         try:
-            files = self._opened()
+            files = self._open()
             for record in records:
                 key = ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"]))
                 ref = files.find_chunk(key, self._known)
-                earlier = None if ref is None else files.record(ref)
-                if ref is None or earlier is None or any(earlier.get(name) != record.get(name) for name in _SAME):
+                earlier = None if ref is None else files.read_record(ref)
+                if ref is None or earlier is None:
                     return ()
-                with files.naming(ref.file):
-                    numbers = packs(files.reader(ref.file), earlier)
+                if any(earlier.get(key) != record.get(key) for key in _COMPARED_KEYS):
+                    return ()
+                with files.translate_errors(ref.file):
+                    numbers = packs(files.open_reader(ref.file), earlier)
                     found.add(tuple(PackRef(ref.file, number) for number in numbers))
         except DSQError as error:
-            self._tell(error)
+            self._warn_once(error)
             return ()
         return found.pop() if len(found) == 1 else ()
 
-    def link(self, newest: PackRef, size: int, itemsize: int) -> Link | None:
-        """See `EarlierPacks.link`."""
+    def make_link(self, newest: PackRef, size: int, itemsize: int) -> PackLink | None:
+        """See `ParentPacks.make_link`."""
         try:
-            files = self._opened()
+            files = self._open()
             place = files.pack_place(newest) + 1
             chain = files.pack_chain(newest)
-            while files.pack_place(chain[0]) > before(place):
+            while files.pack_place(chain[0]) > reference_place(place):
                 del chain[0]
             if not files.pack_fits(chain[0], size, itemsize):
                 return None
-            return files.link(chain, place)
+            return files.make_link(chain, place)
         except DSQError as error:
-            self._tell(error)
+            self._warn_once(error)
             return None
 
-    def _opened(self) -> CheckpointFiles:
+    def _open(self) -> CheckpointFiles:
         if self._files is None:
             files = CheckpointFiles(self._directory, lazy=True)
             if files.manifest.save_id != self._save_id:
@@ -103,7 +105,7 @@ class PacksOfParent:
             self._files = files
         return self._files
 
-    def _tell(self, error: DSQError) -> None:
+    def _warn_once(self, error: DSQError) -> None:
         """Warn once."""
         with self._lock:
             told, self._told = self._told, True

@@ -19,20 +19,20 @@ import xxhash
 
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
-from dsq_ckpt.storage import transferring
-from dsq_ckpt.storage.atomic_io import flush, is_hidden, naming, new_directory, sync_directory
-from dsq_ckpt.storage.foreign_files import replaced_plain
-from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage import remote_copy
+from dsq_ckpt.storage.atomic_io import add_path_to_errors, create_directory, flush, is_hidden, sync_directory
+from dsq_ckpt.storage.attachment_files import find_replaced_plain
+from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, detect_change
+from dsq_ckpt.storage.gc import is_dsq_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete
-from dsq_ckpt.storage.meanwhile import PATIENCE, fate
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.transferring import POINTERS, Transfer, is_shared_by_reference
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.remote_copy import POINTERS, RemoteCopy, has_held_files
 
 _PIECE = 1 << 22
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 
 
-class Copied(NamedTuple):
+class CopyResult(NamedTuple):
     """The result of a copy.
 
     Attributes:
@@ -51,13 +51,13 @@ class Copied(NamedTuple):
     files: int
     bytes: int
     links: int
-    left_out: dict[Path, str]
+    skipped: dict[Path, str]
     removed: list[Path]
 
 
-def copy(
+def copy_checkpoints(
     source: str | os.PathLike[str], target: str | os.PathLike[str], progress: Callable[[int], None] | None = None
-) -> Copied:
+) -> CopyResult:
     """Copy a checkpoint, or a run directory with all that is in it.
 
     Training may go on in the run: a checkpoint whose refinement is dropped meanwhile is copied as it is afterwards, and
@@ -74,33 +74,33 @@ def copy(
         CorruptCheckpoint: a file is not what its manifest says; there is no copy.
         SaveFailed: `target` lies in `source`.
     """
-    origin, goal = checkpoint_path(source), checkpoint_path(target)
+    origin, goal = resolve_checkpoint_path(source), resolve_checkpoint_path(target)
     if is_remote(origin) or is_remote(goal):
-        return _between(origin, goal, progress)
+        return _copy_remote(origin, goal, progress)
     if not origin.is_dir():
         raise CheckpointNotFound(f"'{origin}' is not a directory; name a checkpoint or a run directory")
     if os.path.lexists(goal):
         raise CheckpointExists(f"'{goal}' exists; name the directory that is to be made")
     if goal.parent.resolve().is_relative_to(origin.resolve()):
         raise SaveFailed(f"'{goal}' lies in '{origin}', which is to be copied; copy it to somewhere else")
-    if is_shared_by_reference(origin):
-        return _between(origin, goal, progress)
-    with new_directory(goal) as hidden:
-        work = _Copy(origin, progress)
-        work.directory(origin, hidden)
-    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
+    if has_held_files(origin):
+        return _copy_remote(origin, goal, progress)
+    with create_directory(goal) as hidden:
+        work = _LocalCopy(origin, progress)
+        work.copy_directory(origin, hidden)
+    return CopyResult(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
 
 
-def _between(origin: Path, goal: Path, progress: Callable[[int], None] | None) -> Copied:
-    work = Transfer(origin, progress)
+def _copy_remote(origin: Path, goal: Path, progress: Callable[[int], None] | None) -> CopyResult:
+    work = RemoteCopy(origin, progress)
     work.run(goal)
-    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
+    return CopyResult(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
 
 
-def size_of(source: Path) -> int:
+def compute_copy_size(source: Path) -> int:
     """Return the bytes of all files below a directory; one with several names counts once."""
     if is_remote(source):
-        return transferring.size_of(source)
+        return remote_copy.compute_copy_size(source)
     found = {}
     for place, _, names in os.walk(source):
         for name in names:
@@ -110,7 +110,7 @@ def size_of(source: Path) -> int:
     return sum(found.values())
 
 
-class _Copy:
+class _LocalCopy:
     """A copy on its way: what was written so far, by inode of the original."""
 
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
@@ -120,33 +120,33 @@ class _Copy:
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[int, int], tuple[Path, int, str]] = {}
 
-    def directory(self, source: Path, target: Path) -> None:
+    def copy_directory(self, source: Path, target: Path) -> None:
         target.mkdir()
-        manifest = self._checkpoint(source, target) if is_complete(source) else None
+        manifest = self._copy_checkpoint(source, target) if is_complete(source) else None
         known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
         for name in POINTERS:  # before it is looked at what is there, as training may go on
             if (source / name).is_file() and not (source / name).is_symlink() and name not in known:
-                self._file(source / name, target / name, None)
+                self._copy_file(source / name, target / name, None)
                 known.add(name)
-        backups = {} if manifest else replaced_plain(source)  # of a tag that an incomplete save is to replace
+        backups = {} if manifest else find_replaced_plain(source)  # of a tag that an incomplete save is to replace
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
-            if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
+            if entry.name in known or is_dsq_file(entry.name):  # a file of ours that no manifest names is for `dsq gc`
                 continue
             if is_hidden(entry.name):
                 self.left_out[path] = "of a save, a copy or an export that did not complete"
             elif entry.is_symlink():
                 os.symlink(os.readlink(path), goal)
             elif entry.is_dir():
-                self._below(path, goal)
+                self._copy_subdirectory(path, goal)
             elif entry.is_file():
-                self._file(backups.get(entry.name, path), goal, None)
+                self._copy_file(backups.get(entry.name, path), goal, None)
             else:
                 self.left_out[path] = "neither a file nor a directory"
         shutil.copystat(source, target)
         sync_directory(target)
 
-    def _below(self, source: Path, target: Path) -> None:
+    def _copy_subdirectory(self, source: Path, target: Path) -> None:
         """Copy a directory of a run, if it is not removed meanwhile."""
         before = self.checkpoints, self.files, self.bytes, self.links, dict(self.left_out), len(self.removed)
         manifest, complete = None, False
@@ -154,10 +154,10 @@ class _Copy:
             complete = is_complete(source)
             if complete:
                 manifest = Manifest.read(source)
-            elif _only_leftovers(source):
+            elif _has_only_leftovers(source):
                 self.left_out[source] = "of a save that did not complete"
                 return
-            self.directory(source, target)
+            self.copy_directory(source, target)
             if complete and not (target / MANIFEST).exists():
                 Manifest.read(source)  # raises, as it went before it was copied
         except (OSError, DSQError):
@@ -168,18 +168,18 @@ class _Copy:
             del self.removed[removed:]
             self.removed.append(source)
 
-    def _checkpoint(self, source: Path, target: Path) -> Manifest:
+    def _copy_checkpoint(self, source: Path, target: Path) -> Manifest:
         """Copy the files of a checkpoint, its manifest last; begin again where the manifest was replaced meanwhile."""
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             text = (source / MANIFEST).read_bytes()
             (target / MANIFEST).write_bytes(text)
             manifest = Manifest.read(target)
             try:
                 for file in manifest.files:
                     if not (target / file.name).exists():
-                        self._file(source / file.name, target / file.name, file)
+                        self._copy_file(source / file.name, target / file.name, file)
             except (OSError, CorruptCheckpoint):
-                if attempt + 1 < _ATTEMPTS and (source / MANIFEST).read_bytes() != text:
+                if attempt + 1 < _MAX_ATTEMPTS and (source / MANIFEST).read_bytes() != text:
                     continue
                 raise
             break
@@ -194,15 +194,15 @@ class _Copy:
         self.checkpoints += 1
         return manifest
 
-    def _file(self, source: Path, target: Path, expected: ManifestFile | None) -> None:
+    def _copy_file(self, source: Path, target: Path, expected: ManifestFile | None) -> None:
         """Copy a file, or link what was copied of it under another name; compare it with what is expected."""
         with open(source, "rb") as stream:
             status = os.fstat(stream.fileno())
             known = self._written.get((status.st_dev, status.st_ino))
-            if known is not None and _linked(known[0], target):
+            if known is not None and _try_link(known[0], target):
                 self.links += 1
             else:
-                known = self._written[status.st_dev, status.st_ino] = (target, *self._bytes(stream, target))
+                known = self._written[status.st_dev, status.st_ino] = (target, *self._copy_bytes(stream, target))
                 shutil.copystat(source, target)
                 self.files += 1
         _, size, checksum = known
@@ -212,10 +212,10 @@ class _Copy:
                 f"{expected.checksum}: it was altered; nothing was copied"
             )
 
-    def _bytes(self, stream: IO[bytes], target: Path) -> tuple[int, str]:
+    def _copy_bytes(self, stream: IO[bytes], target: Path) -> tuple[int, str]:
         hashed, size = xxhash.xxh3_64(), 0
         with open(target, "xb") as out:
-            while piece := _read(stream):
+            while piece := _read_piece(stream):
                 hashed.update(piece)
                 size += out.write(piece)
                 if self._progress is not None:
@@ -225,12 +225,12 @@ class _Copy:
         return size, hashed.hexdigest()
 
 
-def _read(stream: IO[bytes]) -> bytes:
-    with naming(Path(stream.name), "while it was read"):
+def _read_piece(stream: IO[bytes]) -> bytes:
+    with add_path_to_errors(Path(stream.name), "while it was read"):
         return stream.read(_PIECE)
 
 
-def _linked(source: Path, target: Path) -> bool:
+def _try_link(source: Path, target: Path) -> bool:
     """Give a file another name; False where the file system has no links, or no more of this file."""
     try:
         os.link(source, target)
@@ -244,13 +244,13 @@ def _is_removed(directory: Path, complete: bool, manifest: Manifest | None) -> b
     if not complete:
         return not os.path.lexists(directory)
     save_id = None if manifest is None else manifest.save_id
-    return fate(directory, save_id, manifest, time.monotonic() + PATIENCE) == "removed"
+    return detect_change(directory, save_id, manifest, time.monotonic() + REMOVAL_TIMEOUT) == "removed"
 
 
-def _only_leftovers(directory: Path) -> bool:
+def _has_only_leftovers(directory: Path) -> bool:
     """Return whether a directory is what a save left that did not complete."""
     try:
         names = os.listdir(directory)
     except OSError as error:
         raise DSQError(f"'{directory}' cannot be read: {error.strerror}") from error
-    return bool(names) and MANIFEST not in names and all(map(is_ours, names))
+    return bool(names) and MANIFEST not in names and all(map(is_dsq_file, names))

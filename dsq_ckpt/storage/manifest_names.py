@@ -7,24 +7,24 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 
-def is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return whether a name stays in the directory that it is looked up in."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
-def _beside(name: str) -> str:
-    if not is_plain(name):
+def _check_sibling(name: str) -> str:
+    if not is_plain_name(name):
         raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
     return name
 
 
-def _below(name: str) -> str:
-    if not all(map(is_plain, name.split("/"))):
+def _check_relative(name: str) -> str:
+    if not all(map(is_plain_name, name.split("/"))):
         raise ValueError(f"{name!r} is not the path of a file in this directory; a manifest may not point there")
     return name
 
 
-Sibling = Annotated[str, AfterValidator(_beside)]
+SiblingName = Annotated[str, AfterValidator(_check_sibling)]
 """Name of a directory beside that of the manifest."""
-Below = Annotated[str, AfterValidator(_below)]
+RelativePath = Annotated[str, AfterValidator(_check_relative)]
 """Path of a file in the directory of the manifest, or below it, with slashes."""

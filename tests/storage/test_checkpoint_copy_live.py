@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from dsq_ckpt.errors import CheckpointNotFound
-from dsq_ckpt.storage import copying, transferring
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.removal import remove
+from dsq_ckpt.storage import checkpoint_copy, remote_copy
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import alter, document, error, owned, printed
 from tests.helpers.small_run import NAMES
 from tests.storage.test_remote_removal import chain
@@ -22,7 +22,7 @@ from tests.storage.test_remote_removal import chain
 def at_file(monkeypatch):
     """Let something happen at a file, before it is copied."""
     def arrange(happens, when):
-        real, done = copying._Copy._file, []
+        real, done = checkpoint_copy._LocalCopy._copy_file, []
 
         def changed(self, source, target, expected):
             if not done and when(source):
@@ -30,7 +30,7 @@ def at_file(monkeypatch):
                 happens()
             return real(self, source, target, expected)
 
-        monkeypatch.setattr(copying._Copy, "_file", changed)
+        monkeypatch.setattr(checkpoint_copy._LocalCopy, "_copy_file", changed)
         return done
 
     return arrange
@@ -100,41 +100,41 @@ def test_the_only_one_that_was_named(run, tmp_path, at_file):
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
 def test_object_stores(kinds, store, tmp_path, monkeypatch):
     source, target = (
-        checkpoint_path(f"{tmp_path if kind == 'disk' else store}/{name}")
+        resolve_checkpoint_path(f"{tmp_path if kind == 'disk' else store}/{name}")
         for kind, name in zip(kinds, ("run", "copy"), strict=True)
     )
     paths = chain(str(source), 3)
-    real, done = transferring.transfer, []
+    real, done = remote_copy.copy_between_storages, []
 
     def changed(place, *arguments, **options):
         if not done and place.parent == paths[1]:
             done.append(place)
             real(place, *arguments, **options)  # so that something is there of it
-            remove(paths[1])
+            remove_checkpoint(paths[1])
             raise FileNotFoundError(2, "No such file or directory", str(place))
         return real(place, *arguments, **options)
 
-    monkeypatch.setattr(transferring, "transfer", changed)
-    found = copying.copy(source, target)
+    monkeypatch.setattr(remote_copy, "copy_between_storages", changed)
+    found = checkpoint_copy.copy_checkpoints(source, target)
     assert done and found.removed == [paths[1]] and found.checkpoints == 2
-    assert [path.name for path, _ in checkpoints(target)] == ["step-1", "step-3"]
-    assert not storage_of(target).entries(target / "step-2")
+    assert [path.name for path, _ in iter_checkpoints(target)] == ["step-1", "step-3"]
+    assert not get_storage(target).list_entries(target / "step-2")
     assert document("verify", target)["ok"]
 
 
 def test_all_go_from_an_object_store(store, tmp_path, monkeypatch):
     paths = chain(f"{store}/run", 2)
-    real = transferring.Transfer._checkpoint
+    real = remote_copy.RemoteCopy._copy_checkpoint
 
     def changed(self, *arguments):
         for path in paths:
-            if storage_of(path).entries(path):
-                remove(path)
+            if get_storage(path).list_entries(path):
+                remove_checkpoint(path)
         return real(self, *arguments)
 
-    monkeypatch.setattr(transferring.Transfer, "_checkpoint", changed)
+    monkeypatch.setattr(remote_copy.RemoteCopy, "_copy_checkpoint", changed)
     with pytest.raises(CheckpointNotFound, match="removed while it was copied"):
-        copying.copy(f"{store}/run", tmp_path / "copy")
+        checkpoint_copy.copy_checkpoints(f"{store}/run", tmp_path / "copy")
     assert os.listdir(tmp_path) == []
 
 

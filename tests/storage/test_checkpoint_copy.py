@@ -9,7 +9,7 @@ import pytest
 
 import dsq_ckpt
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
-from dsq_ckpt.storage import copying
+from dsq_ckpt.storage import checkpoint_copy
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import alter, document, error, owned, printed
 from tests.helpers.small_run import NAMES
@@ -79,9 +79,9 @@ def test_an_altered_file_leaves_no_copy(run, tmp_path):
 def test_nothing_is_overwritten(run, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointExists):
-        copying.copy(run, tmp_path / "there")
+        checkpoint_copy.copy_checkpoints(run, tmp_path / "there")
     with pytest.raises(SaveFailed, match="lies in"):
-        copying.copy(run, run / "copy")
+        checkpoint_copy.copy_checkpoints(run, run / "copy")
     assert os.listdir(tmp_path / "there") == []
     assert "is not a directory" in error("cp", tmp_path / "nowhere", tmp_path / "copy")
 
@@ -89,7 +89,7 @@ def test_nothing_is_overwritten(run, tmp_path):
 def test_a_refinement_that_training_drops_meanwhile(run, tmp_path, monkeypatch):
     """The checkpoint is copied as it is afterwards."""
     path = run / NAMES[2]
-    real, dropped = copying._Copy._file, []
+    real, dropped = checkpoint_copy._LocalCopy._copy_file, []
 
     def after_the_drop(self, source, target, expected):
         if not dropped and expected is not None and expected.role == "refinement":
@@ -101,7 +101,7 @@ def test_a_refinement_that_training_drops_meanwhile(run, tmp_path, monkeypatch):
             source.unlink()
         return real(self, source, target, expected)
 
-    monkeypatch.setattr(copying._Copy, "_file", after_the_drop)
-    copying.copy(path, tmp_path / "copy")
+    monkeypatch.setattr(checkpoint_copy._LocalCopy, "_copy_file", after_the_drop)
+    checkpoint_copy.copy_checkpoints(path, tmp_path / "copy")
     assert dropped and document("verify", tmp_path / "copy")["ok"]
     assert dsq_ckpt.describe(tmp_path / "copy")["refinement"] == "dropped"

@@ -14,10 +14,10 @@ from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.storage.container import Block, ContainerReader
 
-_MOST_BLOCK = 1 << 26  # elements
+_MAX_BLOCK_ELEMENTS = 1 << 26  # elements
 
 
-class Layer(NamedTuple):
+class ChainRecord(NamedTuple):
     """Blocks of codes of one record of a chain."""
 
     reader: ContainerReader
@@ -69,7 +69,7 @@ class Layer(NamedTuple):
         return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
-def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scratch) -> Steps:
+def decode_chain(layers: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> Steps:
     """Decode the codes `where` of a chain, from its keyframe on, into `out`.
 
     Raises:
@@ -88,13 +88,13 @@ def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scr
             parent, to, other = to, other, to
 
 
-def block_elements(reader: ContainerReader) -> int:
+def read_block_elements(reader: ContainerReader) -> int:
     """Return the elements of each block of codes of a file.
 
     Raises:
         CorruptCheckpoint: there can be no blocks of so many.
     """
     step = reader.contents["block_elements"]
-    if type(step) is not int or not 0 < step <= _MOST_BLOCK:
+    if type(step) is not int or not 0 < step <= _MAX_BLOCK_ELEMENTS:
         raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
     return step

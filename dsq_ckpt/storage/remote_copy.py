@@ -16,21 +16,21 @@ from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
-from dsq_ckpt.storage.atomic_io import is_hidden, new_directory
-from dsq_ckpt.storage.backend import Entry, storage_of
-from dsq_ckpt.storage.gc import is_ours
-from dsq_ckpt.storage.links import link_or_copy, transfer
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
-from dsq_ckpt.storage.meanwhile import PATIENCE, fate
-from dsq_ckpt.storage.references import remove_all
+from dsq_ckpt.storage.atomic_io import create_directory, is_hidden
+from dsq_ckpt.storage.backend import DirectoryEntry, get_storage
+from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, detect_change
+from dsq_ckpt.storage.gc import is_dsq_file
+from dsq_ckpt.storage.links import copy_between_storages, link_or_copy
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, iter_checkpoints
+from dsq_ckpt.storage.references import remove_files
 
 POINTERS = ("latest", "latest_universal")
 """Names of DeepSpeed's files in a run that name the checkpoint to load."""
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 _LONGEST_NAME = 4096
 
 
-class Transfer:
+class RemoteCopy:
     """A copy of a checkpoint, or of a run: its checkpoints, and the files beside them.
 
     Args:
@@ -68,57 +68,57 @@ class Transfer:
         """
         if goal.is_relative_to(self._origin):
             raise SaveFailed(f"'{goal}' lies in '{self._origin}', which is to be copied; copy it to somewhere else")
-        pointers = _pointers(self._origin)  # before it is looked at what is there, as training may go on
-        found = [self._origin] if is_complete(self._origin) else [path for path, _ in checkpoints(self._origin)]
+        pointers = _read_pointers(self._origin)  # before it is looked at what is there, as training may go on
+        found = [self._origin] if is_complete(self._origin) else [path for path, _ in iter_checkpoints(self._origin)]
         if not found:
             Manifest.read(self._origin)  # raises, and says what is there instead
             raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
-        with self._appearing(goal) as made:
+        with self._create_target(goal) as made:
             for path in found:
                 if path == self._origin:
-                    self._checkpoint(path, made)
+                    self._copy_checkpoint(path, made)
                 else:
-                    self._of_run(path, made / path.name)
+                    self._copy_run_checkpoint(path, made / path.name)
             if not self._committed:
                 raise CheckpointNotFound(f"'{self._origin}': all that was there was removed while it was copied")
             if found != [self._origin]:
-                self._beside(self._origin, made, {path.name for path in found} | pointers.keys())
+                self._copy_other_files(self._origin, made, {path.name for path in found} | pointers.keys())
                 for name, data in pointers.items():
-                    self._pointer(self._origin / name, made / name, data)
+                    self._copy_pointer(self._origin / name, made / name, data)
 
     @contextmanager
-    def _appearing(self, goal: Path) -> Iterator[Path]:
+    def _create_target(self, goal: Path) -> Iterator[Path]:
         """Yield where the copy is to be made; an error leaves nothing of it."""
         if not is_remote(goal):
-            with new_directory(goal) as hidden:
-                storage_of(hidden).make_directory(hidden, True)
+            with create_directory(goal) as hidden:
+                get_storage(hidden).make_directory(hidden, True)
                 yield hidden
             return
-        if storage_of(goal).entries(goal):
+        if get_storage(goal).list_entries(goal):
             raise CheckpointExists(f"'{goal}' exists; name what is to be made")
         try:
             yield goal
         except BaseException:
             with suppress(OSError, DSQError):
-                remove_all(path / MANIFEST for path in self._committed)
+                remove_files(path / MANIFEST for path in self._committed)
                 # Another copy to here, which has the same names, may have completed a checkpoint meanwhile.
                 needed = {path for path in {made.parent for made in self._made} if is_complete(path)}
-                remove_all(path for path in self._made if path.parent not in needed)
+                remove_files(path for path in self._made if path.parent not in needed)
             raise
 
-    def _of_run(self, source: Path, target: Path) -> None:
+    def _copy_run_checkpoint(self, source: Path, target: Path) -> None:
         """Copy a checkpoint of a run, if it is not removed meanwhile."""
         before, manifest = (self.files, self.bytes, self.links), None
         try:
             manifest = Manifest.read(source)
-            self._checkpoint(source, target)
+            self._copy_checkpoint(source, target)
         except (OSError, DSQError):
             save_id = None if manifest is None else manifest.save_id
-            if fate(source, save_id, manifest, time.monotonic() + PATIENCE) != "removed":
+            if detect_change(source, save_id, manifest, time.monotonic() + REMOVAL_TIMEOUT) != "removed":
                 raise
             # Others that need files of it get their own.
             self._written = {key: path for key, path in self._written.items() if path.parent != target}
-            remove_all(path for path in self._made if path.parent == target)
+            remove_files(path for path in self._made if path.parent == target)
             self._made = [path for path in self._made if path.parent != target]
             if not is_remote(target):
                 shutil.rmtree(target, ignore_errors=True)
@@ -126,22 +126,22 @@ class Transfer:
             self.left_out = {path: why for path, why in self.left_out.items() if path.parent != source}
             self.removed = [path for path in self.removed if path.parent != source] + [source]
 
-    def _checkpoint(self, source: Path, target: Path) -> None:
+    def _copy_checkpoint(self, source: Path, target: Path) -> None:
         """Copy a checkpoint; begin again if its manifest was replaced meanwhile, as when its refinement goes."""
-        storage_of(target).make_directory(target, True)
-        for attempt in range(_ATTEMPTS):
+        get_storage(target).make_directory(target, True)
+        for attempt in range(_MAX_ATTEMPTS):
             manifest = Manifest.read(source)
             try:
-                files = [self._file(source, target, file) for file in manifest.files]
+                files = [self._copy_file(source, target, file) for file in manifest.files]
             except (OSError, CorruptCheckpoint):
-                if attempt + 1 < _ATTEMPTS and Manifest.read(source).checksum != manifest.checksum:
+                if attempt + 1 < _MAX_ATTEMPTS and Manifest.read(source).checksum != manifest.checksum:
                     continue
                 raise
             break
         named = {file.name for file in files}
-        remove_all(path for path in self._made if path.parent == target and path.name not in named)
+        remove_files(path for path in self._made if path.parent == target and path.name not in named)
         copied = manifest.model_copy(update={"files": files})
-        self._beside(source, target, _named(manifest))
+        self._copy_other_files(source, target, _list_named_files(manifest))
         Manifest.read(source)  # raises if the checkpoint was removed, and files beside it may be lacking
         if is_complete(target):  # the same bytes, which a store cannot tell from a second try of this one
             raise CheckpointExists(f"another copy to '{target}' was completed while this one was made; it stays")
@@ -150,20 +150,20 @@ class Transfer:
         self.checkpoints += 1
         self.files += 1
 
-    def _beside(self, source: Path, target: Path, known: Collection[str]) -> None:
+    def _copy_other_files(self, source: Path, target: Path, known: Collection[str]) -> None:
         """Copy files of a directory that others wrote, such as settings; none of those below it."""
-        for entry in _of_others(source, known):
+        for entry in _list_other_entries(source, known):
             path = source / entry.name
             if is_hidden(entry.name):
                 self.left_out[path] = "of a save, a copy or an export that did not complete"
-            elif entry.directory:
+            elif entry.is_directory:
                 self.left_out[path] = "a directory that is no complete checkpoint"
             elif not is_remote(path) and not path.is_file():
                 self.left_out[path] = "neither a file nor a directory"
             else:
                 self._made.append(target / entry.name)
                 try:
-                    self.bytes += transfer(path, target / entry.name, None, self._progress)
+                    self.bytes += copy_between_storages(path, target / entry.name, None, self._progress)
                 except FileNotFoundError:
                     if not _is_gone(path):
                         raise
@@ -171,19 +171,19 @@ class Transfer:
                 else:
                     self.files += 1
 
-    def _pointer(self, source: Path, target: Path, data: bytes) -> None:
+    def _copy_pointer(self, source: Path, target: Path, data: bytes) -> None:
         """Copy a file that names a checkpoint, if the copy has that."""
         name = data.decode(errors="replace").strip()
         if target.parent / name not in self._committed:
             self.left_out[source] = f"it names '{name}', which is not in the copy"
             return
         self._made.append(target)
-        with storage_of(target).create(target, fsync=True) as copy:
+        with get_storage(target).create(target, fsync=True) as copy:
             copy.stream.write(data)
             copy.publish()
         self.files, self.bytes = self.files + 1, self.bytes + len(data)
 
-    def _file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
+    def _copy_file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
         """Copy a file, or refer to what was copied of it; its entry in the manifest of the copy."""
         here = file.model_copy(update={"held_by": None})
         known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
@@ -192,7 +192,7 @@ class Transfer:
         if known is None or known.parent == target:
             if known is None:
                 self._made.append(target / file.name)
-                transfer(file.path_in(source), target / file.name, file, progress=self._progress)
+                copy_between_storages(file.path_in(source), target / file.name, file, progress=self._progress)
                 self._written[file.name, file.checksum] = target / file.name
                 self.files, self.bytes = self.files + 1, self.bytes + file.size
             return here
@@ -203,53 +203,53 @@ class Transfer:
         return here
 
 
-def is_shared_by_reference(origin: Path) -> bool:
+def has_held_files(origin: Path) -> bool:
     """Return whether manifests of a local checkpoint or run name other checkpoints, as copied from an object store."""
-    return any(file.held_by is not None for _, manifest in _found(origin) for file in manifest.files)
+    return any(file.held_by is not None for _, manifest in _list_checkpoints(origin) for file in manifest.files)
 
 
-def size_of(origin: Path) -> int:
+def compute_copy_size(origin: Path) -> int:
     """Return the bytes of all files that a copy writes."""
-    found = _found(origin)
-    others = [entry for path, manifest in found for entry in _of_others(path, _named(manifest))]
+    found = _list_checkpoints(origin)
+    others = [entry for path, manifest in found for entry in _list_other_entries(path, _list_named_files(manifest))]
     if not is_complete(origin):
-        others += _of_others(origin, ())
+        others += _list_other_entries(origin, ())
     own = {file.name: file.size for _, manifest in found for file in manifest.files}
-    return sum(own.values()) + sum(entry.size for entry in others if not entry.directory)
+    return sum(own.values()) + sum(entry.size for entry in others if not entry.is_directory)
 
 
-def _found(origin: Path) -> list[tuple[Path, Manifest]]:
+def _list_checkpoints(origin: Path) -> list[tuple[Path, Manifest]]:
     """Return a checkpoint and its manifest, or those of a run that can be read."""
     if is_complete(origin):
         return [(origin, Manifest.read(origin))]
-    return list(checkpoints(origin, lambda *_: None))
+    return list(iter_checkpoints(origin, lambda *_: None))
 
 
-def _named(manifest: Manifest) -> set[str]:
+def _list_named_files(manifest: Manifest) -> set[str]:
     return {MANIFEST, *(file.name for file in manifest.files)}
 
 
-def _of_others(directory: Path, known: Collection[str]) -> list[Entry]:
+def _list_other_entries(directory: Path, known: Collection[str]) -> list[DirectoryEntry]:
     """Return what lies in a directory and is not ours."""
     return [
-        entry for entry in storage_of(directory).entries(directory)
-        if entry.name not in known and not is_ours(entry.name)
+        entry for entry in get_storage(directory).list_entries(directory)
+        if entry.name not in known and not is_dsq_file(entry.name)
     ]
 
 
 def _is_gone(file: Path) -> bool:
     try:
-        storage_of(file).size(file)
+        get_storage(file).size(file)
     except FileNotFoundError:
         return True
     return False
 
 
-def _pointers(run: Path) -> dict[str, bytes]:
+def _read_pointers(run: Path) -> dict[str, bytes]:
     """Return the contents of files of a run that name a checkpoint."""
     found = {}
-    for entry in storage_of(run).entries(run):
-        if entry.name in POINTERS and not entry.directory and entry.size <= _LONGEST_NAME:
+    for entry in get_storage(run).list_entries(run):
+        if entry.name in POINTERS and not entry.is_directory and entry.size <= _LONGEST_NAME:
             with suppress(FileNotFoundError):
-                found[entry.name] = storage_of(run).read(run / entry.name, _LONGEST_NAME)
+                found[entry.name] = get_storage(run).read(run / entry.name, _LONGEST_NAME)
     return found

@@ -13,14 +13,14 @@ from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from dsq_ckpt.storage.container import FORMAT_VERSION
 
 NO_CHECKSUM = "0" * 16
-_DEEP = 64
+_MAX_DEPTH = 64
 _HEAD = re.compile(
     rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
     rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
 )
 
 
-def checked(text: bytes, path: Path) -> dict[str, Any]:
+def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON of a manifest; check its version and checksum before anything else is parsed.
 
     Raises:
@@ -35,21 +35,21 @@ def checked(text: bytes, path: Path) -> dict[str, Any]:
             f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
         )
     stated = head["checksum"] or b""
-    if not stated or sealed(text.replace(stated, NO_CHECKSUM.encode(), 1)) != text:
+    if not stated or insert_checksum(text.replace(stated, NO_CHECKSUM.encode(), 1)) != text:
         raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
     try:
         tree = strict_json(text)
     except ValueError as error:
         raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
     level = [tree]
-    for _ in range(_DEEP):
+    for _ in range(_MAX_DEPTH):
         level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
                  if isinstance(part, dict | list)]
     if level:  # other code walks it by recursion
-        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_DEEP} deep")
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_MAX_DEPTH} deep")
     return dict(tree)
 
 
-def sealed(text: bytes) -> bytes:
+def insert_checksum(text: bytes) -> bytes:
     """Return the text with its own xxh3-64 in place of the zeros, so that every byte of the file is covered."""
     return text.replace(NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)

@@ -11,27 +11,27 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, SaveFailed
-from dsq_ckpt.storage import copying, transferring
-from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.copying import copy, size_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
-from dsq_ckpt.storage.paths import checkpoint_path
-from dsq_ckpt.storage.removal import remove
+from dsq_ckpt.storage import checkpoint_copy, remote_copy
+from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.checkpoint_copy import compute_copy_size, copy_checkpoints
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
+from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.storage.test_remote_removal import chain, loaded, names_in, put, state_of
 
 
 @pytest.fixture
 def place(tmp_path, store):
     """Gives a new place of a kind."""
-    return lambda kind, name: checkpoint_path(str(tmp_path / name) if kind == "disk" else f"{store}/{name}")
+    return lambda kind, name: resolve_checkpoint_path(str(tmp_path / name) if kind == "disk" else f"{store}/{name}")
 
 
 def _size(run) -> int:
     """Bytes of all files, hard links once."""
-    if isinstance(run, type(checkpoint_path("memory://a"))):
+    if isinstance(run, type(resolve_checkpoint_path("memory://a"))):
         return sum(
-            entry.size for path in [entry.name for entry in storage_of(run).entries(run)]
-            for entry in storage_of(run).entries(run / path) if entry.name != MANIFEST
+            entry.size for path in [entry.name for entry in get_storage(run).list_entries(run)]
+            for entry in get_storage(run).list_entries(run / path) if entry.name != MANIFEST
         )
     found = {one.stat().st_ino: one.stat().st_size for one in run.rglob("*") if one.is_file() and one.name != MANIFEST}
     return sum(found.values())
@@ -41,7 +41,7 @@ def _size(run) -> int:
 def test_a_run_is_copied_as_it_is(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
     paths = chain(str(source), 4)
-    done = copy(source, target)
+    done = copy_checkpoints(source, target)
     assert done.checkpoints == 4
     assert done.links == 1 + 2 + 3
     assert _size(source) == _size(target) == done.bytes
@@ -49,7 +49,7 @@ def test_a_run_is_copied_as_it_is(place, kinds):
         ours, other = Manifest.read(target / path.name), Manifest.read(path)
         assert torch.equal(loaded(target / path.name)["w"], loaded(path)["w"])
         assert ours.model_dump(exclude={"files", "checksum"}) == other.model_dump(exclude={"files", "checksum"})
-    assert [path.name for path, _ in checkpoints(target)] == [path.name for path in paths]
+    assert [path.name for path, _ in iter_checkpoints(target)] == [path.name for path in paths]
     result = CliRunner().invoke(app, ["verify", str(target)])
     assert result.exit_code == 0, result.output
     dsq_ckpt.forget()
@@ -62,9 +62,9 @@ def test_a_checkpoint_is_copied_with_all_that_it_needs(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "kept/one")
     paths = chain(str(source), 3)
     value = loaded(paths[2])["w"]
-    copy(paths[2], target)
+    copy_checkpoints(paths[2], target)
     for path in paths:
-        remove(path)
+        remove_checkpoint(path)
     assert torch.equal(loaded(target)["w"], value)
     assert {file.held_by for file in Manifest.read(target).files} == {None}
 
@@ -73,10 +73,10 @@ def test_what_a_removed_checkpoint_left_is_held_by_the_first_that_needs_it(place
     source, target = place("store", "run"), place("store", "copied")
     paths = chain(str(source), 3)
     value = loaded(paths[2])["w"]
-    remove(paths[0])
-    copy(source, target)
-    remove(paths[1])
-    remove(paths[2])
+    remove_checkpoint(paths[0])
+    copy_checkpoints(source, target)
+    remove_checkpoint(paths[1])
+    remove_checkpoint(paths[2])
     assert torch.equal(loaded(target / "step-3")["w"], value)
     assert not names_in(target / "step-1")
 
@@ -99,8 +99,8 @@ def test_a_run_with_two_checkpoints_of_one_save(place, kinds):
     """One is a copy of the other, within the run."""
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
     paths = chain(str(source), 2)
-    copy(paths[1], source / "step-2b")
-    copy(source, target)
+    copy_checkpoints(paths[1], source / "step-2b")
+    copy_checkpoints(source, target)
     for name in ("step-1", "step-2", "step-2b"):
         assert torch.equal(loaded(target / name)["w"], loaded(source / name)["w"])
 
@@ -112,9 +112,9 @@ def test_a_damaged_file_is_not_copied(place, kinds):
     file = next(file for file in Manifest.read(paths[2]).files if file.role == "own")
     put(paths[2] / file.name, bytes(file.size))
     with pytest.raises(CorruptCheckpoint, match=file.name):
-        copy(source, target)
-    assert storage_of(target).entries(target) == []
-    assert storage_of(target).entries(target / "step-1") == []
+        copy_checkpoints(source, target)
+    assert get_storage(target).list_entries(target) == []
+    assert get_storage(target).list_entries(target / "step-1") == []
 
 
 def test_what_is_not_copied_is_told(place):
@@ -125,19 +125,19 @@ def test_what_is_not_copied_is_told(place):
     (source / "killed" / "0123456789abcdef-00000.dsq").write_text("x")
     os.mkfifo(source / "pipe")
     (source / "latest").write_text("killed")
-    assert {path.name: why for path, why in copy(source, target).left_out.items()} == {
+    assert {path.name: why for path, why in copy_checkpoints(source, target).skipped.items()} == {
         "killed": "a directory that is no complete checkpoint", "pipe": "neither a file nor a directory",
         "latest": "it names 'killed', which is not in the copy",
     }
-    assert storage_of(target).read(target / "notes.txt", 99) == b"mine"
+    assert get_storage(target).read(target / "notes.txt", 99) == b"mine"
     (source / "latest").unlink()
     (source / "pipe").unlink()
     with pytest.raises(CheckpointExists, match="exists"):
-        copy(source, target)
+        copy_checkpoints(source, target)
     with pytest.raises(CheckpointNotFound):
-        copy(source / "killed", place("store", "other"))
+        copy_checkpoints(source / "killed", place("store", "other"))
     with pytest.raises(SaveFailed, match="lies in"):
-        copy(target, target / "below")
+        copy_checkpoints(target, target / "below")
 
 
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
@@ -148,17 +148,17 @@ def test_files_beside_checkpoints_go_along(place, kinds, monkeypatch):
     files = {"latest": b"step-2", "zero_to_fp32.py": b"import torch", "step-1/trainer_state.json": b"{}"}
     for name, data in files.items():
         put(source / name, data)
-    pointer, there = transferring.Transfer._pointer, []
+    pointer, there = remote_copy.RemoteCopy._copy_pointer, []
 
     def after_all(work, origin, goal, data):
-        there.extend(entry.name for entry in storage_of(goal).entries(goal.parent))
+        there.extend(entry.name for entry in get_storage(goal).list_entries(goal.parent))
         return pointer(work, origin, goal, data)
 
-    monkeypatch.setattr(transferring.Transfer, "_pointer", after_all)
-    done, expected = copy(source, target), size_of(source)
-    assert {name: storage_of(target).read(target / name, 99) for name in files} == files
+    monkeypatch.setattr(remote_copy.RemoteCopy, "_copy_pointer", after_all)
+    done, expected = copy_checkpoints(source, target), compute_copy_size(source)
+    assert {name: get_storage(target).read(target / name, 99) for name in files} == files
     assert sorted(there) == ["step-1", "step-2", "zero_to_fp32.py"]
-    assert (done.left_out, done.removed) == ({}, [])
+    assert (done.skipped, done.removed) == ({}, [])
     assert done.files == 2 * 4 + len(files)
     if kinds[0] == "store":
         assert done.bytes == expected
@@ -170,7 +170,9 @@ def test_latest_names_what_is_in_the_copy(place, kinds, monkeypatch):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
     chain(str(source), 2)
     put(source / "latest", b"step-2")
-    owner, name = (copying._Copy, "_below") if kinds == ("disk", "disk") else (transferring.Transfer, "_of_run")
+    owner, name = remote_copy.RemoteCopy, "_copy_run_checkpoint"
+    if kinds == ("disk", "disk"):
+        owner, name = checkpoint_copy._LocalCopy, "_copy_subdirectory"
     do, met = getattr(owner, name), []
 
     def after_the_next(*arguments):
@@ -181,42 +183,42 @@ def test_latest_names_what_is_in_the_copy(place, kinds, monkeypatch):
         return do(*arguments)
 
     monkeypatch.setattr(owner, name, after_the_next)
-    copy(source, target)
-    assert met and not storage_of(target).entries(target / "step-3")
-    assert storage_of(target).read(target / "latest", 99) == b"step-2"
+    copy_checkpoints(source, target)
+    assert met and not get_storage(target).list_entries(target / "step-3")
+    assert get_storage(target).read(target / "latest", 99) == b"step-2"
 
 
 def test_a_file_that_goes_meanwhile_is_told(place, monkeypatch):
     source, target = place("disk", "run"), place("store", "copied")
     chain(str(source), 1)
     put(source / "notes.txt", b"mine")
-    sent = transferring.transfer
+    sent = remote_copy.copy_between_storages
 
     def transfer(origin, *arguments, **options):
         if origin.name == "notes.txt":
             origin.unlink()
         return sent(origin, *arguments, **options)
 
-    monkeypatch.setattr(transferring, "transfer", transfer)
-    assert copy(source, target).removed == [source / "notes.txt"]
-    assert {entry.name for entry in storage_of(target).entries(target)} == {"step-1"}
+    monkeypatch.setattr(remote_copy, "copy_between_storages", transfer)
+    assert copy_checkpoints(source, target).removed == [source / "notes.txt"]
+    assert {entry.name for entry in get_storage(target).list_entries(target)} == {"step-1"}
 
 
 def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
     source, target = place("store", "run"), place("store", "copied")
     paths = chain(str(source), 2)
-    sent = transferring.transfer
+    sent = remote_copy.copy_between_storages
 
     def transfer(origin, *arguments, **options):
         if origin.name.endswith(".refinement"):
-            monkeypatch.setattr(transferring, "transfer", sent)
+            monkeypatch.setattr(remote_copy, "copy_between_storages", sent)
             from dsq_ckpt.engine.retention import drop_refinements
 
             assert drop_refinements(paths[1], 1, False) == [paths[0]]
         return sent(origin, *arguments, **options)
 
-    monkeypatch.setattr(transferring, "transfer", transfer)
-    copy(source, target)
+    monkeypatch.setattr(remote_copy, "copy_between_storages", transfer)
+    copy_checkpoints(source, target)
     assert Manifest.read(target / "step-1").refinement == "dropped"
     assert loaded(target / "step-1")["step"] == 1
     assert not any(name.endswith(".refinement") for name in names_in(target / "step-1"))
@@ -226,16 +228,16 @@ def test_two_copies_to_one_place(place, monkeypatch):
     """The second one fails, and leaves the first one whole."""
     chain(str(place("store", "run")), 3)
     source, target = place("store", "run"), place("store", "copied")
-    transfer = transferring.transfer
+    transfer = remote_copy.copy_between_storages
 
     def other_first(*arguments, **options):
-        monkeypatch.setattr(transferring, "transfer", transfer)
-        copy(source, target)
+        monkeypatch.setattr(remote_copy, "copy_between_storages", transfer)
+        copy_checkpoints(source, target)
         return transfer(*arguments, **options)
 
-    monkeypatch.setattr(transferring, "transfer", other_first)
+    monkeypatch.setattr(remote_copy, "copy_between_storages", other_first)
     with pytest.raises(CheckpointExists, match="another copy"):
-        copy(source, target)
+        copy_checkpoints(source, target)
     for step in (1, 2, 3):
         assert torch.equal(loaded(target / f"step-{step}")["w"], loaded(source / f"step-{step}")["w"])
 
