@@ -12,7 +12,7 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from dsq_ckpt.core.collector import collector_paused
+from dsq_ckpt.core.collector import no_garbage_collection
 from dsq_ckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module of the package, when it is first asked for."""
     if name in _MODULE_OF:
-        with collector_paused():
+        with no_garbage_collection():
             value = getattr(importlib.import_module(f"dsq_ckpt.{_MODULE_OF[name]}"), name)
     elif not name.startswith("_") and find_spec(f"dsq_ckpt.{name}") is not None:
         value = importlib.import_module(f"dsq_ckpt.{name}")

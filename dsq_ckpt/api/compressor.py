@@ -31,10 +31,10 @@ from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
-from dsq_ckpt.core.interrupts import held_signals, in_users_function
+from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, format_value
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.interrupts import hold_signals, in_user_code
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
@@ -120,7 +120,7 @@ class Compressor:
         expect("history", history, SaveHistory | None, "a SaveHistory")
         expect_on_save(on_save)
         if hooks not in ("step", "backward", "manual"):
-            raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
+            raise ConfigError(f"hooks is {format_value(hooks)}, expected 'step', 'backward' or 'manual'")
         if optimizer is not None:
             optimizer = unwrap_optimizer(optimizer)
             check_step(optimizer)
@@ -183,13 +183,13 @@ class Compressor:
         taken = sorted({"model", "optimizer"} & set(extra))
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
-        with in_users_function():  # hooks of modules and optimizers
+        with in_user_code():  # hooks of modules and optimizers
             state = {"model": self._select_saved(get_model_state_dict(self.model))}
             if self.optimizer is not None:
                 state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
         return {**state, **extra}
 
-    @held_signals()
+    @hold_signals()
     def save(
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
         pinned: bool = False, background: bool = False,
@@ -238,7 +238,7 @@ class Compressor:
             self._average.reset()
         return result
 
-    @held_signals()
+    @hold_signals()
     def load(
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *,
         refinement: RefinementOption = "auto",
@@ -294,7 +294,7 @@ class Compressor:
             if match.groups is not None:
                 optimizer["param_groups"] = match.groups.from_saved_order(optimizer["param_groups"])
             options = StateDictOptions(strict=False)  # some parameters may have no saved state
-            with restore_groups(self.optimizer, optimizer["param_groups"]) as groups, in_users_function():
+            with restore_groups(self.optimizer, optimizer["param_groups"]) as groups, in_user_code():
                 optimizer["param_groups"] = groups
                 set_optimizer_state(self.model, self.optimizer, optimizer, options)
         if self._manager is not None:
@@ -318,7 +318,7 @@ class Compressor:
         optimizer_state, parameters = getattr(self.optimizer, "state", {}), names_of(self.model)
         if trained := sorted(name for name in self._excluded_names() if optimizer_state.get(parameters[name])):
             warn(
-                f"weights that the optimizer has state of are not saved: {named(trained)} need no gradient at the "
+                f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
                 "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dsq_ckpt.core.interrupts import raised_by_handler
+from dsq_ckpt.core.interrupts import get_handler_error
 from dsq_ckpt.distributed.comm import Elsewhere
 from dsq_ckpt.errors import DSQError, SaveFailed, described
 
@@ -127,7 +127,7 @@ def no_dcp_traceback() -> Iterator[None]:
 
     def passes(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None  # exc_info may be False
-        known = isinstance(error, DSQError) or (error is not None and error is raised_by_handler())
+        known = isinstance(error, DSQError) or (error is not None and error is get_handler_error())
         return not (known and record.module == "state_dict_loader")
 
     root = logging.getLogger()  # DCP's module uses the root logger

@@ -31,10 +31,10 @@ from dsq_ckpt.api.object_placeholders import (
 )
 from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
 from dsq_ckpt.api.stateful import expand_stateful, load_into, to_state_dict, warn_of_nested_stateful
-from dsq_ckpt.core.interrupts import held_signals, raised_by_handler
-from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
+from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import loading, refuse_cycles
+from dsq_ckpt.core.tensor_subclasses import load_subclasses, refuse_cycles
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
@@ -47,7 +47,7 @@ from dsq_ckpt.storage.paths import require_checkpoint_path
 from dsq_ckpt.storage.refinement import RefinementOption
 
 
-@held_signals()
+@hold_signals()
 def load(
     state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
@@ -207,7 +207,7 @@ def load_with_modules(
         if object_placeholders is not None:
             object_placeholders.restore_options()
         completed = [expanded[key] for key, value in state_dict.items() if isinstance(value, Optimizer)]
-        number_parameters(expanded, {*map(id, completed), *(id(target) for target, _ in to_fill)})
+        restore_parameter_numbers(expanded, {*map(id, completed), *(id(target) for target, _ in to_fill)})
         for key, state in expanded.items() if expanded is not state_dict else ():
             if isinstance(value := state_dict[key], Stateful):
                 offered = set() if module_placeholders is None else module_placeholders.offered_keys.get((key,), set())
@@ -227,7 +227,7 @@ def load_with_modules(
             for target, placeholders in to_fill:
                 target.update(placeholders)
             with ExitStack() as conversions:
-                sortable = conversions.enter_context(_string_keys(conversions.enter_context(loading(expanded))))
+                sortable = conversions.enter_context(_string_keys(conversions.enter_context(load_subclasses(expanded))))
                 with unwrap_dcp_errors(LoadFailed, comm.rank), no_single_process_warning(no_dist), no_dcp_traceback():
                     dcp.load(
                         sortable, storage_reader=reader, planner=NestedLoadPlanner(restricted_paths, expanded, hint),
@@ -238,7 +238,7 @@ def load_with_modules(
         except BaseException as error:
             for target, _ in to_fill:
                 target.clear()
-            if (add_note := getattr(raised_by_handler(), "add_note", None)) is not None:  # Python 3.11 and later
+            if (add_note := getattr(get_handler_error(), "add_note", None)) is not None:  # Python 3.11 and later
                 add_note(f"during the load of '{reader.path}': what was to be loaded may be partly filled")
             if isinstance(error, DSQError) and reader.unreadable is not None:
                 raise reader.unreadable from error

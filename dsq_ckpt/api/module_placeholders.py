@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.api.object_placeholders import UnexpectedKeys, refuse_subclass_part
-from dsq_ckpt.core.hints import OTHER_SHAPE
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.hints import SHAPE_MISMATCH_ADVICE
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import class_in
-from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.tensor_subclasses import find_class_key
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.dcp.nested import placeholder
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import LoadFailed
@@ -47,11 +47,11 @@ def select_custom_loaded(module: nn.Module, names: Iterable[str]) -> set[str]:
     do not count.
     """
     custom = {
-        unwrapped(name) for name, part in module.named_modules(remove_duplicate=False) if _overrides_loading(part)
+        strip_wrappers(name) for name, part in module.named_modules(remove_duplicate=False) if _overrides_loading(part)
     }
     selected = set()
     for name in names if custom else ():
-        plain = unwrapped(name)
+        plain = strip_wrappers(name)
         if any(plain[:end] in custom for end in (0, *(place for place, letter in enumerate(plain) if letter == "."))):
             selected.add(name)
     return selected
@@ -88,18 +88,18 @@ class ModulePlaceholders:
             entries = reduce(getitem, keys, state)
             if not isinstance(entries, MutableMapping):
                 continue
-            prefix, expected = _to_path(keys), {unwrapped(str(name)) for name in entries} | set(excluded_keys)
+            prefix, expected = _to_path(keys), {strip_wrappers(str(name)) for name in entries} | set(excluded_keys)
             paths = [*nesting.values(), *(nesting.empty or ())]
             depth = len(prefix)
             saved = {str(path[depth]) for path in paths if path[:depth] == prefix and len(path) > depth}
-            self.unexpected_keys[_to_key(keys)] = {name for name in saved if unwrapped(name) not in expected}
-            parameters = {unwrapped(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+            self.unexpected_keys[_to_key(keys)] = {name for name in saved if strip_wrappers(name) not in expected}
+            parameters = {strip_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
             common = saved & entries.keys()
-            others = {name for name in common if unwrapped(name) not in parameters}
+            others = {name for name in common if strip_wrappers(name) not in parameters}
             names = select_custom_loaded(module, others) | {name for name in common if _is_extra_state(name)}
-            buffers = {unwrapped(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+            buffers = {strip_wrappers(name) for name, _ in module.named_buffers(remove_duplicate=False)}
             for name, value in self._saved_entries(prefix, names).items():
-                if unwrapped(name) in buffers and isinstance(entries[name], torch.Tensor):
+                if strip_wrappers(name) in buffers and isinstance(entries[name], torch.Tensor):
                     entries[name] = self._tensor_placeholder(entries[name], value)
                 else:
                     entries[name] = self._nested_placeholders(entries[name], value, (*prefix, name))
@@ -126,11 +126,11 @@ class ModulePlaceholders:
                 continue
             entries, self.offered_keys[keys] = reduce(getitem, keys, self._state), names
             module_tensors = {
-                unwrapped(name): value.detach() for name, value in
+                strip_wrappers(name): value.detach() for name, value in
                 (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             }
             for name, value in self._saved_entries(prefix, names).items():
-                like = module_tensors.get(unwrapped(name))
+                like = module_tensors.get(strip_wrappers(name))
                 if like is None:
                     entries[name] = self._nested_placeholders(_ABSENT, value, (*prefix, name))
                 else:
@@ -149,7 +149,7 @@ class ModulePlaceholders:
             {path[deep:]: key for path, key in self._nesting.typed.items() if below(path) and len(path) > deep + 1},
             [path[deep:] for path in self._nesting.empty or () if below(path)],
         )
-        return nesting.nested({fqn: fqn for fqn in nesting})
+        return nesting.unflatten({fqn: fqn for fqn in nesting})
 
     def _tensor_placeholder(self, own: torch.Tensor, saved: Any, new: bool = False) -> Any:
         """Return a tensor of the saved shape and of the dtype of the module's tensor `own`.
@@ -168,7 +168,7 @@ class ModulePlaceholders:
         if isinstance(saved, dict):
             for key in saved:
                 parts = (*path, str(key))
-                if class_in(parts, self._nesting) is not None:
+                if find_class_key(parts, self._nesting) is not None:
                     if not isinstance(own, torch.Tensor):
                         refuse_subclass_part(".".join(map(str, path)), parts, self._nesting)
                     return own
@@ -212,7 +212,7 @@ def allow_unexpected_keys(module: Any, offered: Collection[str], path: str | os.
     Raises:
         LoadFailed: the shape of a tensor does not match; the message names the checkpoint and a remedy.
     """
-    unexpected, names = set[str](), {unwrapped(name): name for name in offered}
+    unexpected, names = set[str](), {strip_wrappers(name): name for name in offered}
 
     def add_wrapper_prefixes(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         for name in names.values():  # torch adds prefixes to the keys of the module's state dict alone
@@ -220,8 +220,8 @@ def allow_unexpected_keys(module: Any, offered: Collection[str], path: str | os.
                 state[_wrapped_name(module, name)] = state.pop(name)
 
     def collect_unexpected(_: nn.Module, keys: Any) -> None:
-        unexpected.update(names[unwrapped(key)] for key in keys.unexpected_keys if unwrapped(key) in names)
-        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if unwrapped(key) not in names]
+        unexpected.update(names[strip_wrappers(key)] for key in keys.unexpected_keys if strip_wrappers(key) in names)
+        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if strip_wrappers(key) not in names]
 
     hooks = [
         module.register_load_state_dict_pre_hook(add_wrapper_prefixes),
@@ -234,7 +234,7 @@ def allow_unexpected_keys(module: Any, offered: Collection[str], path: str | os.
     except RuntimeError as error:
         if "size mismatch for " not in str(error):
             raise
-        raise LoadFailed(f"'{path}': {' '.join(str(error).split()).rstrip('.')}: {OTHER_SHAPE}") from error
+        raise LoadFailed(f"'{path}': {' '.join(str(error).split()).rstrip('.')}: {SHAPE_MISMATCH_ADVICE}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -242,10 +242,10 @@ def allow_unexpected_keys(module: Any, offered: Collection[str], path: str | os.
 
 def _wrapped_name(module: nn.Module, name: str) -> str:
     """Return the key of an entry in the state dict of a module, with the prefixes of wrappers of its submodules."""
-    plain = unwrapped(name)
+    plain = strip_wrappers(name)
     inside = {
         f"{own}.": part for part, _ in module.named_modules(remove_duplicate=False)
-        if not (own := unwrapped(part)) or plain.startswith(f"{own}.")
+        if not (own := strip_wrappers(part)) or plain.startswith(f"{own}.")
     }
     above = max(inside, key=len)
     return ".".join(filter(None, (inside[above], plain.removeprefix(above))))
@@ -294,7 +294,7 @@ def load_model_state(
         DSQError: any other failure, on every rank.
     """
     def load() -> tuple[Collection[str], set[str]]:
-        with allow_unexpected_keys(model, offered, directory) as unexpected, in_users_function(loads_module=True):
+        with allow_unexpected_keys(model, offered, directory) as unexpected, in_user_code(loads_module=True):
             set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
         return offered, unexpected
 
@@ -307,13 +307,13 @@ def load_model_state(
 
 def unexpected_keys_warning(names: list[str], path: str | os.PathLike[str]) -> str:
     """Return the text of a warning of saved keys that a module does not have."""
-    return f"{named(names)} of '{path}' was not loaded, since the module does not have it: is it the same model?"
+    return f"{quote(names)} of '{path}' was not loaded, since the module does not have it: is it the same model?"
 
 
 def unexpected_keys_error(names: list[str], directory: str | os.PathLike[str]) -> LoadFailed:
     """Return the error for saved keys that the model to be restored does not have."""
     return LoadFailed(
-        f"'{directory}' has {named(names)} in its model, which this model does not have: load into the same model, or "
+        f"'{directory}' has {quote(names)} in its model, which this model does not have: load into the same model, or "
         "name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
     )
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import initialize_state, reset_on_failure
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import by_parts, class_in
-from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.tensor_subclasses import find_class_key, replace_subclasses
 from dsq_ckpt.dcp.nested import parameters_of, placeholder
 from dsq_ckpt.errors import LoadFailed
 
@@ -76,7 +76,7 @@ class ObjectPlaceholders:
         for key in self._keys.values():
             state[key] = _copy_containers(state[key])
         object_states = {key: state[key] for key in self._keys.values()}
-        values, self._expected = flatten_state_dict(by_parts(object_states))
+        values, self._expected = flatten_state_dict(replace_subclasses(object_states))
         self._without_tensor = {  # the object has None, for example, where a tensor was saved
             name for name, value in values.items()
             if name in self._tensors and not isinstance(value, torch.Tensor | ShardedTensor)
@@ -115,7 +115,7 @@ class ObjectPlaceholders:
             excluded = self._exclude_tensors(names) if optimizer is None and _has_tensors(self._state[key]) else set()
             if excluded_tensors := sorted(excluded & self._tensors.keys()):
                 warn(
-                    f"{named(excluded_tensors)} was saved of '{text}' and is not loaded, since its state_dict() does "
+                    f"{quote(excluded_tensors)} was saved of '{text}' and is not loaded, since its state_dict() does "
                     "not name it: load into an object that has it, or give an empty dict in place of this one",
                     rank=rank,
                 )
@@ -173,7 +173,7 @@ class ObjectPlaceholders:
         foreign = sorted(saved.difference(optimizer.defaults, _COMMON_OPTIONS, *optimizer.param_groups))
         if lacking and foreign:
             warn(
-                f"what was saved of '{text}' has {named(foreign)} and lacks {named(lacking)} in its groups, so it is "
+                f"what was saved of '{text}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is "
                 f"of another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those "
                 "that were saved, and moments may be missing. Leave it out of the load to begin with it as it is",
                 rank=rank,
@@ -235,7 +235,7 @@ def initialize_subclass_states(objects: Mapping[Any, Any], nesting: Nesting) -> 
         LoadFailed: the step that initializes the state fails.
     """
     states = [path for path in nesting.values() if path[1:2] == ("state",)]
-    with_subclasses = {str(path[0]) for path in states if class_in(path, nesting) is not None}
+    with_subclasses = {str(path[0]) for path in states if find_class_key(path, nesting) is not None}
     uninitialized = [
         value for key, value in objects.items()
         if str(key) in with_subclasses and isinstance(value, Optimizer) and not value.state
@@ -258,7 +258,7 @@ def refuse_subclass_part(name: str, path: Path, names: Container[str]) -> None:
     Raises:
         LoadFailed: it is one.
     """
-    if (deep := class_in(path, names)) is not None:
+    if (deep := find_class_key(path, names)) is not None:
         raise LoadFailed(
             f"'{name}' is a part of a tensor of the class {path[deep]}, and what is loaded has no "
             "such tensor in its place: make it as it was made when it was saved, or load into an empty dict"

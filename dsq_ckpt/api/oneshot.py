@@ -22,13 +22,13 @@ from dsq_ckpt.api.saving import ConfigLike
 from dsq_ckpt.api.snapshot_config import quantize_small_weights, snapshot_config
 from dsq_ckpt.api.stateful import expand_stateful, get_state_dict
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.convert.mapped import State
+from dsq_ckpt.convert.mapped_files import State
 from dsq_ckpt.convert.partitioner import deal
 from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
 from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
-from dsq_ckpt.core.interrupts import heard_handlers, in_users_function
-from dsq_ckpt.core.subclasses import by_parts
+from dsq_ckpt.core.interrupts import in_user_code, propagate_handler_errors
+from dsq_ckpt.core.tensor_subclasses import replace_subclasses
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, gather_from_all_ranks, run_on_all_ranks
@@ -53,7 +53,7 @@ Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
 
 
-@heard_handlers()
+@propagate_handler_errors()
 def compress(
     source: Source,
     path: str | os.PathLike[str],
@@ -200,7 +200,7 @@ def _open_state_dict(state: State) -> InMemory:
     Raises:
         ConfigError: a tensor is distributed or on the meta device.
     """
-    opened = InMemory(by_parts(state))
+    opened = InMemory(replace_subclasses(state))
     for fqn in opened.tensors:
         tensor = opened.tensor(fqn)
         if isinstance(tensor, DTensor | ShardedTensor):
@@ -246,7 +246,7 @@ def _local_share(opened: Opened, comm: Communicator) -> LocalState:
 def _pickle_object(value: Any) -> bytes:
     """Return an object as DCP serializes it."""
     stream = io.BytesIO()
-    with in_users_function():
+    with in_user_code():
         torch.save(value, stream)
     return stream.getvalue()
 
@@ -306,7 +306,7 @@ def _load_model(model: nn.Module, state: State) -> State:
                 "(model.to(dtype))"
             )
     try:
-        with in_users_function(loads_module=True):
+        with in_user_code(loads_module=True):
             model.load_state_dict(dict(entry), strict=False)  # keys were compared before; one of tied tensors suffices
     except RuntimeError as error:
         raise ConfigError(f"the model does not take the source's weights: {error}") from error

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
-from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
-from dsq_ckpt.core.subclasses import class_in
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, set_entry
+from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.dcp.nested import placeholder
 
 _DISTRIBUTED = (DTensor, ShardedTensor)
@@ -58,7 +58,7 @@ def fit_placeholders(
     unmatched = set(current)
     same = empty is None or {path for path, _ in empty_dicts(state)} == set(empty)
     for name, path in saved.items():
-        deep = class_in(path, nesting)
+        deep = find_class_key(path, nesting)
         place = path[:deep]
         value = current.get(place)
         unmatched.discard(place)
@@ -74,9 +74,9 @@ def fit_placeholders(
         elif place not in current:
             same = False
             placeholders.new_paths.append(path)
-        put(placeholders.state, nesting.steps(place), value)
+        set_entry(placeholders.state, nesting.steps(place), value)
     for path in empty or ():
-        put(placeholders.state, nesting.steps(path), {}, keep=True)
+        set_entry(placeholders.state, nesting.steps(path), {}, keep=True)
     return OptimizerPlaceholders(state, [], []) if same and not unmatched else placeholders
 
 

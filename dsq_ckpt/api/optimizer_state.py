@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FlatParameter
 from torch.optim import Optimizer
 
-from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.gradients.sensitivity import names_of
 
@@ -105,7 +105,7 @@ def split_state(state: Mapping[Any, Any], kind: str) -> tuple[Tree, Tree]:
     """
     if not all(key in state for key in TORCH_KEYS):
         raise ConfigError(
-            f"{kind}.state_dict() has {named(sorted(map(str, state)))} in place of 'state' and 'param_groups', which "
+            f"{kind}.state_dict() has {quote(sorted(map(str, state)))} in place of 'state' and 'param_groups', which "
             "tell what belongs to which parameter. Save and load {'model': model, 'optimizer': optimizer} by "
             "dsq_ckpt.save and dsq_ckpt.load, which keep what has strings or numbers as keys"
         )

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dsq_ckpt.core.nesting import Nesting, put
-from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.nesting import Nesting, set_entry
 from dsq_ckpt.dcp.nested import placeholder
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
@@ -58,10 +58,10 @@ def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[in
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
             value = placeholder(tensors[name], path, {}) if name in tensors else None
-            put(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
+            set_entry(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
     for path in nesting.empty or ():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
-            put(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], {}, keep=True)
+            set_entry(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], {}, keep=True)
     return placeholders
 
 
@@ -123,7 +123,7 @@ class GroupMatch:
             if problem is not None:
                 raise LoadFailed(
                     f"the optimizer has other parameter groups than '{directory}': its group {group}, with "
-                    f"{named(list(names)) or 'no parameters'}, {problem}. Make it with groups that were saved, in any "
+                    f"{quote(list(names)) or 'no parameters'}, {problem}. Make it with groups that were saved, in any "
                     "order, or load the model alone, by a Compressor without an optimizer"
                 )
             self._numbers += numbers

@@ -27,8 +27,8 @@ from dsq_ckpt.api.dcp_errors import (
 from dsq_ckpt.api.stateful import expand_stateful, find_saved_model, to_state_dict, warn_of_nested_stateful
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_path
-from dsq_ckpt.core.interrupts import held_signals
-from dsq_ckpt.core.subclasses import storable
+from dsq_ckpt.core.interrupts import hold_signals
+from dsq_ckpt.core.tensor_subclasses import to_storable
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedSavePlanner
@@ -118,12 +118,12 @@ def _prepare_stored_state(
 ) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
     writer, state = prepare_save()
     assert writer.path is not None
-    stored = storable(expand_stateful(state))
+    stored = to_storable(expand_stateful(state))
     warn_of_nested_stateful(stored, rank)
     return writer, stored, writer.path
 
 
-@held_signals()
+@hold_signals()
 def save_with_writer(
     prepare_save: PrepareSave, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
     staged: bool = False,
@@ -216,7 +216,7 @@ def async_save(
     )
 
 
-@held_signals()
+@hold_signals()
 def async_save_with_writer(
     prepare_save: PrepareSave, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
     processes: bool = False,

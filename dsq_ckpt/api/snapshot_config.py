@@ -9,7 +9,7 @@ from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
+from dsq_ckpt.core.config_trees import Tree, diff_trees, load_tree, merge_trees
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.groups import EXACT, kind_of
 
@@ -72,7 +72,7 @@ def _bounded_config(config: ConfigLike, max_degradation: float, probes: int) -> 
     if probes and isinstance(whole.quantize.weights.codebook, Lattice):
         snapshot["quantize"]["granularity"] = "tensor"  # each tensor has its own step
     bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
-    return DSQConfig.create(merged(merged(snapshot, _explicit_keys(config)), bound))
+    return DSQConfig.create(merge_trees(merge_trees(snapshot, _explicit_keys(config)), bound))
 
 
 def _explicit_keys(config: ConfigLike) -> Tree:
@@ -80,13 +80,13 @@ def _explicit_keys(config: ConfigLike) -> Tree:
     if config is None:
         return {}
     if not isinstance(config, DSQConfig):  # silent: the check of `config` has warned of former keys
-        tree = dict(config) if isinstance(config, Mapping) else named_tree(config)
+        tree = dict(config) if isinstance(config, Mapping) else load_tree(config)
         return current_keys({str(key): value for key, value in tree.items()}, silent=True)
     tree, defaults = config.model_dump(), DSQConfig(system=config.system).model_dump()
-    explicit = difference(tree, defaults)
+    explicit = diff_trees(tree, defaults)
     if "groups" in explicit.get("quantize", {}):  # the defaults of a group are the values of `weights`
         weights = tree["quantize"]["weights"]
         explicit["quantize"]["groups"] = {
-            name: difference(group, weights) for name, group in tree["quantize"]["groups"].items()
+            name: diff_trees(group, weights) for name, group in tree["quantize"]["groups"].items()
         }
     return explicit

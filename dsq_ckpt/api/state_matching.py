@@ -26,10 +26,10 @@ from dsq_ckpt.api.optimizer_placeholders import OptimizerPlaceholders, fit_place
 from dsq_ckpt.api.optimizer_state import PARAMETERLESS_STATE, extra_entries
 from dsq_ckpt.api.parameter_groups import GroupMatch, option_placeholders, read_saved_groups
 from dsq_ckpt.api.stateful import refuse_meta
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.nesting import Path as Keys
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
@@ -167,35 +167,35 @@ def _warn_of_mismatches(
     """Warn of the fields of `_KeyMismatches` but the first."""
     if unexpected_parameters:
         warn(
-            f"the optimizer state of {named(unexpected_parameters)} in '{directory}' was not loaded, since this "
+            f"the optimizer state of {quote(unexpected_parameters)} in '{directory}' was not loaded, since this "
             "optimizer does not have these parameters", rank=rank
         )
     if missing_parameters:
         warn(
-            f"no optimizer state of {named(missing_parameters)} was loaded, since the optimizer of '{directory}' did "
+            f"no optimizer state of {quote(missing_parameters)} was loaded, since the optimizer of '{directory}' did "
             "not have these parameters: they begin without", rank=rank
         )
     if frozen:
         warn(
-            f"the optimizer state of {named(frozen)} in '{directory}' is not loaded: these parameters need no gradient "
+            f"the optimizer state of {quote(frozen)} in '{directory}' is not loaded: these parameters need no gradient "
             "now, and the optimizer has nothing that tells how their state is sharded. Load it into an optimizer that "
             "has it, if they are to be trained again", rank=rank,
         )
     if ungrouped:
         warn(
-            f"'{directory}' lists {named(ungrouped)} in no group of its optimizer, though it has their state, since it "
+            f"'{directory}' lists {quote(ungrouped)} in no group of its optimizer, though it has their state, since it "
             "was written by ranks with other parameters each, and by dcp.save or an earlier version: their groups are "
             "given the options of the saved ones at the same places", rank=rank,
         )
     if missing_extra:
         warn(
-            f"'{directory}' has no {named(missing_extra)} of the optimizer, whose state_dict() has it, as it was saved "
+            f"'{directory}' has no {quote(missing_extra)} of the optimizer, whose state_dict() has it, as it was saved "
             "by an earlier version, or before there was any: it is not restored", rank=rank,
         )
     if unexpected_entries:
         placeholders = ", ".join(f"'{name}': ..." for name in unexpected_entries[:3])
         warn(
-            f"{named(unexpected_entries)} of '{directory}' is not loaded, since extra does not name it: pass "
+            f"{quote(unexpected_entries)} of '{directory}' is not loaded, since extra does not name it: pass "
             f"placeholders of what you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict "
             "of any content", rank=rank,
         )
@@ -322,7 +322,7 @@ def _match_optimizer_state(
             continue
         if fitted.unshardable_keys:
             raise LoadFailed(
-                f"'{directory}' has {named(sorted(set(fitted.unshardable_keys)))} in the optimizer's state of "
+                f"'{directory}' has {quote(sorted(set(fitted.unshardable_keys)))} in the optimizer's state of "
                 f"'{name}', which this optimizer does not have, so that nothing tells how it is sharded: load into one "
                 "with the same options that was not used yet, or that has it"
             )

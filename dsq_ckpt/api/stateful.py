@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.module_placeholders import allow_unexpected_keys
 from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.quantization.groups import in_tree, is_of_optimizers, layer_types
 
@@ -45,7 +45,7 @@ def to_state_dict(value: Any, call: str) -> dict[str, Any]:
 
 def get_state_dict(value: nn.Module | Stateful) -> dict[str, Any]:
     """Call `state_dict` of a module or of another object of the user."""
-    with in_users_function():
+    with in_user_code():
         return value.state_dict()
 
 
@@ -59,7 +59,7 @@ def load_into(
         The keys among `offered` that the module did not expect.
     """
     is_module = isinstance(value, nn.Module)
-    with allow_unexpected_keys(value, offered, directory) as unexpected, in_users_function(loads_module=is_module):
+    with allow_unexpected_keys(value, offered, directory) as unexpected, in_user_code(loads_module=is_module):
         value.load_state_dict(state)
     return unexpected
 
@@ -97,7 +97,7 @@ def find_saved_model(value: Any, state: Mapping[Any, Any]) -> nn.Module | None:
         name for key, one in state.items() if not is_of_optimizers(str(key)) for name in _matrix_names(str(key), one)
     ]
     if len(modules) == 1:
-        names = {unwrapped(name) for name in get_state_dict(modules[0][1])}
+        names = {strip_wrappers(name) for name in get_state_dict(modules[0][1])}
         return None if other_names or not names.isdisjoint(map(str, state)) else modules[0][1]
     model = join_models(modules)
     types = layer_types(model) if other_names else {}

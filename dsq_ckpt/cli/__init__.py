@@ -42,7 +42,7 @@ class _Commands(TyperGroup):
 
 
 def _warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
-    return output.plain(f"warning: {message}") + "\n"
+    return output.escape_controls(f"warning: {message}") + "\n"
 
 
 app = typer.Typer(

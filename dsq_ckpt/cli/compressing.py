@@ -15,7 +15,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.cli.evaluating import judge
 from dsq_ckpt.cli.inspection import print_contents
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.trees import named_tree
+from dsq_ckpt.core.config_trees import load_tree
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.distributed.mpi import MPICommunicator, launched
 from dsq_ckpt.errors import ConfigError, DSQError
@@ -90,7 +90,7 @@ def configuration(config: str | None, system: str | None) -> DSQConfig:
     Raises:
         ConfigError: there is no such file or preset, or it is wrong.
     """
-    tree: dict[str, Any] = {} if config is None else named_tree(config)
+    tree: dict[str, Any] = {} if config is None else load_tree(config)
     try:
         return DSQConfig.create({**tree, "system": system} if system is not None else tree)
     except ConfigError as error:

@@ -94,7 +94,8 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         whole = compute_restored_error(group)
         whole = group.relative_error if whole is None else whole
         if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
-            screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
+            tensor = output.escape_controls(group.worst_tensor or "")
+            screen.print(f"loses most of {name}: {tensor}, {group.worst_error:.1%} off")
 
 
 def _codebook(group: str, manifest: Manifest) -> str:

@@ -16,10 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from dsq_ckpt.core.figures import number, percent, quotient, ratio, seconds, settings, size
-from dsq_ckpt.core.plain_text import plain
+from dsq_ckpt.core.plain_text import escape_controls
 
 __all__ = [
-    "WIDE", "Meter", "age", "console", "fail", "fields", "meter", "number", "percent", "plain", "print_json",
+    "WIDE", "Meter", "age", "console", "escape_controls", "fail", "fields", "meter", "number", "percent", "print_json",
     "quotient", "ratio", "seconds", "settings", "size", "table",
 ]
 
@@ -33,14 +33,14 @@ class _Console(Console):
     """A console that prints nothing which steers the terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(plain(one, "\n") if isinstance(one, str) else one for one in objects), **options)
+        super().print(*(escape_controls(one, "\n") if isinstance(one, str) else one for one in objects), **options)
 
 
 class _Table(Table):
     """A table in which nothing steers the terminal."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        super().add_row(*(escape_controls(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def console(stderr: bool = False) -> Console:
@@ -57,7 +57,7 @@ def fail(message: str) -> typer.Exit:
     Errors of the library name arguments of its functions, and are told with the options of the same name.
     """
     said = _ARGUMENTS.sub(lambda found: f"--{found[1].replace('_', '-')}", " ".join(message.split()))
-    typer.echo(plain(f"error: {said}"), err=True)
+    typer.echo(escape_controls(f"error: {said}"), err=True)
     return typer.Exit(1)
 
 
@@ -129,7 +129,7 @@ def meter(what: str, total: int | None = None, *, hidden: bool = False) -> Itera
         TextColumn("{task.description}", markup=False), BarColumn(), *counted, TimeElapsedColumn(), console=screen,
         transient=True, redirect_stdout=False,
     )
-    task = progress.add_task(plain(what), total=None if total is None else max(total, 1))
+    task = progress.add_task(escape_controls(what), total=None if total is None else max(total, 1))
     late = threading.Timer(_PATIENCE, progress.start)
     late.daemon = True
     if screen.is_terminal and not hidden:

@@ -141,7 +141,7 @@ def _print_lines(watched: Watched, found: list[RunCheckpoint], interval: float, 
     try:
         while True:
             for entry in found:
-                typer.echo(output.plain(_line(entry)))
+                typer.echo(output.escape_controls(_line(entry)))
             problems = {f"{path.name}: {text}" for path, text in watched.damaged.items()}
             if once:
                 break
@@ -151,7 +151,7 @@ def _print_lines(watched: Watched, found: list[RunCheckpoint], interval: float, 
             except (DSQError, OSError) as error:
                 found, problems = [], problems | {f"{error}; trying again"}
             for problem in sorted(problems - told):
-                typer.echo(output.plain(f"problem: {' '.join(problem.split())}"), err=True)
+                typer.echo(output.escape_controls(f"problem: {' '.join(problem.split())}"), err=True)
             told = problems
     except KeyboardInterrupt:
         pass
@@ -183,7 +183,7 @@ def _view(watched: Watched, problem: str | None) -> Any:
     lines = [*_summary(watched), *damaged[:3], *([f"{len(damaged) - 3} more damaged"] if len(damaged) > 3 else [])]
     if problem is not None:
         lines.append(f"{problem}; trying again")
-    texts = [Text(output.plain(line)) for line in [*lines, "Ctrl-C ends"]]
+    texts = [Text(output.escape_controls(line)) for line in [*lines, "Ctrl-C ends"]]
     return Group(rows, "", *texts) if shown else Group(*texts)
 
 

@@ -21,9 +21,9 @@ from dsq_ckpt.codebooks.update import Relative, Update
 from dsq_ckpt.config.renamed import RENAMED, current_keys
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.core.hints import NOT_REGISTERED, explained, group_hint
+from dsq_ckpt.core.config_trees import load_preset, load_tree, merge_trees
+from dsq_ckpt.core.hints import NOT_REGISTERED, explain_errors, group_hint
 from dsq_ckpt.core.strict_model import StrictModel
-from dsq_ckpt.core.trees import merged, named_tree, preset_tree
 from dsq_ckpt.errors import ConfigError
 
 LAYERS = ("embedding", "linear", "conv", "other")
@@ -125,12 +125,12 @@ class QuantizeConfig(StrictModel):
         tree = current_keys(tree, section="quantize")
         for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
             if isinstance(tree.get(kind), dict):
-                tree[kind] = merged(_defaults_for(kind, cls.model_fields[kind].default, tree[kind]), tree[kind])
+                tree[kind] = merge_trees(_defaults_for(kind, cls.model_fields[kind].default, tree[kind]), tree[kind])
         if isinstance(tree.get("groups"), dict):
             weights = tree.get("weights", cls.model_fields["weights"].default)
             base = weights.model_dump() if isinstance(weights, TensorConfig) else weights
             tree["groups"] = {
-                name: merged(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
+                name: merge_trees(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
                 for name, block in tree["groups"].items()
             }
         return tree
@@ -338,7 +338,7 @@ class DSQConfig(StrictModel):
             return tree
         tree = current_keys(tree)
         system = SYSTEMS.get(str(tree.get("system", "dsq")))
-        return tree if system is None else merged(current_keys(dict(system.defaults)), tree)
+        return tree if system is None else merge_trees(current_keys(dict(system.defaults)), tree)
 
     def __init__(self, **values: Any) -> None:
         """Build a configuration from keyword arguments.
@@ -349,7 +349,7 @@ class DSQConfig(StrictModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explained("configuration", error, DSQConfig, CODEBOOKS, RENAMED)) from None
+            raise ConfigError(explain_errors("configuration", error, DSQConfig, CODEBOOKS, RENAMED)) from None
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
@@ -369,7 +369,7 @@ class DSQConfig(StrictModel):
         where, tree = "configuration", source
         if not isinstance(tree, dict):
             where = os.fspath(tree)
-            tree = named_tree(tree)
+            tree = load_tree(tree)
         try:
             return cls(**{str(key): value for key, value in tree.items()})
         except ConfigError as error:
@@ -382,7 +382,7 @@ class DSQConfig(StrictModel):
         Raises:
             ConfigError: there is no such preset.
         """
-        return cls.create(preset_tree(name))
+        return cls.create(load_preset(name))
 
     def with_values(self, **dotted: Any) -> DSQConfig:
         """Return a copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.convert.causes import cause_of
-from dsq_ckpt.core.nesting import Nesting, number_parameters
+from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
 from dsq_ckpt.storage.atomic_io import create_directory, create_file, sync_directory
@@ -125,7 +125,7 @@ def export_torch(
     goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
     with Opened(source, refinement, progress, part, done="exported") as opened:
-        nested = opened.nested(allow_pickle)
+        nested = opened.to_nested(allow_pickle)
         with create_file(goal) as stream:
             try:
                 torch.save(nested, stream)
@@ -146,7 +146,7 @@ def read(source: StrPath, *, refinement: RefinementOption = "auto", allow_pickle
         ExportError: an object is more than plain data and `allow_pickle` was not given.
     """
     with Opened(source, refinement, None, done="read") as opened:
-        return opened.nested(allow_pickle)
+        return opened.to_nested(allow_pickle)
 
 
 def export_safetensors(
@@ -272,14 +272,14 @@ class Opened:
         objects = set(self.objects)
         self.objects = sorted(name for name, own in self._stored.items() if own in objects)
 
-    def nested(self, allow_pickle: bool) -> dict[str, Any]:
+    def to_nested(self, allow_pickle: bool) -> dict[str, Any]:
         """Return all tensors and objects, in memory, in the nesting that was saved where it is known."""
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
         with self.checkpoint.translate_errors():
-            root = flat if self.paths is None else self.paths.nested(flat)
-            number_parameters(root, {id(root)})
+            root = flat if self.paths is None else self.paths.unflatten(flat)
+            restore_parameter_numbers(root, {id(root)})
             return root
 
     def order(self) -> list[str]:

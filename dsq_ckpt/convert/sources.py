@@ -23,8 +23,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dsq_ckpt.convert import export
-from dsq_ckpt.convert.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
-from dsq_ckpt.core.nesting import Nesting, number_parameters
+from dsq_ckpt.convert.mapped_files import (
+    INDEX,
+    SAFETENSORS,
+    UNDERSTOOD,
+    State,
+    safetensors_state,
+    shards_of,
+    torch_state,
+)
+from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.job import rank_in_job
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, described
@@ -138,8 +146,8 @@ def whole_state(source: Source) -> State:
         flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for offsets, shape, part in parts:
             flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = part
-    root = source.nesting.nested({name: flat[name] for name in source.nesting if name in flat})
-    number_parameters(root, {id(root)})
+    root = source.nesting.unflatten({name: flat[name] for name in source.nesting if name in flat})
+    restore_parameter_numbers(root, {id(root)})
     return root
 
 

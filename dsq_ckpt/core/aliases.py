@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
     What NumPy does not read as it is (other devices, layouts and subclasses, lazy conjugates) is returned itself.
     """
-    if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN_CLASSES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor
@@ -36,10 +36,10 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage in host memory, uint8, in its memory, as a tensor with a storage of its own."""
-    return torch.from_numpy(np.asarray(_Memory(storage)))
+    return torch.from_numpy(np.asarray(_ArrayInterface(storage)))
 
 
-class _Memory:
+class _ArrayInterface:
     """The memory of a storage, by NumPy's interface; it keeps the storage alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:

@@ -22,7 +22,7 @@ def expect(name: str, value: Any, kinds: Any, expected: str) -> None:
         ConfigError: it is of another type.
     """
     if not isinstance(value, kinds):
-        raise ConfigError(f"{name} is {shown(value)}, expected {expected}")
+        raise ConfigError(f"{name} is {format_value(value)}, expected {expected}")
 
 
 def expect_path(name: str, value: Any) -> None:
@@ -64,7 +64,7 @@ def expect_folds(evaluate: Any, check: Any) -> None:
         raise ConfigError("check needs evaluate: it confirms what a search chooses by `evaluate`")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a short value itself, or the class of a longer one, for messages."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         text = repr(value)

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def without_autocast() -> Iterator[None]:
+def no_autocast() -> Iterator[None]:
     """Compute in the dtypes that tensors have; for a block of code, or as a decorator.
 
     Autocast rounds products of matrices to its dtype, so that the same weights would be told apart otherwise inside

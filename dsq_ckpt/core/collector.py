@@ -12,7 +12,7 @@ _paused = False
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Let no garbage be collected in a block of the main thread that imports modules, or fills tables that stay.
 
     Python looks through all objects of the process whenever their number has grown by a quarter, as it does here after

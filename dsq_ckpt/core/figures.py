@@ -13,7 +13,7 @@ def size(count: int) -> str:
         if abs(value) < 999.5:
             break
         value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{_digits(value)} {unit}"
+    return f"{count} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
 def number(count: int) -> str:
@@ -23,12 +23,12 @@ def number(count: int) -> str:
         if abs(value) < 999.5:
             break
         value, unit = value / 1000, larger
-    return f"{_digits(value)}{unit}" if unit else str(count)
+    return f"{_three_digits(value)}{unit}" if unit else str(count)
 
 
 def ratio(logical: int, stored: int) -> str:
     """Format how many times smaller: 56.8x; - if there is nothing to compare."""
-    return f"{_digits(logical / stored)}x" if logical and stored else "-"
+    return f"{_three_digits(logical / stored)}x" if logical and stored else "-"
 
 
 def quotient(logical: int, stored: int) -> float | None:
@@ -54,7 +54,7 @@ def settings(values: Mapping[str, Any]) -> str:
                      for name, value in values.items())
 
 
-def _digits(value: float) -> str:
+def _three_digits(value: float) -> str:
     """Format a number with three significant digits and no exponent."""
     if abs(value) < 9.995:
         return f"{value:.2f}"

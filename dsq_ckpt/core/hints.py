@@ -1,6 +1,5 @@
-"""Hints for misspelled names: keys of a configuration that are wrong where they are, patterns that match nothing.
-
-And for tensors of other shapes than were saved.
+"""Hints in error messages: for misspelled or misplaced configuration keys, patterns without matches, missing names
+and mismatches of shapes.
 """
 
 from __future__ import annotations
@@ -15,34 +14,39 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from dsq_ckpt.core.wrappers import WRAPPERS, unwrapped
+from dsq_ckpt.core.wrappers import WRAPPERS, strip_wrappers
 
-OTHER_SHAPE = (
+SHAPE_MISMATCH_ADVICE = (
     "is it the same model? If the module is to size its buffers by what is loaded, load into an empty dict in the "
     "place of its state dict, and give it that by load_state_dict"
 )
-"""Advice where a tensor was saved with another shape than it has."""
-_GROWN = (
+"""Advice if a saved tensor has another shape than the one to load into."""
+_GROWN_MODEL_ADVICE = (
     " (a model that has grown loads the rest by dcp.load with a DSQStorageReader and "
     "DefaultLoadPlanner(allow_partial_load=True))"
 )
-_OLD = 0.25
-"""Share of the names below a key that are there, from which on a model may have grown."""
+_GROWN_MODEL_SHARE = 0.25
+"""Minimum share of names below a key that exist, for the assumption that the model has grown."""
 _ANY = "*"
-_CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
-_ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it
+_NAME_CUTOFF = 0.75  # similarity of parts of names; below it, `linear` would match `layer`
+_KEY_CUTOFF = 0.8  # similarity of keys in other places; keys at the same place may be less similar
 _EXACT = ("exact", "lossless", "uncompressed", "bitforbit")
 _METHODS = ("bf16", "quantize")
 
 
-class _Place(NamedTuple):
-    """A key of a configuration: its path, where `*` stands for a name of the user's, and the fits that have it."""
+class _Key(NamedTuple):
+    """A key of a configuration.
+
+    Attributes:
+        path: its path; `*` stands for a name that the user chooses.
+        fits: values of `fit` of the codebooks that have it; empty outside of codebooks.
+    """
 
     path: tuple[str, ...]
     fits: tuple[str, ...]
 
-    def near(self, given: Sequence[str]) -> int:
-        """Return the number of components in common with a path, from the root on."""
+    def count_common_parts(self, given: Sequence[str]) -> int:
+        """Return the length of the common prefix with a path."""
         shared = 0
         for own, other in zip(self.path, given, strict=False):
             if own not in (_ANY, other):
@@ -50,13 +54,13 @@ class _Place(NamedTuple):
             shared += 1
         return shared
 
-    def named(self, given: Sequence[str]) -> str:
-        """Return the dotted path, with the names of `given` where users choose them."""
-        shared = self.near(given)
+    def to_dotted(self, given: Sequence[str]) -> str:
+        """Return the dotted path, with the names in `given` at places that the user chooses."""
+        shared = self.count_common_parts(given)
         return ".".join(given[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
 
 
-_EXPECTED = {
+_EXPECTED_TEXTS = {
     "bool_type": "expected true or false", "tuple_type": "expected a list", "list_type": "expected a list",
     "model_type": "expected keys and their values", "dict_type": "expected keys and their values",
     "model_attributes_type": "expected keys and their values", "string_type": "expected text",
@@ -64,53 +68,53 @@ _EXPECTED = {
     "int_from_float": "expected a whole number", "float_type": "expected a number",
     "float_parsing": "expected a number",
 }
-"""By pydantic's kinds of errors."""
+"""Texts by pydantic's error type."""
 NOT_REGISTERED = "not_registered"
-"""Kind of our own: a name that a registry does not know. Its context has the names that are expected."""
-_UNION = ("bool", "constrained-int", "literal['auto']")
-"""Names that pydantic gives to the alternatives of a field."""
+"""An additional error type: a name that is not in a registry. Its context has the expected names."""
+_UNION_LABELS = ("bool", "constrained-int", "literal['auto']")
+"""Pydantic's labels of the alternatives of a field."""
 
 
-def explained(
+def explain_errors(
     where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]],
     renamed: Mapping[str, str],
 ) -> str:
-    """Return the description of all errors in a configuration, a line for each key.
+    """Return the description of all errors in a configuration, one line per key.
 
     Args:
         where: name of the configuration.
-        error: what pydantic found.
-        root: the configuration's model.
-        codebooks: by the value of `fit`, which pydantic names among the keys.
-        renamed: present dotted key by former dotted key.
+        error: pydantic's errors.
+        root: pydantic model of the configuration.
+        codebooks: models of codebooks by the value of `fit`, which pydantic has in the path of an error.
+        renamed: current dotted key by former dotted key.
     """
     problems: dict[str, list[str]] = {}
     found: dict[str, str] = {}
     for issue in error.errors():
-        key = ".".join(str(part) for part in issue["loc"] if part not in (*codebooks, *_UNION))
+        key = ".".join(str(part) for part in issue["loc"] if part not in (*codebooks, *_UNION_LABELS))
         if issue["type"] == "extra_forbidden":
             fit = next((str(part) for part in issue["loc"] if part in codebooks), None)
             hint = _former_hint(key, renamed) or key_hint(root, key.split("."), codebooks, fit)
             problems[key] = [f"unknown key{hint}"]
         else:
-            text, hint = _problem(issue)
+            text, hint = _describe_issue(issue)
             problems.setdefault(key, []).append(text)
-            found[key] = f" (found {_short(issue.get('input'))}){hint}"
+            found[key] = f" (found {_shorten(issue.get('input'))}){hint}"
     lines = [f"  {key or '(root)'}: {', or '.join(texts)}{found.get(key, '')}" for key, texts in problems.items()]
     return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
 
 
 def _former_hint(key: str, renamed: Mapping[str, str]) -> str:
-    """Return the present names of a former key that is given in a wrong place, or besides its present name."""
+    """Return a hint for a former key at a wrong place, or together with its current name."""
     if key in renamed:
         return f"; it is the former name of '{renamed[key]}', which is given too: leave out '{key}'"
     leaf = key.rpartition(".")[2]
     present = [f"'{new}'" for former, new in renamed.items() if former.rpartition(".")[2] == leaf]
-    return f"; '{leaf}' is the former name of {_either(present)}" if present else ""
+    return f"; '{leaf}' is the former name of {_format_alternatives(present)}" if present else ""
 
 
-def _problem(issue: Any) -> tuple[str, str]:
-    """Return the text of an error: what was expected, and what may have been meant."""
+def _describe_issue(issue: Any) -> tuple[str, str]:
+    """Return the expectation of an error, and a hint of the probable meaning."""
     kind, context, given = issue["type"], issue.get("ctx", {}), issue.get("input")
     if kind == "union_tag_invalid":
         expected, given = str(context["expected_tags"]), context["tag"]
@@ -118,8 +122,8 @@ def _problem(issue: Any) -> tuple[str, str]:
         expected = str(context["expected"])
     else:
         plain = issue["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
-        return _EXPECTED.get(kind, plain), ""
-    close = _like(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
+        return _EXPECTED_TEXTS.get(kind, plain), ""
+    close = _find_close_match(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
     hint = f"; did you mean '{close}'?" if close is not None else ""
     if kind in ("union_tag_invalid", NOT_REGISTERED):
         hint = hint or "; if it is another package's, import the module that registers it, or give it an entry point"
@@ -127,7 +131,7 @@ def _problem(issue: Any) -> tuple[str, str]:
     return f"{field}expected {expected}", hint
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -135,47 +139,49 @@ def _short(value: Any) -> str:
 def key_hint(
     root: type[BaseModel], given: Sequence[str], codebooks: Mapping[str, type[BaseModel]], fit: str | None = None
 ) -> str:
-    """Return a hint where an unknown key belongs, or of which key it may be a misspelling.
+    """Return a hint where an unknown key belongs, or which key it may be a misspelling of.
 
     Args:
-        root: the configuration's model.
+        root: pydantic model of the configuration.
         given: path of the unknown key.
-        codebooks: by the value of `fit`.
-        fit: kind of the codebook that it was found in, if it was in one.
+        codebooks: models of codebooks by the value of `fit`.
+        fit: `fit` of the codebook that contains it, if any.
 
     Returns:
-        The end of a message, which begins with a semicolon; empty where nothing comes close.
+        The end of a message, which begins with a semicolon; empty without a similar key.
     """
     parent, leaf = tuple(given[:-1]), given[-1]
-    known = list(_places(root, (), dict.fromkeys(codebooks.values())))
+    known = list(_iter_keys(root, (), dict.fromkeys(codebooks.values())))
     same = [place for place in known if place.path[-1] == leaf]
     if same:
-        best = max(same, key=lambda place: place.near(given))
-        if len(best.path) == len(given) and best.near(given) == len(given):
-            if not best.fits:  # the key is right, and was given with dots
+        best = max(same, key=lambda place: place.count_common_parts(given))
+        if len(best.path) == len(given) and best.count_common_parts(given) == len(given):
+            if not best.fits:  # a valid key that was written with dots
                 nested = "..."
                 for name in reversed(given):
                     nested = f"{{'{name}': {nested}}}"
                 return f"; write it as {nested}"
-            return f"; codebooks have it with fit: {_either(best.fits)}"
+            return f"; codebooks have it with fit: {_format_alternatives(best.fits)}"
         if len(best.path) == 1:
             return f"; '{leaf}' belongs at the top level"
-        return f"; it belongs elsewhere: '{best.named(given)}'"
+        return f"; it belongs elsewhere: '{best.to_dotted(given)}'"
     here = [place.path[-1] for place in known if len(place.path) == len(given)
-            and place.near(parent) == len(parent) and (fit is None or not place.fits or fit in place.fits)]
+            and place.count_common_parts(parent) == len(parent)
+            and (fit is None or not place.fits or fit in place.fits)]
     if close := get_close_matches(leaf, sorted(set(here)), 1):
         return f"; did you mean '{close[0]}'?"
-    if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _ELSEWHERE):
-        best = max((place for place in known if place.path[-1] == close[0]), key=lambda place: place.near(given))
-        return f"; did you mean '{best.named(given)}'?"
+    if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _KEY_CUTOFF):
+        same = [place for place in known if place.path[-1] == close[0]]
+        best = max(same, key=lambda place: place.count_common_parts(given))
+        return f"; did you mean '{best.to_dotted(given)}'?"
     return ""
 
 
 def pattern_hint(pattern: str, names: Iterable[str]) -> str:
-    """Return a hint of names that are close to a shell pattern which matches none of them.
+    """Return a hint of names similar to a shell pattern without matches.
 
     Returns:
-        The end of a message, which begins with a semicolon; it shows some names where none comes close.
+        The end of a message, which begins with a semicolon; it lists some names if none is similar.
     """
     known = sorted(names)
     if not known:
@@ -187,54 +193,57 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
         parts = name.split(".")
         for start in range(len(parts) - width + 1):
             holders.setdefault(".".join(parts[start : start + width]), name)
-    found = [literal] if literal in holders else get_close_matches(literal, holders, 3, _CLOSE)
+    found = [literal] if literal in holders else get_close_matches(literal, holders, 3, _NAME_CUTOFF)
     close = list(dict.fromkeys(holders[part] for part in found))
     if close:
-        return f"; did you mean a pattern for {_either([repr(name) for name in close])}?"
+        return f"; did you mean a pattern for {_format_alternatives([repr(name) for name in close])}?"
     return f"; names here are such as {', '.join(repr(name) for name in known[:3])}"
 
 
 def name_hint(name: str, names: Iterable[str]) -> str:
-    """Return a hint of names that are close to an unknown one.
+    """Return a hint of names similar to an unknown name.
 
     Returns:
-        The end of a message, which begins with a semicolon; it shows some names where none comes close.
+        The end of a message, which begins with a semicolon; it lists some names if none is similar.
     """
     known = sorted(names)
     tail = [other for other in known if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
-    if close := tail[:3] or get_close_matches(name, known, 3, _CLOSE):
-        return f"; did you mean {_either([repr(other) for other in close])}?"
+    if close := tail[:3] or get_close_matches(name, known, 3, _NAME_CUTOFF):
+        return f"; did you mean {_format_alternatives([repr(other) for other in close])}?"
     more = f" and {len(known) - 5} more" if len(known) > 5 else ""
     return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
 
 
-def missing_hint(missing: Sequence[str], asked: Collection[str], names: Collection[str]) -> str:
-    """Return a hint of what to do where names are missing in a checkpoint: the end of a message.
+def missing_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:
+    """Return the end of a message with a remedy for names that are missing in a checkpoint.
 
     Args:
-        missing: names that it lacks.
-        asked: names that were asked for.
-        names: names that it has.
+        missing: requested names that the checkpoint does not have.
+        requested: names in the state dict to load into.
+        names: names in the checkpoint.
     """
-    hint = place_hint(missing, names) if len(missing) == len(asked) else ""
-    if hint := hint or wrapped_hint(missing, asked, names):
+    hint = place_hint(missing, names) if len(missing) == len(requested) else ""
+    if hint := hint or wrapped_hint(missing, requested, names):
         return hint
-    above = missing[0].partition(".")[0]
-    found = [name in names for name in asked if name.partition(".")[0] == above]
-    return (_GROWN if sum(found) >= _OLD * len(found) else "") + name_hint(missing[0], names)
+    top = missing[0].partition(".")[0]
+    exists = [name in names for name in requested if name.partition(".")[0] == top]
+    has_grown = sum(exists) >= _GROWN_MODEL_SHARE * len(exists)
+    return (_GROWN_MODEL_ADVICE if has_grown else "") + name_hint(missing[0], names)
 
 
-def wrapped_hint(missing: Sequence[str], asked: Collection[str], names: Collection[str]) -> str:
-    """Return a hint that names are there with other prefixes of wrappers, such as `_orig_mod` of torch.compile.
+def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:
+    """Return a hint that names exist with other prefixes of wrappers, such as `_orig_mod` of torch.compile.
 
     Args:
-        missing, asked, names: as of `missing_hint`.
+        missing: as for `missing_hint`.
+        requested: as for `missing_hint`.
+        names: as for `missing_hint`.
 
     Returns:
-        The end of a message, which begins with a semicolon; empty where less than half of them are so.
+        The end of a message, which begins with a semicolon; empty if that holds for less than half of `missing`.
     """
-    stored = {unwrapped(name): name for name in names}
-    pairs = [(name, stored[plain]) for name in missing if (plain := unwrapped(name)) in stored]
+    stored = {strip_wrappers(name): name for name in names}
+    pairs = [(name, stored[plain]) for name in missing if (plain := strip_wrappers(name)) in stored]
     if 2 * len(pairs) < len(missing):
         return ""
     (own, found), *rest = pairs
@@ -246,45 +255,45 @@ def wrapped_hint(missing: Sequence[str], asked: Collection[str], names: Collecti
         return f"; it has '{found}'{more}, with its wrappers in another order: wrap the model as when it was saved"
     if not theirs:
         return (
-            f"; it was saved without {_wrappers(ours)} in its names, as '{found}'{more}: pass what "
+            f"; it was saved without {_format_wrappers(ours)} in its names, as '{found}'{more}: pass what "
             "get_model_state_dict of torch.distributed.checkpoint.state_dict returns for the model"
         )
-    places = {_above(*pair) for pair in pairs}
+    places = {_find_missing_prefix(*pair) for pair in pairs}
     top, lacking = own.partition(".")[0], set(missing)
-    some = any(name.partition(".")[0] == top and name not in lacking for name in asked)  # which are as they were saved
-    place = None if len(places) > 1 or ours or some else places.pop()
-    do = "load into a model that is wrapped likewise" if place is None else f"pass {_nested(place)}"
-    return f"; it was saved with {_wrappers(theirs)} in its names, as '{found}'{more}: {do}"
+    some_match = any(name.partition(".")[0] == top and name not in lacking for name in requested)
+    place = None if len(places) > 1 or ours or some_match else places.pop()
+    do = "load into a model that is wrapped likewise" if place is None else f"pass {_format_nested(place)}"
+    return f"; it was saved with {_format_wrappers(theirs)} in its names, as '{found}'{more}: {do}"
 
 
-def _above(asked: str, found: str) -> str | None:
-    """Return the keys that lead to what is stored, up to the wrappers that what was asked for lacks in one place."""
-    own, other = asked.split("."), found.split(".")
+def _find_missing_prefix(requested: str, stored: str) -> str | None:
+    """Return the prefix of a stored name up to wrappers that a requested name lacks; None if it differs elsewhere."""
+    own, other = requested.split("."), stored.split(".")
     deep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     long = deep + len(other) - len(own)
     return ".".join(other[:long]) if other[long:] == own[deep:] else None
 
 
-def _wrappers(parts: Sequence[str]) -> str:
+def _format_wrappers(parts: Sequence[str]) -> str:
     return " and ".join(f"'{part}' of {WRAPPERS[part]}" for part in parts)
 
 
-_SHOWN = 3
-"""Places that are named, of those where all of some names are."""
+_MAX_PLACES = 3
+"""Maximum number of places in a hint."""
 
 
 def place_hint(missing: Sequence[str], names: Collection[str]) -> str:
-    """Return a hint of where all of these names are: below others, or without the keys that lead to them.
+    """Return a hint of a key below which all of these names exist, or of one that they have in excess.
 
     Returns:
-        The end of a message, which begins with a semicolon; empty where they are not together elsewhere.
+        The end of a message, which begins with a semicolon; empty if there is none.
     """
     below = [name.removesuffix(f".{missing[0]}") for name in names if name.endswith(f".{missing[0]}")]
     below = [above for above in below if all(f"{above}.{other}" in names for other in missing)]
     if below:
         below.sort(key=lambda above: (above.split(".")[-1] not in ("model", "module"), len(above), above))
-        quoted = " and below ".join(f"'{above}'" for above in below[:_SHOWN])
-        return f"; below {quoted} it has all of them: pass {' or '.join(map(_nested, below[:_SHOWN]))}"
+        quoted = " and below ".join(f"'{above}'" for above in below[:_MAX_PLACES])
+        return f"; below {quoted} it has all of them: pass {' or '.join(map(_format_nested, below[:_MAX_PLACES]))}"
     for name in names:
         if missing[0].endswith(f".{name}"):
             above = missing[0].removesuffix(name)
@@ -293,32 +302,33 @@ def place_hint(missing: Sequence[str], names: Collection[str]) -> str:
     return ""
 
 
-def _nested(above: str) -> str:
-    """Return the dict to pass for what is below some keys."""
-    nested = "state_dict" if "." in above else "module"  # modules are taken at the top level alone
+def _format_nested(above: str) -> str:
+    """Return the text of the dict to pass for entries below a dotted key."""
+    nested = "state_dict" if "." in above else "module"  # modules are accepted at the top level only
     for key in reversed(above.split(".")):
         nested = f"{{'{key}': {nested}}}"
     return nested
 
 
 def group_hint(name: str, layers: Sequence[str]) -> str | None:
-    """Return why the name that a rule gives to a group without settings is likely a mistake.
+    """Return why the name of a group without settings in a rule is probably a mistake.
 
-    A tensor that was to be exact would be stored lossily without a word, in a group called "Exact".
+    A tensor that should be exact would silently be stored lossily, in a group called "Exact".
 
     Args:
-        name: of the group.
-        layers: groups by layer type, which a rule may name, also with a number behind (`linear2`).
+        name: name of the group.
+        layers: groups by layer type, which a rule may name, also with a number appended (`linear2`).
 
     Returns:
-        A sentence; None for a name that is like no other.
+        A sentence; None for a name without similar ones.
     """
     lowered = name.lower()
     if name in layers or name.rstrip("0123456789") in layers:
         return None
-    if any(part in lowered.replace("-", "").replace("_", "") for part in _EXACT) or _like(lowered, _EXACT, _ELSEWHERE):
+    letters = lowered.replace("-", "").replace("_", "")
+    if any(part in letters for part in _EXACT) or _find_close_match(lowered, _EXACT, _KEY_CUTOFF):
         return f"'{name}' is the name of a group, whose tensors are lossy; to store them bit for bit say exact: true"
-    if close := _like(lowered, (*_METHODS, *layers), _ELSEWHERE):
+    if close := _find_close_match(lowered, (*_METHODS, *layers), _KEY_CUTOFF):
         meant = f"groups: {{NAME: {{method: {close}}}}}" if close in _METHODS else f"'{close}'"
         return (
             f"'{name}' is no group with settings; did you mean {meant}? If it is to be a group of its own, name it in "
@@ -327,41 +337,41 @@ def group_hint(name: str, layers: Sequence[str]) -> str | None:
     return None
 
 
-def _like(name: str, known: Sequence[str], cutoff: float) -> str | None:
+def _find_close_match(name: str, known: Sequence[str], cutoff: float) -> str | None:
     return next(iter(get_close_matches(name, known, 1, cutoff)), None)
 
 
-def _places(
+def _iter_keys(
     model: type[BaseModel], prefix: tuple[str, ...], codebooks: Iterable[type[BaseModel]], fits: tuple[str, ...] = ()
-) -> Iterator[_Place]:
-    """Return all keys below a model; a key that codebooks of several kinds share is listed once."""
+) -> Iterator[_Key]:
+    """Yield all keys of a model; a key that codebooks with several fits share occurs once."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
-        yield _Place(path, fits)
-        members = list(_models(field.annotation, codebooks))
+        yield _Key(path, fits)
+        members = list(_iter_models(field.annotation, codebooks))
         own = _ANY if get_origin(field.annotation) in (dict, tuple) else None
         inner = path if own is None else (*path, own)
         if len(members) == 1:
-            yield from _places(members[0], inner, codebooks)
+            yield from _iter_keys(members[0], inner, codebooks)
             continue
         by_key: dict[tuple[str, ...], list[str]] = {}
         for member in members:
             kinds = get_args(member.model_fields["fit"].annotation)
-            for place in _places(member, inner, codebooks, kinds):
+            for place in _iter_keys(member, inner, codebooks, kinds):
                 by_key.setdefault(place.path, []).extend(place.fits)
-        yield from (_Place(key, tuple(kinds)) for key, kinds in by_key.items())
+        yield from (_Key(key, tuple(kinds)) for key, kinds in by_key.items())
 
 
-def _models(annotation: Any, codebooks: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
-    """Yield the models that a field may hold: directly, in a dict or tuple, or as a choice; abstract: all codebooks."""
+def _iter_models(annotation: Any, codebooks: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+    """Yield the models in the type of a field: itself, or in a dict, tuple or union; all codebooks if abstract."""
     if isabstract(annotation):
         yield from codebooks
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     else:
         for part in get_args(annotation):
-            yield from _models(part, codebooks)
+            yield from _iter_models(part, codebooks)
 
 
-def _either(names: Sequence[str]) -> str:
+def _format_alternatives(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

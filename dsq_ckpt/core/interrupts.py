@@ -1,13 +1,13 @@
-"""Signals during a save or a load: their handlers run where the other ranks can be notified, not between any two steps.
+"""Signals during a save or a load: handlers run only at points where the other ranks can be notified.
 
-A handler that raises (Python's own of SIGINT, one that calls `sys.exit` on SIGTERM) could take a rank out of a save
-between two collectives, where the others then wait for it, or leave trial weights in a model.
+A handler that raises (Python's own for SIGINT, or one that calls `sys.exit` on SIGTERM) could take a rank out of a save
+between two collectives, so that the others wait for it, or leave trial weights in a model.
 
-What a handler raises is the user's wish to stop, whatever its class: it reaches the caller as it is, and is no failure
-of a save or a load. On its way it may be taken for one of the package's own errors (a TimeoutError is an OSError), be
-sent to other ranks and come back as a copy, or be lost in a destructor or a `suppress`. So handlers are called through
-functions of this module, which see what they raise, and the outermost call raises that in the end. A traceback would
-not tell: handlers may be objects, partial functions or written in C, and users call them by themselves too.
+An exception of a handler is the user's wish to stop, whatever its class. It reaches the caller unchanged, and is not a
+failure of the save or load. Until then it could be mistaken for an error of the package (a TimeoutError is an OSError),
+be sent to other ranks and return as a copy, or be lost in a destructor or a `suppress`. Therefore this module calls
+the handlers and records their exceptions, and the outermost call raises the recorded one in the end. Tracebacks would
+not suffice: handlers may be objects, partial functions or written in C, and users may call them too.
 """
 
 from __future__ import annotations
@@ -23,102 +23,105 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-# Others, such as the alarm of a watchdog, are let through at once.
+# Handlers of other signals, such as the alarm of a watchdog, run at once.
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
             if hasattr(signal, name)]
-_VALID = signal.valid_signals()  # asks the C library for each
+_VALID = signal.valid_signals()  # once, since it queries the C library for each signal
 
 
-class _Held:
-    """The handlers of the main thread during a call, the signals that came, and what handlers raised.
+class _HandlerState:
+    """Signal handlers of the main thread during a call, pending signals, and exceptions of handlers.
 
     Attributes:
-        holding: whether handlers wait for `let_signals_through`.
-        shielded: whether what the others raise waits, too.
-        raised: what a handler raised last, for the caller.
-        pending: whether it is still to be raised where other ranks can be notified.
+        handlers: the user's handlers, by signal number.
+        pending_signals: signals whose handlers have not run yet.
+        holds_signals: handlers of `_SIGNALS` wait for `run_pending_handlers`.
+        shielded: exceptions of other handlers are deferred, too.
+        error: last exception of a handler, for the caller.
+        error_is_pending: `error` must still be raised where other ranks can be notified.
     """
 
     def __init__(self) -> None:
-        found = {number: signal.getsignal(number) for number in _VALID}
-        self.handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
-        self.waiting: list[int] = []
-        self.holding = self.shielded = self.pending = False
-        self.raised: BaseException | None = None
+        handlers = {number: signal.getsignal(number) for number in _VALID}
+        self.handlers: dict[int, Any] = {number: handler for number, handler in handlers.items() if callable(handler)}
+        self.pending_signals: list[int] = []
+        self.holds_signals = self.shielded = self.error_is_pending = False
+        self.error: BaseException | None = None
 
-    def hold(self, number: int, frame: FrameType | None) -> None:
-        """Keep the first signal of a kind waiting; whoever sends another one does not want to wait.
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: hold the first one of a kind; run its handler at once for a second one.
 
-        The handlers of other kinds run at once. What they raise waits in their place among several ranks, or while a
-        model is not the user's, however often they run, as those of interval timers do; whoever waits for a lock or a
-        disk in one process is not to wait for longer.
+        Handlers of signals that are not held run at once, as often as an interval timer fires. Their exceptions are
+        deferred if there are several ranks, or while a model has trial weights. In a single process they are raised at
+        once, so that an alarm can end a wait for a lock or a disk.
         """
-        if number in self.waiting:
-            self.waiting.remove(number)
-            self.run(number, frame)
-        elif self.holding and number in _SIGNALS:
-            self.waiting.append(number)
-        elif self.holding and self.shielded:
+        if number in self.pending_signals:
+            self.pending_signals.remove(number)
+            self.run_handler(number, frame)
+        elif self.holds_signals and number in _SIGNALS:
+            self.pending_signals.append(number)
+        elif self.holds_signals and self.shielded:
             with suppress(BaseException):
-                self.run(number, frame)
+                self.run_handler(number, frame)
         else:
-            self.run(number, frame)
+            self.run_handler(number, frame)
 
-    def run(self, number: int, frame: FrameType | None) -> None:
-        """Run a handler, and keep what it raises for the caller; after the call, too, where others call this one."""
+    def run_handler(self, number: int, frame: FrameType | None) -> None:
+        """Run a handler and record its exception; other code may still call this method after the save or load."""
         try:
             self.handlers[number](number, frame)
         except BaseException as error:
-            if _held is self:
-                self.raised, self.pending = error, True
+            if _state is self:
+                self.error, self.error_is_pending = error, True
             raise
 
 
-_held: _Held | None = None  # the main thread's alone
+_state: _HandlerState | None = None  # used by the main thread only
 
 
 @contextmanager
-def heard_handlers() -> Iterator[None]:
-    """Raise what a handler of a signal raised meanwhile as it is, whatever became of it; in the main thread."""
-    global _held
-    if _held is not None or threading.current_thread() is not threading.main_thread():
+def propagate_handler_errors() -> Iterator[None]:
+    """Raise the exception of a signal handler unchanged at the end of the block; in the main thread."""
+    global _state
+    if _state is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = _held = _Held()
+    state = _state = _HandlerState()
     try:
-        for number in held.handlers:
-            signal.signal(number, held.hold)
+        for number in state.handlers:
+            signal.signal(number, state.handle)
         yield
     finally:
-        _give_back(held)
-        raised, held.raised = held.raised, None
-        if raised is not None and sys.exc_info()[1] is not raised:
-            _raise(raised)
+        _restore_handlers(state)
+        error, state.error = state.error, None
+        if error is not None and sys.exc_info()[1] is not error:
+            _raise(error)
 
 
 @contextmanager
-def held_signals() -> Iterator[None]:
-    """Hold the handlers of signals until `let_signals_through`, at the latest until the end; in the main thread.
+def hold_signals() -> Iterator[None]:
+    """Hold signals until `run_pending_handlers`, at the latest until the end of the block; in the main thread.
 
-    Signals without a handler in Python are not held: what kills the process does so at once. What handlers raise
-    reaches the caller as by `heard_handlers`.
+    Signals without a Python handler are not held, so one that kills the process does so at once. Exceptions of handlers
+    reach the caller as with `propagate_handler_errors`.
     """
-    with heard_handlers():
-        held = _held
-        if held is None or held.holding or threading.current_thread() is not threading.main_thread():
+    with propagate_handler_errors():
+        state = _state
+        if state is None or state.holds_signals or threading.current_thread() is not threading.main_thread():
             yield
             return
-        held.holding, held.shielded = True, dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        state.holds_signals = True
+        state.shielded = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         try:
             yield
         finally:
-            held.holding = held.shielded = False
-            while held.waiting:
-                held.run(held.waiting.pop(0), sys._getframe())
+            state.holds_signals = state.shielded = False
+            while state.pending_signals:
+                state.run_handler(state.pending_signals.pop(0), sys._getframe())
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raise what a handler raised; its context stays that of the handler, not what became of it."""
+    """Raise the exception of a handler with its original context, not that of errors it was converted to."""
     context = error.__context__
     try:
         raise error
@@ -126,86 +129,92 @@ def _raise(error: BaseException) -> NoReturn:
         error.__context__ = context
 
 
-def _give_back(held: _Held) -> None:
-    global _held
-    _held, held.holding = None, False
-    for number, handler in held.handlers.items():
-        if signal.getsignal(number) == held.hold:
+def _restore_handlers(state: _HandlerState) -> None:
+    global _state
+    _state, state.holds_signals = None, False
+    for number, handler in state.handlers.items():
+        if signal.getsignal(number) == state.handle:
             signal.signal(number, handler)
 
 
-def _forked() -> None:
-    """Reset a child, such as a worker of the data loader that `evaluate` iterates: the save is its parent's."""
-    if _held is not None:
-        _give_back(_held)
+def _reset_after_fork() -> None:
+    """Reset a forked child, such as a worker of a data loader in `evaluate`: the save runs in its parent."""
+    if _state is not None:
+        _restore_handlers(_state)
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def let_signals_through() -> None:
-    """Run the handlers of signals that came meanwhile; what they raise must reach the other ranks from here.
+def run_pending_handlers() -> None:
+    """Run the handlers of held signals; call it where an exception of theirs reaches the other ranks.
 
-    What the handler of another signal raised, or something caught since, is raised here, too.
+    A deferred exception of the handler of another signal is raised here, too.
     """
-    held = _held
-    if held is None or threading.current_thread() is not threading.main_thread():
+    state = _state
+    if state is None or threading.current_thread() is not threading.main_thread():
         return
-    while held.waiting:
-        held.run(held.waiting.pop(0), sys._getframe())
-    if held.pending and held.raised is not None:
-        held.pending = False
-        _raise(held.raised)
+    while state.pending_signals:
+        state.run_handler(state.pending_signals.pop(0), sys._getframe())
+    if state.error_is_pending and state.error is not None:
+        state.error_is_pending = False
+        _raise(state.error)
 
 
-def raised_by_handler() -> BaseException | None:
-    """Return what a handler raised during this call, which its caller will be given."""
-    return None if _held is None or threading.current_thread() is not threading.main_thread() else _held.raised
+def get_handler_error() -> BaseException | None:
+    """Return the exception of a handler during this call, which the caller will get; None if there is none."""
+    return None if _state is None or threading.current_thread() is not threading.main_thread() else _state.error
 
 
 @contextmanager
-def shielded(shield: bool = True) -> Iterator[None]:
-    """Let what handlers of signals that are not held raise wait, while a model has trial weights; or not wait."""
-    held = _held
-    if held is None or threading.current_thread() is not threading.main_thread():
+def defer_handler_errors(shield: bool = True) -> Iterator[None]:
+    """Defer exceptions of handlers of signals that are not held, as while a model has trial weights.
+
+    Args:
+        shield: False: raise them at once.
+    """
+    state = _state
+    if state is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, held.shielded = held.shielded, shield
+    before, state.shielded = state.shielded, shield
     try:
         yield
     finally:
-        held.shielded = before
+        state.shielded = before
 
 
 @contextmanager
-def in_users_function(loads_module: bool = False) -> Iterator[None]:
-    """Raise what handlers of signals that are not held raise at once in a function of the user.
+def in_user_code(loads_module: bool = False) -> Iterator[None]:
+    """Raise exceptions of handlers of signals that are not held at once, in a function of the user.
 
-    It may expect that, as of an alarm that ends a long evaluation; what it caught, or made another error of, is not for
-    the caller. To be entered around each call of such a function, with no `except` of the package in between.
+    The function may expect one, such as that of an alarm that ends a long evaluation. The caller does not get an
+    exception that the function has caught or converted. Enter it around each call of a function of the user, with no
+    `except` of the package in between.
 
     Args:
-        loads_module: whether it is torch's `load_state_dict` of a module. That makes an error of its own of whatever
-            interrupts a copy, which is still for the caller; hooks of the user raise theirs while they handle one.
+        loads_module: whether the function is torch's `load_state_dict` of a module. It converts an exception that
+            interrupts a copy into its own error, and the caller gets the original one. A hook of the user that converts
+            an exception has it as the context of its own.
     """
-    held = _held
-    if held is None or threading.current_thread() is not threading.main_thread():
+    state = _state
+    if state is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = held.raised, held.pending
+    before = state.error, state.error_is_pending
     try:
-        with shielded(False):
+        with defer_handler_errors(False):
             yield
     except BaseException as error:
-        if error is not held.raised and not (loads_module and held.raised not in _contexts(error)):
-            held.raised, held.pending = before
+        if error is not state.error and not (loads_module and state.error not in _collect_contexts(error)):
+            state.error, state.error_is_pending = before
         raise
-    held.raised, held.pending = before
+    state.error, state.error_is_pending = before
 
 
-def _contexts(error: BaseException) -> list[BaseException]:
-    """Return the exceptions that were being handled when this one was raised."""
-    found = list[BaseException]()
-    while (context := error.__context__) is not None and context not in found:
-        found.append(error := context)
-    return found
+def _collect_contexts(error: BaseException) -> list[BaseException]:
+    """Return the chain of exceptions that were being handled when this one was raised."""
+    contexts = list[BaseException]()
+    while (context := error.__context__) is not None and context not in contexts:
+        contexts.append(error := context)
+    return contexts

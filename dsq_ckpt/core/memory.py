@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class _Names(NamedTuple):
+class _GroupFiles(NamedTuple):
     """Files of a control group: its limit, its usage, and what of the usage the kernel can drop, in memory.stat."""
 
     limit: str
@@ -15,8 +15,8 @@ class _Names(NamedTuple):
     droppable: str
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -25,7 +25,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: root of the file system.
     """
-    meminfo = _numbers(root / "proc/meminfo")
+    meminfo = _read_numbers(root / "proc/meminfo")
     if "MemAvailable:" not in meminfo:
         return None
     free = [meminfo["MemAvailable:"] * 1024]
@@ -34,11 +34,11 @@ def available_memory(root: Path = Path("/")) -> int | None:
             limit, usage = int((group / names.limit).read_text()), int((group / names.usage).read_text())
         except (OSError, ValueError):  # another host's path, or no limit ("max")
             continue
-        free.append(limit - usage + _numbers(group / "memory.stat").get(names.droppable, 0))
+        free.append(limit - usage + _read_numbers(group / "memory.stat").get(names.droppable, 0))
     return max(0, min(free))
 
 
-def _control_groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+def _control_groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     """Yield the control groups of this process that may limit its memory, and those around them."""
     mounted = root / "sys/fs/cgroup"
     try:
@@ -55,7 +55,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _Names]]:
         yield from ((parent, names) for parent in group.parents if parent.is_relative_to(base))
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _read_numbers(file: Path) -> dict[str, int]:
     """Return the first number of each line of a file, by the word before it; empty if it cannot be read."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]

@@ -1,8 +1,7 @@
-"""Nested state dicts: their flat names, what these leave out, and how they are put together again.
+"""Nesting of state dicts: conversion between nested state dicts and flat names without loss.
 
-DCP names what a state dict holds by the path of keys that leads to it. It makes strings of all keys, also of the
-numbers by which a plain `optimizer.state_dict()` knows its parameters, and dicts without entries leave no trace. A
-`Nesting` has both.
+DCP names an entry of a state dict by the path of keys that leads to it. It converts all keys to strings, also the
+numbers of parameters in a plain `optimizer.state_dict()`, and drops empty dicts. A `Nesting` keeps both.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import Any
 from dsq_ckpt.errors import LoadFailed
 
 Path = tuple[str | int, ...]
-"""Keys of dicts as strings, and places in lists as integers."""
+"""Keys of dicts as strings, and indices of lists as integers."""
 Step = tuple[Hashable, bool]
-"""A key of a dict as it was, or a place in a list; and whether it is the latter."""
+"""The original key of a dict, or an index of a list; and whether it is an index."""
 Place = str | tuple[str, tuple[int, ...]]
-"""A flat name; of a part of a distributed tensor, with its offsets."""
+"""A flat name; for a shard of a distributed tensor, with its offsets."""
 
 
 class Nesting(dict[str, Path]):
-    """DCP's path by flat name, as its planners keep them, with what such paths leave out.
+    """DCP's path of each flat name, with the original keys and the empty dicts that paths do not contain.
 
     Attributes:
-        typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None; or all that are no
-            strings (`of`).
+        typed: original keys of dicts, by path of the entry: finite numbers, booleans and None; with `all_keys` of `of`,
+            all keys that are not strings.
         empty: paths of dicts without entries; None: not known.
-        digests: of values by which ranks are compared, by place.
-        groups: names of the parameters in each group of an optimizer, by flat name of the list; in a global plan with
-            those of other ranks, where this one writes the list.
+        digests: digests of values that must be equal on all ranks, by place.
+        groups: names of the parameters in each group of an optimizer, by flat name of the list; in a global plan, with
+            those of other ranks if this rank writes the list.
     """
 
     digests: Mapping[Place, int]
@@ -49,23 +48,23 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:
-        """Return the nesting of a state dict with DCP's flat names; `all_keys` adds keys that an index cannot hold."""
-        found = list(_dicts((), state))
+        """Return the nesting of a state dict with DCP's flat names; `all_keys` keeps keys that no index can store."""
+        entries = list(_iter_entries((), state))
         typed: dict[Path, Hashable] = {}
-        for path, key, _ in found:
+        for path, key, _ in entries:
             if all_keys and type(key) is not str:
                 typed[path] = key
-            elif (own := _plain(key)) is not None or key is None:
-                typed[path] = own
-        return cls(paths, typed, [path for path, _, value in found if isinstance(value, Mapping) and not value])
+            elif (number := _to_plain_number(key)) is not None or key is None:
+                typed[path] = number
+        return cls(paths, typed, [path for path, _, value in entries if isinstance(value, Mapping) and not value])
 
     @classmethod
     def merged(cls, paths: Mapping[str, Path], parts: Iterable[Nesting]) -> Nesting:
         """Return the union of the nestings of all ranks.
 
         Args:
-            paths: paths of all ranks.
-            parts: nesting of each rank; empty dicts are known if one rank has them.
+            paths: paths of all ranks, by flat name.
+            parts: nesting of each rank; empty dicts are known if at least one rank knows its own.
         """
         typed: dict[Path, Hashable] = {}
         empty: dict[Path, None] | None = None
@@ -77,10 +76,10 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def from_json(cls, index: Mapping[str, Any]) -> Nesting | None:
-        """Return the nesting of an index, or None if the planner kept no paths.
+        """Return the nesting from an index, or None if the planner stored no paths.
 
         Raises:
-            KeyError, IndexError, TypeError: it is not as documented.
+            KeyError, IndexError, TypeError: the index does not have the documented form.
         """
         if index["planner"] is None:
             return None
@@ -91,10 +90,11 @@ class Nesting(dict[str, Path]):
             None if empty is None else [tuple(path) for path in empty],
         )
 
-    def become_strings(self, state: Mapping[str, Any]) -> list[tuple[Path, Any]]:
-        """Return paths and keys of the state dict that neither are strings nor are kept, such as tuples."""
+    def list_unkept_keys(self, state: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+        """Return paths and keys of the state dict that are converted to strings, such as tuples."""
         return [
-            (path, key) for path, key, _ in _dicts((), state) if not isinstance(key, str) and path not in self.typed
+            (path, key) for path, key, _ in _iter_entries((), state)
+            if not isinstance(key, str) and path not in self.typed
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -106,18 +106,17 @@ class Nesting(dict[str, Path]):
         }
 
     def steps(self, path: Path) -> list[Step]:
-        """Return a path with the keys of the saved state dict."""
-        found: list[Step] = []
-        for place, part in enumerate(path):
-            found.append((self.typed.get(path[: place + 1], part), type(part) is int))
-        return found
+        """Return a path with the original keys of the saved state dict."""
+        return [
+            (self.typed.get(path[: place + 1], part), type(part) is int) for place, part in enumerate(path)
+        ]
 
-    def nested(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the nested state dict of flat names and values, in their order; every dict is new.
+    def unflatten(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the nested state dict of flat names and values, in their order, with new dicts and lists.
 
         Raises:
             KeyError: a name has no path.
-            LoadFailed: one name is a value where others are below it, as where ranks have different things of one name.
+            LoadFailed: a name is a value and also a prefix of others, as when ranks use a name differently.
         """
         inner = {self[name][:end]: name for name in flat for end in range(1, len(self[name]))}
         for name in flat:
@@ -128,50 +127,51 @@ class Nesting(dict[str, Path]):
                 )
         root: dict[Any, Any] = {}
         for name, value in flat.items():
-            put(root, self.steps(self[name]), value)
+            set_entry(root, self.steps(self[name]), value)
         for path in self.empty or ():
-            put(root, self.steps(path), {}, keep=True)
+            set_entry(root, self.steps(path), {}, keep=True)
         return root
 
     def below(self, path: Path) -> Nesting | None:
-        """Return the nesting below a path, or None if nothing lies there, not even an empty dict."""
+        """Return the nesting below a path, or None if there is nothing, not even an empty dict."""
         deep = len(path)
-        found = Nesting(
+        nesting = Nesting(
             {name: own[deep:] for name, own in self.items() if own[:deep] == path and len(own) > deep},
             {own[deep:]: key for own, key in self.typed.items() if own[:deep] == path and len(own) > deep},
             [own[deep:] for own in self.empty or () if own[:deep] == path and len(own) > deep],
         )
-        return found if found or found.empty or path in (self.empty or ()) else None
+        return nesting if nesting or nesting.empty or path in (self.empty or ()) else None
 
 
-def _plain(key: Any) -> int | float | None:
-    """Return a key that is a finite number as an equal one of Python's own classes, as JSON has it; None: it is none.
+def _to_plain_number(key: Any) -> int | float | None:
+    """Return the Python int, float or bool that equals a key, for JSON; None if the key is not a finite number.
 
-    Others are those of NumPy, and members of an `IntEnum`, as far as they have the same text, by which DCP names them.
+    Numbers of other classes, such as NumPy's or members of an `IntEnum`, count if they have the same text, which DCP
+    uses in names.
     """
     if isinstance(key, bool):
         return key
     if not isinstance(key, Integral | Real) or not math.isfinite(key):
         return None
-    found = int(key) if isinstance(key, Integral) else float(key)
-    return found if found == key and str(found) == str(key) else None
+    number = int(key) if isinstance(key, Integral) else float(key)
+    return number if number == key and str(number) == str(key) else None
 
 
-def put(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = False) -> None:
-    """Set an entry of a nested state dict; dicts and lists on the way are made where they are not there.
+def set_entry(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = False) -> None:
+    """Set an entry of a nested state dict, and create missing dicts and lists on the path.
 
     Args:
         root: the state dict.
-        steps: the way to the entry.
-        value: what to put there.
-        keep: what is there stays.
+        steps: path of the entry.
+        value: the new value.
+        keep: keep an existing value.
     """
     node: Any = root
     for (key, _), (_, inner_is_list) in pairwise(steps):
-        node = _entry(node, key, [] if inner_is_list else {})
+        node = _get_or_set(node, key, [] if inner_is_list else {})
     key, in_list = steps[-1]
     if keep:
-        _entry(node, key, value)
+        _get_or_set(node, key, value)
     else:
         if in_list and isinstance(node, list):
             node.extend([None] * (key + 1 - len(node)))  # type: ignore[operator]
@@ -179,53 +179,55 @@ def put(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = Fal
 
 
 def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Return dicts without entries, with their paths, including the state dict itself if it has none."""
+    """Yield dicts without entries and their paths, including the state dict itself."""
     if not state:
         yield (), state
-    yield from ((path, value) for path, _, value in _dicts((), state) if isinstance(value, Mapping) and not value)
+    for path, _, value in _iter_entries((), state):
+        if isinstance(value, Mapping) and not value:
+            yield path, value
 
 
 def list_lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
     """Return the lengths of lists, by their paths."""
-    found: dict[Path, int] = {}
+    lengths: dict[Path, int] = {}
     for path in paths.values():
         for deep, part in enumerate(path):
             if type(part) is int:
-                found[path[:deep]] = max(found.get(path[:deep], 0), part + 1)
-    return found
+                lengths[path[:deep]] = max(lengths.get(path[:deep], 0), part + 1)
+    return lengths
 
 
-def number_parameters(node: Any, filled: Collection[int]) -> None:
-    """Make numbers of the strings that DCP's own planner makes of an optimizer's parameters in `state`.
+def restore_parameter_numbers(node: Any, filled: Collection[int]) -> None:
+    """Convert the keys of an optimizer's `state` back to numbers, if DCP's planner has converted them to strings.
 
-    A state dict with numbers in its `param_groups` has them there, and an optimizer leaves strings aside.
+    The numbers are those in `param_groups`; an optimizer would ignore strings.
 
     Args:
         node: a nested state dict, changed in place.
-        filled: ids of the dicts whose entries were not named by the caller, in or above which a `state` is.
+        filled: ids of the dicts that a load has filled with all stored entries; only a `state` in these is changed.
     """
     if id(node) in filled:
         filled = {*filled, *map(id, node.values() if isinstance(node, Mapping) else node)}
     if isinstance(node, Mapping):
         state, groups = node.get("state"), node.get("param_groups")
-        if isinstance(state, MutableMapping) and id(state) in filled and _numbers_parameters(groups):
+        if isinstance(state, MutableMapping) and id(state) in filled and _has_numbered_parameters(groups):
             entries = [(int(key) if isinstance(key, str) and key.isdecimal() else key, state[key]) for key in state]
             state.clear()
             state.update(entries)
     for value in node.values() if isinstance(node, Mapping) else node:
         if isinstance(value, Mapping | list):
-            number_parameters(value, filled)
+            restore_parameter_numbers(value, filled)
 
 
-def _numbers_parameters(groups: Any) -> bool:
+def _has_numbered_parameters(groups: Any) -> bool:
     if not isinstance(groups, list | tuple):
         return False
-    known = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    return any(known) and all(isinstance(own, list | tuple) and all(type(one) is int for one in own) for own in known)
+    lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    return any(lists) and all(isinstance(one, list | tuple) and all(type(key) is int for key in one) for one in lists)
 
 
-def _entry(node: Any, key: Any, otherwise: Any) -> Any:
-    """Return the entry of a dict or list; put `otherwise` there if there is none."""
+def _get_or_set(node: Any, key: Any, otherwise: Any) -> Any:
+    """Return the entry of a dict or list; set it to `otherwise` if it is missing."""
     if isinstance(node, list):
         node.extend([None] * (key + 1 - len(node)))
         if node[key] is None:
@@ -234,15 +236,15 @@ def _entry(node: Any, key: Any, otherwise: Any) -> Any:
     return node.setdefault(key, otherwise)
 
 
-def _dicts(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield all entries of dicts, also of dicts in lists, and dicts in lists: path, key (of a dict), value."""
+def _iter_entries(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield path, key and value of all entries of nested dicts, and of the dicts and lists in lists."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             inner = (*path, str(key))
             yield inner, key, value
-            yield from _dicts(inner, value)
+            yield from _iter_entries(inner, value)
     elif isinstance(node, list):
         for place, value in enumerate(node):
             if isinstance(value, Mapping | list):
                 yield (*path, place), str(place), value
-                yield from _dicts((*path, place), value)
+                yield from _iter_entries((*path, place), value)

@@ -11,11 +11,11 @@ import torch
 
 from dsq_ckpt.core.notices import warn_safely
 
-_refused: set[int] = set()
+_refused_processes: set[int] = set()
 """Processes in which CUDA refused to pin memory, as for a limit of what may be locked; each asks once."""
 
 
-def pinned_memory(size: int, device: torch.device) -> torch.Tensor:
+def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
     """Allocate bytes for copies from a GPU, uint8[size], pinned as long as this tensor is there, if CUDA allows.
 
     Pages are shared with forked processes, such as workers of a data loader. Others would be copied for each of these,
@@ -26,7 +26,7 @@ def pinned_memory(size: int, device: torch.device) -> torch.Tensor:
     except OSError:  # a process has so many mappings at most (vm.max_map_count)
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     if pin(memory, device):
-        weakref.finalize(memory, _unpin_here, memory.data_ptr(), os.getpid()).atexit = False
+        weakref.finalize(memory, _unpin_in_process, memory.data_ptr(), os.getpid()).atexit = False
     return memory
 
 
@@ -35,12 +35,12 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
 
     False: CUDA refuses, so that copies are slow, which is warned of once.
     """
-    if os.getpid() in _refused:
+    if os.getpid() in _refused_processes:
         return False
     with torch.cuda.device(device):  # else the first device gets a context of this process
         status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         if status:
-            _refused.add(os.getpid())
+            _refused_processes.add(os.getpid())
             with suppress(RuntimeError):  # the error stays until the next launch, which is not to be one of training
                 torch.zeros(1, device=device)
     if status:
@@ -56,6 +56,6 @@ def unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _unpin_here(address: int, process: int) -> None:
+def _unpin_in_process(address: int, process: int) -> None:
     if os.getpid() == process:  # in a forked one CUDA cannot be used, and nothing is pinned
         unpin(address)

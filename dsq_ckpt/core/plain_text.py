@@ -7,7 +7,7 @@ import unicodedata
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
-def plain(text: str, keep: str = "") -> str:
+def escape_controls(text: str, keep: str = "") -> str:
     """Escape control characters other than those of `keep`: a name in a file must not control what shows it."""
     return "".join(
         letter.encode("unicode_escape").decode()

@@ -25,9 +25,9 @@ class Registry(MutableMapping[str, T]):
         group: Of the entry points.
     """
 
-    def __init__(self, what: str, group: str) -> None:
-        self.what, self.group = what, group
-        self._known: dict[str, T] = {}
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind, self.group = kind, group
+        self._items: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
         """Add something, and return it; the same may be registered again, as a module that is reloaded does.
@@ -35,15 +35,15 @@ class Registry(MutableMapping[str, T]):
         Raises:
             ConfigError: The name is taken.
         """
-        before = self._known.get(name)
-        if before is not None and _origin(before) != _origin(item):
-            raise ConfigError(f"{self.what} '{name}' is registered already, as {before!r}: choose another name")
-        self._known[name] = item
+        before = self._items.get(name)
+        if before is not None and _get_origin(before) != _get_origin(item):
+            raise ConfigError(f"{self.kind} '{name}' is registered already, as {before!r}: choose another name")
+        self._items[name] = item
         return item
 
     def load(self) -> None:
         """Import all entry points, as far as that works, so that messages can name them."""
-        for name in self._offered():
+        for name in self._entry_points():
             with suppress(ConfigError):
                 self.get(name)
 
@@ -54,37 +54,37 @@ class Registry(MutableMapping[str, T]):
             KeyError: Nothing has it.
             ConfigError: An entry point has it, and does not register it.
         """
-        if name not in self._known and (entry := self._offered().get(name)) is not None:
+        if name not in self._items and (entry := self._entry_points().get(name)) is not None:
             try:
                 entry.load()
             except Exception as error:
-                raise ConfigError(f"{self.what} '{name}': {entry.value} cannot be imported: {error!r}") from error
-            if name not in self._known:
-                raise ConfigError(f"{self.what} '{name}': importing {entry.value} registers nothing of that name")
-        return self._known[name]
+                raise ConfigError(f"{self.kind} '{name}': {entry.value} cannot be imported: {error!r}") from error
+            if name not in self._items:
+                raise ConfigError(f"{self.kind} '{name}': importing {entry.value} registers nothing of that name")
+        return self._items[name]
 
     def __setitem__(self, name: str, item: T) -> None:
         """Put something in place of what had the name."""
-        self._known[name] = item
+        self._items[name] = item
 
     def __delitem__(self, name: str) -> None:
         """Forget what has this name."""
-        del self._known[name]
+        del self._items[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the registered names, in the order of registration."""
-        return iter(self._known)
+        return iter(self._items)
 
     def __len__(self) -> int:
         """Return the number of registered names."""
-        return len(self._known)
+        return len(self._items)
 
-    def _offered(self) -> dict[str, EntryPoint]:
+    def _entry_points(self) -> dict[str, EntryPoint]:
         from importlib.metadata import entry_points
 
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
 
-def _origin(item: object) -> object:
+def _get_origin(item: object) -> object:
     """Return where a class was defined; other things are compared themselves."""
     return (item.__module__, item.__qualname__) if isinstance(item, type) else item

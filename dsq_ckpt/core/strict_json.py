@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def strict_json(text: str | bytes) -> Any:
+def parse_strict_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:

@@ -16,19 +16,19 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_for_numbers(cls, tree: Any) -> Any:
+    def _refuse_bool_for_number(cls, tree: Any) -> Any:
         """Refuse what pydantic would take for 1 or 0."""
         for name, value in tree.items() if isinstance(tree, dict) else ():
             if isinstance(value, bool) and name in cls.model_fields:
-                kinds = list(_kinds(cls.model_fields[name].annotation))
+                kinds = list(_iter_types(cls.model_fields[name].annotation))
                 if bool not in kinds and (int in kinds or float in kinds):
                     text = f"{name} is {str(value).lower()}, expected a number"
                     raise PydanticCustomError("number_expected", "{text}", {"text": text})
         return tree
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def _iter_types(annotation: Any) -> Iterator[Any]:
     """Yield what an annotation consists of."""
     yield annotation
     for part in get_args(annotation):
-        yield from _kinds(part)
+        yield from _iter_types(part)

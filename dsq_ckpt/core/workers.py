@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dsq_ckpt.core.arrays import Array
 
-_FEW = 1 << 18
+_MIN_PARALLEL_ELEMENTS = 1 << 18
 """Elements that one thread is done with before another has begun, about."""
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -57,7 +57,7 @@ class Workers:
 
     def for_elements(self, elements: int) -> Workers:
         """Return these, or the thread that asks alone where elements are too few for others to pay."""
-        return self if elements > _FEW else Workers(1, self.block_elements)
+        return self if elements > _MIN_PARALLEL_ELEMENTS else Workers(1, self.block_elements)
 
     def blocks(self, elements: int) -> Iterator[slice]:
         """Yield the blocks of a flat array."""

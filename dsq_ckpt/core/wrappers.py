@@ -9,6 +9,6 @@ WRAPPERS = {
 """What makes each component."""
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

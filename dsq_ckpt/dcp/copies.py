@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt.core.aliases import bytes_of
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
-from dsq_ckpt.core.notices import is_new, warn_safely
-from dsq_ckpt.core.pinning import pinned_memory
-from dsq_ckpt.core.subclasses import checked, object_named
+from dsq_ckpt.core.notices import is_new_warning, warn_safely
+from dsq_ckpt.core.pinning import allocate_pinned
+from dsq_ckpt.core.tensor_subclasses import check_storable, name_object_errors
 from dsq_ckpt.errors import SaveFailed
 
 _Kind = tuple[int, bool]
@@ -87,7 +87,7 @@ def copies_instead(how: str, costs: Sequence[CopyCost | None], processes: bool, 
     if processes or len(sizes) < len(known):
         return False
     lacking = _shortage(known)
-    if lacking is not None and rank == 0 and is_new(lacking, _told):
+    if lacking is not None and rank == 0 and is_new_warning(lacking, _told):
         warn_safely(
             f"{lacking}: this asynchronous save quantizes while training waits, which takes longer and less memory; "
             "storage.stage: quantize does so always, and says nothing"
@@ -116,7 +116,7 @@ def settled(state_dict: dict[str, Any]) -> dict[str, Any]:
     flat, mappings = flatten_state_dict(state_dict)
     if not any(isinstance(_local(value), AsyncCollectiveTensor) for value in flat.values()):
         return state_dict
-    return Nesting.of(state_dict, mappings).nested({fqn: _settled(value) for fqn, value in flat.items()})
+    return Nesting.of(state_dict, mappings).unflatten({fqn: _settled(value) for fqn, value in flat.items()})
 
 
 def _settled(value: Any) -> Any:
@@ -143,7 +143,7 @@ def copied_by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
         SaveFailed: an object or a tensor cannot be copied, or a tensor cannot be stored; it is named.
     """
     def tensors(flat: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-        bare = {fqn: _bare(fqn, checked(fqn, tensor)) for fqn, tensor in flat.items()}
+        bare = {fqn: _bare(fqn, check_storable(fqn, tensor)) for fqn, tensor in flat.items()}
         return _staged(bare, bare)
 
     return rebuilt(state_dict, tensors)
@@ -168,9 +168,9 @@ def rebuilt(
         if fqn in tensors:
             staged[fqn] = tensors[fqn]
         else:
-            with object_named(fqn):
+            with name_object_errors(fqn):
                 staged[fqn] = copy.deepcopy(value)
-    return Nesting.of(state_dict, mappings).nested(staged)
+    return Nesting.of(state_dict, mappings).unflatten(staged)
 
 
 def release_spare() -> None:
@@ -222,7 +222,7 @@ class _Stager(StateDictStager):
         try:
             whole = self._spare[kind].pop()
         except LookupError:
-            whole = pinned_memory(size, device) if kind[1] else torch.empty(size, dtype=torch.uint8, device="cpu")
+            whole = allocate_pinned(size, device) if kind[1] else torch.empty(size, dtype=torch.uint8, device="cpu")
         lease = whole.numpy()
         weakref.finalize(lease, _give_back, whole, kind).atexit = False
         return lease

@@ -18,10 +18,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.aliases import alias_of
-from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.autocast import no_autocast
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.groups_of_ranks import is_of_group, lists_of_names, options_of_groups
 from dsq_ckpt.quantization.exact_values import on_host
 from dsq_ckpt.quantization.groups import MODELS
@@ -35,7 +35,7 @@ _USUAL = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
-@without_autocast()
+@no_autocast()
 @torch.no_grad()
 def digests(state: Mapping[str, Any]) -> dict[Place, int]:
     """Return digests of the values that ranks are compared by.
@@ -74,13 +74,13 @@ def warn_of_differing(ranks: Iterable[Mapping[Place, int]]) -> None:
     names = differing(ranks)
     if of_groups := [name for name in names if is_of_group(name)]:
         warn(
-            f"{named(of_groups)} is not the same on all ranks, and the options of one of them are stored, for each "
+            f"{quote(of_groups)} is not the same on all ranks, and the options of one of them are stored, for each "
             "perhaps another's: a load gives these to the group on all ranks. Make the same groups, in the same order "
             "and with the same options, on all of them, with an empty list where a rank has no parameters of one"
         )
     if names := [name for name in names if not is_of_group(name)]:
         warn(
-            f"{named(names)} is not the same on all ranks, and the value of one of them is stored: that of the lowest "
+            f"{quote(names)} is not the same on all ranks, and the value of one of them is stored: that of the lowest "
             "rank, or of tensors over 64 KiB that of any rank, for each name perhaps another's. Give what belongs to a "
             "rank a name of its own, such as f'rng-{rank}' (not buffers that DDP makes equal again)"
         )

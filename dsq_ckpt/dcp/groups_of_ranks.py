@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 
 _GROUP = re.compile(r"((?:.*\.)?param_groups\.\d+)(?:\.(.+))?")
 
@@ -66,7 +66,7 @@ def united(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
                     elsewhere[parameter] = None
     if elsewhere:
         warn(
-            f"{named(list(elsewhere))} is in another parameter group of the optimizer on some ranks than on others, "
+            f"{quote(list(elsewhere))} is in another parameter group of the optimizer on some ranks than on others, "
             "where a load of the optimizer is refused: make the same groups, in the same order, on all ranks"
         )
     return found

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from dsq_ckpt.core.subclasses import object_named
+from dsq_ckpt.core.tensor_subclasses import name_object_errors
 from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.engine.commit import SaveContents
 from dsq_ckpt.engine.local import LocalShard
@@ -117,7 +117,7 @@ def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterat
     """
     for item in write_items:
         if item.type == WriteItemType.BYTE_IO:
-            with object_named(item.index.fqn):
+            with name_object_errors(item.index.fqn):
                 data = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
             yield item.index.fqn, data
 

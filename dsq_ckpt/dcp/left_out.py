@@ -11,11 +11,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.hints import wrapped_hint
 from dsq_ckpt.core.nesting import Nesting, empty_dicts
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.dcp.nested import NestedLoadPlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
@@ -100,7 +100,7 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     _warn_of_extra_states(extra, nesting)
     for path, own in told.items():
-        modules = {unwrapped(name) for name in _modules_of(own)}
+        modules = {strip_wrappers(name) for name in _modules_of(own)}
         if "" not in modules or not all(_module_of(name) in modules for name in own):
             continue  # it is of a submodule, with a prefix, or entries are named otherwise than their modules
         saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
@@ -108,7 +108,7 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         if more:
             place = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
             warn(
-                f"{place} has {named(more)} of modules that the model does not have, which is not loaded: is it the "
+                f"{place} has {quote(more)} of modules that the model does not have, which is not loaded: is it the "
                 "same model? If a part is meant, give a plain dict in place of the model's state dict: dict(...) of it"
             )
 
@@ -127,7 +127,7 @@ def _warn_of_extra_states(extra: Mapping[tuple[str, ...], Mapping[Any, Any]], ne
     ]
     if more:
         warn(
-            f"{named(more)} was saved of an extra state and is not loaded, since the state dict does not name it: give "
+            f"{quote(more)} was saved of an extra state and is not loaded, since the state dict does not name it: give "
             "the module in place of its state dict, dsq_ckpt.load({'model': model}, path), or an empty dict in place "
             "of the extra state"
         )
@@ -149,4 +149,4 @@ def _modules_of(state_dict: Mapping[str, Any]) -> Iterable[str]:
 
 def _module_of(name: str) -> str:
     """Return the name of the module that an entry of its state dict belongs to."""
-    return unwrapped(name.rpartition(".")[0])
+    return strip_wrappers(name.rpartition(".")[0])

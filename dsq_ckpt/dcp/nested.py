@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from dsq_ckpt.core.arguments import shown
-from dsq_ckpt.core.hints import OTHER_SHAPE, missing_hint
-from dsq_ckpt.core.interrupts import in_users_function
-from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, put
+from dsq_ckpt.core.arguments import format_value
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.hints import SHAPE_MISMATCH_ADVICE, missing_hint
+from dsq_ckpt.core.interrupts import in_user_code
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, set_entry
 from dsq_ckpt.core.notices import warn, warn_safely
-from dsq_ckpt.core.subclasses import partial_sums
-from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.core.tensor_subclasses import partial_placement_problem
 from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
 from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
 from dsq_ckpt.errors import LoadFailed
@@ -48,7 +48,7 @@ class NestedSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._told = 0
         self.mappings = Nesting.of(state_dict, self.mappings)
-        for path, key in self.mappings.become_strings(state_dict) if is_coordinator else ():
+        for path, key in self.mappings.list_unkept_keys(state_dict) if is_coordinator else ():
             warn(
                 f"the key {key!r} of '{'.'.join(map(str, path[:-1]))}' is stored as the string {path[-1]!r}, and comes "
                 "back as that from a load into an empty dict: keys of a state dict are strings, numbers or None"
@@ -80,7 +80,7 @@ class NestedSavePlanner(DefaultSavePlanner):
         if classes:
             self._told += 1
             warn_safely(
-                f"'{fqn}' is stored by {named(sorted(classes))}, which is more than plain data: it comes back where a "
+                f"'{fqn}' is stored by {quote(sorted(classes))}, which is more than plain data: it comes back where a "
                 "load has a placeholder for it, but not into an empty dict, since unpickling it can run code. Store "
                 "numbers, strings, lists, dicts or tensors in its place"
             )
@@ -140,7 +140,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             own = Nesting.of(state_dict, paths, all_keys=True)
             for name, value in flat.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    put(state_dict, own.steps(paths[name]), torch.empty_like(value, device="cpu"))
+                    set_entry(state_dict, own.steps(paths[name]), torch.empty_like(value, device="cpu"))
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
@@ -153,7 +153,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         for fqn, placeholder in self.state_dict.items():
-            if (reason := partial_sums(placeholder)) is not None:
+            if (reason := partial_placement_problem(placeholder)) is not None:
                 raise LoadFailed(f"'{fqn}' {reason}")
             stored = self.metadata.state_dict_metadata.get(fqn)
             if not isinstance(stored, TensorStorageMetadata):
@@ -161,12 +161,12 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             if not isinstance(placeholder, torch.Tensor | ShardedTensor):
                 raise LoadFailed(
                     f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and its value in the state dict is "
-                    f"{shown(placeholder)}: put a tensor of that shape there, or leave '{fqn}' out"
+                    f"{format_value(placeholder)}: put a tensor of that shape there, or leave '{fqn}' out"
                 )
             if stored.size != placeholder.size():
                 raise LoadFailed(
                     f"'{fqn}' was saved with the shape {tuple(stored.size)}, and has {tuple(placeholder.size())} in "
-                    f"what it is loaded into: {OTHER_SHAPE}"
+                    f"what it is loaded into: {SHAPE_MISMATCH_ADVICE}"
                 )
         try:
             return super().create_local_plan()
@@ -194,8 +194,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 kind = "list" if type(next(iter(below.values()))[len(path)]) is int else "dict"
                 fills = ", or an empty dict, which dsq_ckpt.load fills with all of them" if kind == "dict" else ""
                 raise LoadFailed(
-                    f"'{fqn}' was saved as a {kind} with the entries {named(list(below))}, and its value in the state "
-                    f"dict is {shown(self.state_dict[fqn])}: put a {kind} there with a placeholder for each, a "
+                    f"'{fqn}' was saved as a {kind} with the entries {quote(list(below))}, and its value in the state "
+                    f"dict is {format_value(self.state_dict[fqn])}: put a {kind} there with a placeholder for each, a "
                     f"tensor for a tensor{fills}"
                 )
 
@@ -204,7 +204,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         # Above as well: DCP may take a dict for one object, as versions before 2.4 did.
         plain = path in self._above or any(path[:deep] in self._empty for deep in range(len(path) + 1))
         try:
-            with in_users_function():  # which objects may have for that
+            with in_user_code():  # which objects may have for that
                 found = torch.load(value, weights_only=plain)
         except pickle.UnpicklingError as error:
             if not plain:
@@ -215,7 +215,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 "checkpoint, name it in the state dict: in place of the empty dict, or the object, put a dict with a "
                 "placeholder for each entry that you want, None for this one; DCP then unpickles what is named"
             ) from error
-        put(self.original_state_dict, self._nesting.steps(path), found)
+        set_entry(self.original_state_dict, self._nesting.steps(path), found)
 
 
 def _warn_of_shorter(paths: Mapping[str, Path], saved: Any) -> None:
@@ -267,7 +267,7 @@ def fillings(
                 raise LoadFailed(_nothing_below(path, nesting, checkpoint))
             if found is None or not isinstance(target, MutableMapping):
                 continue
-            found_all.append((target, found.nested({
+            found_all.append((target, found.unflatten({
                 name: placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
                 for name in found
             })))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dsq_ckpt.core.nesting import Place
-from dsq_ckpt.core.subclasses import checked
+from dsq_ckpt.core.tensor_subclasses import check_storable
 from dsq_ckpt.dcp.differing import digests, warn_of_differing
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
@@ -54,7 +54,7 @@ def stage_codes(
         """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         for fqn, value in planner.state_dict.items():
-            checked(fqn, value)
+            check_storable(fqn, value)
         whole = replace(planner.create_local_plan(), planner_data=None)
         found = TiedItems.of(items_of_plan(whole.items, planner, options))
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]

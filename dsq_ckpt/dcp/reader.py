@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.items import finished
 from dsq_ckpt.dcp.left_out import warn_of_left_out
@@ -202,18 +202,18 @@ class DSQStorageReader(Located, StorageReader):
     ) -> None:
         """Decode chunks side by side; the planner is asked in one thread, and told of each chunk in its turn."""
         begun: deque[_Begun] = deque()
-        taken, tied, known = Ranges(), TiedTargets(), dict[RecordRef, Codes]()
+        taken, tied, known = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
             for index, ref in _in_order(checkpoint, wanted):
-                let_signals_through()
+                run_pending_handlers()
                 record, items = checkpoint.read_record(ref), wanted[index]
                 self._check_lossy(index.fqn, record)
                 key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
                 targets = [planner.resolve_tensor(item).detach() for item in items]
                 # One target that is the whole chunk is decoded in place, unless another one has the same memory, as of
                 # tied tensors: they would be written at the same time. Anything else is sliced from a copy.
-                apart = [target.device.type == "cpu" and taken.add(*memory_of(target)) for target in targets]
+                apart = [target.device.type == "cpu" and taken.add(*address_range(target)) for target in targets]
                 into = alias_of(targets[0]) if apart == [True] else None
                 load = checkpoint.prepare_load(
                     ref, refined, workers, into, _span(items, key.shape),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.errors import DSQError, described
 
 
@@ -19,7 +19,7 @@ def step_of_dcp(otherwise: type[DSQError]) -> Iterator[None]:
     DCP pickles what is raised here, and the other ranks would wait for one that fails at that.
     """
     try:
-        with held_signals():
+        with hold_signals():
             yield
     except BaseException as error:
         if not (dist.is_available() and dist.is_initialized()) or _sendable(error):

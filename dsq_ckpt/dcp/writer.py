@@ -19,8 +19,8 @@ from torch.futures import Future
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
-from dsq_ckpt.core.interrupts import held_signals, let_signals_through
-from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
+from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
+from dsq_ckpt.core.notices import calling_line, set_background_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
@@ -173,7 +173,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
 
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        began_at(self._line)
+        set_background_line(self._line)
         background, rank = in_background(), kwargs.get("rank")
         self._saves_on = (group_of_save() if background else None) or self._group
         if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._saves_on)) > 1:
@@ -272,7 +272,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             raise
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        let_signals_through()  # not later: the checkpoint is complete then
+        run_pending_handlers()  # not later: the checkpoint is complete then
         pipeline = self._written
         context = None if pipeline is None else pipeline.context
         if pipeline is None or context is None or pipeline.plan is None:
@@ -297,7 +297,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if save is not None:
             save.discard()
 
-    @held_signals()
+    @hold_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict that training can no longer change.
 

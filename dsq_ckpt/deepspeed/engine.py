@@ -19,8 +19,8 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, settings, why_uncompressed
@@ -264,7 +264,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         ranks = gather_from_all_ranks(self._comm, surveyed)
         unlike = set().union(*(one for one, _, _ in ranks))
         self._tell_of_whole(sum((left for _, left, _ in ranks), Counter()))
-        if not any(named for _, _, named in ranks):
+        if not any(quote for _, _, quote in ranks):
             self._tell_of_uncompressed()
 
         def state() -> LocalState:
@@ -298,7 +298,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         if new := sorted(left.keys() - self._whole):
             self._whole.update(new)
             warn(
-                f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {named(new)} is stored whole, in "
+                f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {quote(new)} is stored whole, in "
                 "DeepSpeed's own files: it is not laid out as the weights are, so which parameters it belongs to is "
                 "not known, or it is quantized already", rank=self._comm.rank,
             )
@@ -354,7 +354,7 @@ def _write_stored(
         torch.save(substituted, stream)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         wrong = [key for key, value in substituted.items() if not _pickles(value)]
-        raise SaveFailed(f"{named(wrong)} of the state, or of client_state, cannot be pickled: {error}") from error
+        raise SaveFailed(f"{quote(wrong)} of the state, or of client_state, cannot be pickled: {error}") from error
 
 
 def _pickles(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from dsq_ckpt.core.subclasses import memory_of
+from dsq_ckpt.core.tensor_subclasses import nbytes_of
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.update_rules import settings_of
 
@@ -157,7 +157,7 @@ def left_whole(engine: Any, found: Inventory, least: int) -> Counter[str]:
         for key, value in own.items() if isinstance(own, Mapping) else ():
             for one in tree_leaves(value):  # some keep lists of matrices
                 if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel() >= least:
-                    left[str(key)] += 0 if id(one) in held else memory_of(one)
+                    left[str(key)] += 0 if id(one) in held else nbytes_of(one)
     return +left
 
 

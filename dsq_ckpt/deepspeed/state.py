@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.core.flat import boxes
+from dsq_ckpt.core.flat_ranges import split_range
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, ParameterSlice
 from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -54,7 +54,7 @@ def by_chunk(
 
 def _chunks(buffer: Buffer, slice_: ParameterSlice) -> Iterator[tuple[ChunkKey, int]]:
     """Yield the chunks of a slice, and the start of each in the buffer."""
-    for box in boxes(slice_.shape, slice_.start, slice_.length):
+    for box in split_range(slice_.shape, slice_.start, slice_.length):
         yield ChunkKey(buffer.fqn(slice_), box.offsets, box.shape), slice_.at + box.start - slice_.start
 
 

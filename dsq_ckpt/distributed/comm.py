@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.core.arrays import Counts
-from dsq_ckpt.core.interrupts import heard_handlers
+from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.distributed.lasting import keep
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
@@ -273,7 +273,7 @@ def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], otherwise: type
     return results[0]
 
 
-@heard_handlers()
+@propagate_handler_errors()
 def gather_from_all_ranks(
     comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed
 ) -> list[_T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, RankUnreachable, here, told
 
 
@@ -36,7 +36,7 @@ def undone_together(comm: Communicator, undo: Callable[[], None]) -> Iterator[No
     try:
         here.depth = before + 1
         yield
-        let_signals_through()  # what a handler raises later is not counted
+        run_pending_handlers()  # what a handler raises later is not counted
     except RankUnreachable:
         raise
     except BaseException as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -63,7 +63,7 @@ class _Check:
         """Wait until the check ends, unless a signal handler raises meanwhile; return the problems."""
         while self._thread.is_alive():
             self._thread.join(_POLLED_EVERY)
-            let_signals_through()
+            run_pending_handlers()
         return self._found
 
     def _run(self) -> None:
@@ -185,7 +185,7 @@ def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) ->
     """Return the problems of files of a checkpoint, by file name."""
     found: dict[str, str] = {}
     for name, problem in workers.map(lambda file: (file.name, problem_of(file.path_in(directory), file)), files):
-        let_signals_through()
+        run_pending_handlers()
         if problem is not None:
             found[name] = problem
     return found

@@ -12,7 +12,7 @@ import torch
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
-from dsq_ckpt.core.interrupts import heard_handlers
+from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import rank_in_job
@@ -322,7 +322,7 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
     )
 
 
-@heard_handlers()
+@propagate_handler_errors()
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 

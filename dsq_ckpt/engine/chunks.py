@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from dsq_ckpt.core.arrays import F32
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chain import BaseRecord, Parent
 from dsq_ckpt.engine.history import ChunkCache
@@ -164,7 +164,7 @@ def quantized_lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: Quantiza
 
     def generate() -> Iterator[QuantizedChunk]:
         while chunks:
-            let_signals_through()
+            run_pending_handlers()
             chunk = chunks.popleft()
             bits, compensation = fitted[chunk.group].refinement_bits, plan.compensations.get(chunk.key)
             if bits != chunk.refinement_bits or compensation is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.nesting import Path as NestedPath
 from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, gather_from_all_ranks, run_on_all_ranks
@@ -47,7 +47,7 @@ class _RankReport:
     attachments: list[FileInfo]
 
 
-@held_signals()
+@hold_signals()
 def save_collectively(
     path: Path, state: Callable[[], LocalState], options: SaveOptions, comm: Communicator
 ) -> QuantizationPlan:
@@ -106,7 +106,7 @@ class _CollectiveSave:
 
     def _prepare(self, state: Callable[[], LocalState]) -> tuple[RankSettings, Layout]:
         options, own = self._pipeline.options, state()
-        let_signals_through()
+        run_pending_handlers()
         items, replicas = items_of(own.shards, options), items_of(own.replicas, options)
         tied = TiedItems.of(items, replicas)
         self._state = own
@@ -130,7 +130,7 @@ class _CollectiveSave:
         with pipeline.workers() as workers:
             quantized = pipeline.quantize(context, self._items, self._comm, workers)
             result = pipeline.write(context, rank, quantized, workers)
-        let_signals_through()
+        run_pending_handlers()
         files = []
         for name, write in own.attachments.items():
             temporary = hidden_name(self._path / name, context.save_id[:8])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.trees import by_dotted_key
+from dsq_ckpt.core.config_trees import iter_dotted_keys
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.runs import canonicalize
 
@@ -38,7 +38,7 @@ class RankSettings(NamedTuple):
     def of(cls, path: Path, config: DSQConfig) -> RankSettings:
         """Return the settings of this rank."""
         usual = _defaults()
-        found = by_dotted_key(config.model_dump())
+        found = iter_dotted_keys(config.model_dump())
         return cls(str(path), str(canonicalize(path)), {
             key: value for key, value in found if key not in _OWN and (key not in usual or usual[key] != value)
         })
@@ -94,4 +94,4 @@ def _named(ranks: Sequence[int]) -> str:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    return dict(by_dotted_key(DSQConfig().model_dump()))
+    return dict(iter_dotted_keys(DSQConfig().model_dump()))

@@ -12,7 +12,7 @@ import torch
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.nesting import Path as NestedPath
-from dsq_ckpt.core.subclasses import checked
+from dsq_ckpt.core.tensor_subclasses import check_storable
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -271,7 +271,7 @@ class _Loaded:
     def __call__(self) -> torch.Tensor:
         if self._found is not None:
             return self._found
-        found: torch.Tensor = _resolved(checked(self._shard.key.fqn, self._shard.load()))
+        found: torch.Tensor = _resolved(check_storable(self._shard.key.fqn, self._shard.load()))
         if self._shard.is_view:
             self._found = found
         return found

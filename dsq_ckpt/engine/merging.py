@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.core.interrupts import heard_handlers
+from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
@@ -53,7 +53,7 @@ class Merged:
     bytes: int
 
 
-@heard_handlers()
+@propagate_handler_errors()
 def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged:
     """Write a copy of a checkpoint in which chains are merged.
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.autocast import no_autocast
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine import other_jobs
@@ -136,7 +136,7 @@ class SavePipeline:
         self._exact = {item.key.fqn for item in state.unquantized}
         return state
 
-    @without_autocast()
+    @no_autocast()
     def write(self, context: SaveContext, rank: int, state: QuantizedState, workers: Workers) -> RankResult:
         """Write the files of this rank; see `write_rank`."""
         self.plan = state.plan

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dsq_ckpt.core.arrays import Counts
-from dsq_ckpt.core.autocast import without_autocast
-from dsq_ckpt.core.interrupts import shielded
-from dsq_ckpt.core.unchanged import checksums, named
+from dsq_ckpt.core.autocast import no_autocast
+from dsq_ckpt.core.checksums import checksums, quote
+from dsq_ckpt.core.interrupts import defer_handler_errors
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
@@ -109,7 +109,7 @@ def quantize(
     replicas: list[Chunk] = []
     before: dict[ChunkKey, Hashable] = {}
     try:
-        with sketching, without_autocast():
+        with sketching, no_autocast():
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
             )
@@ -122,7 +122,7 @@ def quantize(
             known.suspect = True
         raise
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
-    with shielded():  # a search puts trial weights into the model, and takes them out again
+    with defer_handler_errors():  # a search puts trial weights into the model, and takes them out again
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
     sketching.watch.spread.begin(sketches.loads, context.parent is None)
     fitted = with_parts_for(sketches.chunks, plan.analysis.fitted, sketching.watch.spread, comm, workers)
@@ -377,7 +377,7 @@ def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKe
     changed = sorted({key.fqn for key, found in before.items() if after[key] != found})
     if changed:
         raise SaveFailed(
-            f"`evaluate` or `check` changed {named(changed)}: they must leave model and optimizer as they are. The "
+            f"`evaluate` or `check` changed {quote(changed)}: they must leave model and optimizer as they are. The "
             "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before training "
             "goes on"
         )
@@ -386,7 +386,7 @@ def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKe
 def _gradient(key: ChunkKey, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
     if key in gradients:
         return gradients[key]
-    name = unwrapped(key.fqn)
+    name = strip_wrappers(key.fqn)
     while name and name not in gradients:
         name = name.partition(".")[2]
     found = gradients.get(name)

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
@@ -158,7 +158,7 @@ def _warn_of_rounded(rounded: Mapping[str, set[str]], rank: int) -> None:
     if rounded:
         beside = sorted(set[str]().union(*rounded.values()))
         warn(
-            f"the optimizer keeps {named(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
+            f"the optimizer keeps {quote(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
             "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "
             'update is like Adam\'s, quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] makes it smaller',
             rank=rank,
@@ -169,7 +169,7 @@ def _warn_of_curvature(fitted_to: Collection[str], rank: int) -> None:
     """Warn of weights that are exact since an optimizer's state would fit no others."""
     if fitted_to:
         warn(
-            f"{named(sorted(fitted_to))} is state of {_optimizers(fitted_to)} that fits the very weights that it was "
+            f"{quote(sorted(fitted_to))} is state of {_optimizers(fitted_to)} that fits the very weights that it was "
             "made at: with others, L-BFGS may never make a step again, and the small steps of Rprop take long to mend "
             "them. So all weights are stored exactly. If it trains few of them, "
             'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
@@ -181,7 +181,7 @@ def _warn_of_rounding(rounding: Collection[str], said: set[str], rank: int) -> N
     if new := sorted(set(rounding) - said):
         said.update(new)
         warn(
-            f"the model rounds {named(new)} in its forward pass (quantization-aware training), where an error of 1 % "
+            f"the model rounds {quote(new)} in its forward pass (quantization-aware training), where an error of 1 % "
             "changes what they are rounded to; so they are stored exactly. If that costs restarts nothing, "
             'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes them smaller. This is said once for a run',
             rank=rank,
@@ -203,7 +203,7 @@ def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
     if new and (new := without_twins(new, layout.shapes)):
         are, key = "is" if len(new) == 1 else "are", key_of_optimizer(new[0])
         warn(
-            f"{named(new)} {are} stored exactly, as state of an optimizer is, for the name '{key}'. "
+            f"{quote(new)} {are} stored exactly, as state of an optimizer is, for the name '{key}'. "
             "If it is a weight of a model, give the module too (model=), so that it is made smaller; if not, "
             'quantize.rules: [{"pattern": NAME, "exact": true}] says so. This is said once for a run', rank=rank,
         )
@@ -257,14 +257,14 @@ def _warn_of_doubtful(
         )
     if untrained:
         warn(
-            f"{named(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is a "
+            f"{quote(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is a "
             "buffer, give the module too (model=), so that it is exact; if it is data, store it exactly, by "
             'quantize.rules: [{"pattern": NAME, "exact": true}]; if another optimizer trains it, nothing is wrong',
             rank=comm.rank,
         )
     if strange and known:
         warn(
-            f"{named(strange)} lies beside the model and is quantized as weights are: if it is data, such as "
+            f"{quote(strange)} lies beside the model and is quantized as weights are: if it is data, such as "
             "observations, targets or statistics, store it exactly, by "
             'quantize.rules: [{"pattern": NAME, "exact": true}]; if it is another model, or an average of weights, '
             "nothing is wrong", rank=comm.rank,
@@ -290,7 +290,7 @@ def _untrained(layout: Layout) -> set[str]:
 
 def _is_shortened(fqn: str, names: Collection[str]) -> bool:
     """Return whether a name is one of these without some components, as PEFT leaves out the name of an adapter."""
-    own = unwrapped(fqn).split(".")
+    own = strip_wrappers(fqn).split(".")
 
     def has(name: str) -> bool:
         components = iter(name.split("."))

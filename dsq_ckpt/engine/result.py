@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
 from dsq_ckpt.storage.atomic_io import is_hidden
@@ -115,7 +115,7 @@ def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | 
         if on_save is not None:
             token = _telling.set(True)
             try:
-                with in_users_function():
+                with in_user_code():
                     on_save(result)
             finally:
                 _telling.reset(token)

@@ -27,7 +27,7 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
 from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.coding.pairs import count_pairs
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
@@ -254,7 +254,7 @@ def wait(group: Group) -> None:
     began = time.monotonic()
     announced = False
     while _background.has_yet_to_do(group):
-        let_signals_through()
+        run_pending_handlers()
         if not announced and time.monotonic() - began >= _SILENT and jit.compilations():
             announced = True
             with suppress(Exception):

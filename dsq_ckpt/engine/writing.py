@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chunks import cache_chunk, exact_values
@@ -105,7 +105,7 @@ def write_rank(
             cache.refs[keys[place]] = written.ref
             by_kind[state.items[keys[place]].kind].append(written)
         for item in state.unquantized:
-            let_signals_through()
+            run_pending_handlers()
             stored = None
             if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:
                 stored = torch.bfloat16
@@ -117,7 +117,7 @@ def write_rank(
             written = shard.add_bytes(fqn, data)
             result.written[fqn] = written
             by_kind["exact"].append(written)
-        let_signals_through()
+        run_pending_handlers()
         base_file, result.refinement, result.requires = shard.finish()
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.place > 1 else None

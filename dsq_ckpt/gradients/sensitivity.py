@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.gradients import offload
 from dsq_ckpt.gradients.schedule import Schedule
 
@@ -39,7 +39,7 @@ def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        short = unwrapped(name)
+        short = strip_wrappers(name)
         taken = short in found and found[short] is not parameter
         found[name if taken else short] = parameter
     return found

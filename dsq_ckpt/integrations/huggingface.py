@@ -25,7 +25,7 @@ from dsq_ckpt.api.checks import unwrap_optimizer
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
@@ -216,7 +216,7 @@ class DSQTrainer(Trainer):
             if not scheduler.is_file():
                 raise LoadFailed(f"'{scheduler}' is missing, so the learning rate would start anew; load another one")
             state = torch.load(scheduler, weights_only=True)
-            with in_users_function():
+            with in_user_code():
                 self.lr_scheduler.load_state_dict(state)
 
         run_on_all_ranks(communicator(None), load_scheduler, LoadFailed)

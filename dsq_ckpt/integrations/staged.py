@@ -22,7 +22,7 @@ from torch import nn
 from dsq_ckpt.api import background
 from dsq_ckpt.api.saving import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
@@ -111,7 +111,7 @@ class StagedCheckpoint:
             SaveFailed: it failed on a rank.
         """
         def write() -> None:
-            with in_users_function():  # of the library, with objects of the user
+            with in_user_code():  # of the library, with objects of the user
                 work(self.files)
 
         run_on_all_ranks(self._comm, write)

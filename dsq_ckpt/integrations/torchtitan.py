@@ -23,7 +23,7 @@ from torchtitan.tools.utils import GarbageCollection
 from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import as_config, async_save, save
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
@@ -141,7 +141,7 @@ class DSQCheckpointManager(CheckpointManager):
         load(state_dict, checkpoint_id)
 
         def give() -> None:
-            with in_users_function(loads_module=True):
+            with in_user_code(loads_module=True):
                 self.states[MODEL].load_state_dict(state_dict)
 
         run_on_all_ranks(comm, give, LoadFailed)

@@ -26,10 +26,10 @@ from dsq_ckpt.api.object_placeholders import refuse_subclass_part
 from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries, join_state, split_state
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
-from dsq_ckpt.core.interrupts import in_users_function
-from dsq_ckpt.core.nesting import Nesting, Path, Step, put
+from dsq_ckpt.core.interrupts import in_user_code
+from dsq_ckpt.core.nesting import Nesting, Path, Step, set_entry
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import class_in
+from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.errors import ConfigError, LoadFailed
@@ -84,7 +84,7 @@ class TrainingState:
         """
         self._reshard()
         parameters = self._parameters()
-        with in_users_function():  # hooks of modules
+        with in_user_code():  # hooks of modules
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
         return state | {key: _by_name(one, _names(one, parameters)) for key, one in self._optimizers.items()}
 
@@ -118,7 +118,7 @@ class TrainingState:
         parameters = self._parameters()
         told: dict[str, Any] = {}
         for key, model in self._models.items():
-            with in_users_function():
+            with in_user_code():
                 told[key] = get_model_state_dict(model)
         with Opened(directory, False, None) as opened:
             nesting = opened.paths
@@ -141,7 +141,7 @@ class TrainingState:
                     )
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
             whole = self._of_classes(stored, nesting, parameters)
-            stored = {name: path for name, path in stored.items() if class_in(path, nesting) is None}
+            stored = {name: path for name, path in stored.items() if find_class_key(path, nesting) is None}
             asks = any(path[0] in self._optimizers and path[1] not in TORCH_KEYS for path in stored.values())
             more = self._told_beside(parameters) if asks else {}
             for name, path in stored.items():
@@ -153,12 +153,12 @@ class TrainingState:
                     flat[name] = _empty(like, shape, opened.dtype(name))
             tensors = {name: flat[name] for name in stored if name in opened.tensors}
             empty, nesting.empty = nesting.empty, None
-            filled = nesting.nested(tensors)
+            filled = nesting.unflatten(tensors)
             nesting.empty = [path for path in empty or () if path[0] in (*self._models, *self._optimizers)]
-            everything = nesting.nested({name: flat[name] for name in stored})
+            everything = nesting.unflatten({name: flat[name] for name in stored})
             for steps, tensor in whole:
-                put(filled, steps, tensor)
-                put(everything, steps, tensor)
+                set_entry(filled, steps, tensor)
+                set_entry(everything, steps, tensor)
             return _Placeholders(filled, everything, placeholders.offered_keys, warnings, False if dropped else "auto")
 
     def _told_beside(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ class TrainingState:
         """
         found = dict[Path, tuple[list[Step], torch.Tensor]]()
         for name, path in stored.items():
-            if (deep := class_in(path, nesting)) is not None:
+            if (deep := find_class_key(path, nesting)) is not None:
                 optimizer = self._optimizers.get(str(path[0]))
                 if optimizer is not None and not optimizer.state:
                     initialize_state(optimizer)
@@ -191,13 +191,13 @@ class TrainingState:
         parameters, state = self._parameters(), found.state
         for key, model in self._models.items():
             unexpected = allow_unexpected_keys(model, found.offered.get((key,), ()), directory)
-            with unexpected as names, in_users_function(loads_module=True):
+            with unexpected as names, in_user_code(loads_module=True):
                 set_model_state_dict(model, state[key])
             if names:
                 raise unexpected_keys_error(sorted(names), directory)
         for key, optimizer in self._optimizers.items():
             by_number = _by_number(state[key], optimizer, _names(optimizer, parameters), directory)
-            with in_users_function():
+            with in_user_code():
                 optimizer.load_state_dict(by_number)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -243,7 +243,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list
 
 def _by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an optimizer's state dict with names in place of the numbers of parameters."""
-    with in_users_function():
+    with in_user_code():
         plain, more = split_state(optimizer.state_dict(), type(optimizer).__name__)
     order = [name for group in names for name in group]
     groups = zip(plain["param_groups"], names, strict=True)

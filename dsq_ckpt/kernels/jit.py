@@ -14,7 +14,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
-from dsq_ckpt.core.collector import collector_paused
+from dsq_ckpt.core.collector import no_garbage_collection
 
 KERNELS: list[Dispatcher] = []
 """All kernels of the package that were imported."""
@@ -71,7 +71,7 @@ def cache_directories() -> list[Path]:
 def load_registries() -> None:
     """Let Numba load its own functions, as it does before the first kernel is compiled or read from a file."""
     if KERNELS:  # else NUMBA_DISABLE_JIT is set
-        with fork_waits(), collector_paused():
+        with fork_waits(), no_garbage_collection():
             cpu_target.target_context.refresh()
 
 

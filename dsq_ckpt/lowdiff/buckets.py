@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
 from dsq_ckpt.lowdiff.ddp import CommHookSlot, claim_hook_slot, distributed
@@ -174,7 +174,7 @@ class HookedCompressor(GradientCompressor):
                     p.grad.copy_(mean[slice_.start : slice_.stop].view(p.shape))
 
     def _adopt(self, model: nn.Module) -> dict[nn.Parameter, str]:
-        names = {p: unwrapped(name) for name, p in model.named_parameters() if p.requires_grad}
+        names = {p: strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
         self._check(names)
         self._ddp_may_drop = False
         self._names = names

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff.segments import LOG
@@ -123,7 +123,7 @@ class _Wait:
                 f"'{name}': another job logs there, a log of this process was not closed, or its disk is slow; wait "
                 "for it, close it, or end it"
             )
-        let_signals_through()
+        run_pending_handlers()
         time.sleep(0.02)
 
 

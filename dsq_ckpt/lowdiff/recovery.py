@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
@@ -150,7 +150,7 @@ def recover(
     )
 
 
-@held_signals()
+@hold_signals()
 def recover_train_state(
     directory: Path, train_state: TrainState, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
     memory: bool = True, merge: bool = False, timeout: float = 300.0,
@@ -179,7 +179,7 @@ def recover_train_state(
     last, ended = (step, ended) if replay_log else (None, None)
 
     def load() -> Recovered:
-        let_signals_through()
+        run_pending_handlers()
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
             note_load(snapshot.lossy_kinds)

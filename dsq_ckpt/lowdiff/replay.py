@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import LogSegment
@@ -82,7 +82,7 @@ def replay(
     buffers: dict[str, torch.Tensor] = {}
     with method, _prefetched(log_steps, first, rank) as steps:
         for step in steps:
-            let_signals_through()
+            run_pending_handlers()
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
                 break

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsq_ckpt.core.regular import read_regular, unreadable
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.regular_files import read_regular, unreadable_error
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
@@ -277,11 +277,11 @@ def closed_after(run: Path, session: str) -> int | None:
     path = closed_marker(run, session)
     try:
         text = read_regular(path, _NOTE)
-        last = strict_json(text)["last"] if text else None
+        last = parse_strict_json(text)["last"] if text else None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"'{path}' does not hold the last step of its session: {error!r}") from error
     if last is not None and type(last) is not int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import DSQConfig, StorageConfig
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
@@ -221,7 +221,7 @@ class Snapshot:
 
     def _read_meta(self) -> dict[str, Any]:
         try:
-            meta = strict_json(self.tensor(".".join(META)).numpy().tobytes())
+            meta = parse_strict_json(self.tensor(".".join(META)).numpy().tobytes())
             version = int(meta["version"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"'{self.path}': what belongs to the log does not parse: {error!r}") from error

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dsq_ckpt.core.interrupts import in_users_function
-from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.interrupts import in_user_code
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.storage.record_fields import parse_dtype
@@ -91,9 +91,9 @@ class TrainState:
         self._names: dict[nn.Parameter, str] = {}
         self.aliases: dict[str, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = self._names.setdefault(parameter, unwrapped(name))
-            if first != unwrapped(name):
-                self.aliases[unwrapped(name)] = first
+            first = self._names.setdefault(parameter, strip_wrappers(name))
+            if first != strip_wrappers(name):
+                self.aliases[strip_wrappers(name)] = first
         self.parameters: dict[str, nn.Parameter] = {}
         self._groups: list[list[str]] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -198,7 +198,7 @@ class TrainState:
 
     def own_states(self) -> dict[str, dict[str, Any]]:
         """Return the states of schedulers and the like as they tell them."""
-        with in_users_function():
+        with in_user_code():
             return {name: state.state_dict() for name, state in self.states.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
@@ -214,7 +214,7 @@ class TrainState:
             )
         for name, state in self.states.items():
             own = from_plain(states[name])
-            with in_users_function():
+            with in_user_code():
                 state.load_state_dict(own)
 
     def monitored(self) -> list[torch.Tensor]:
@@ -235,7 +235,7 @@ class TrainState:
         for prefix, module in self.model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
-                    yield unwrapped(f"{prefix}.{key}" if prefix else key), buffer
+                    yield strip_wrappers(f"{prefix}.{key}" if prefix else key), buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
         """Yield path, tensor and logged parameter (None without one) of each tensor of a snapshot."""
@@ -291,8 +291,8 @@ class TrainState:
 
 def which_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the names that do not have the same value before and now, in brackets, for people."""
-    names = [unwrapped(name) for name in {**before, **now} if before.get(name) != now.get(name)]
-    return f" ({named(names)})" if names else ""
+    names = [strip_wrappers(name) for name in {**before, **now} if before.get(name) != now.get(name)]
+    return f" ({quote(names)})" if names else ""
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

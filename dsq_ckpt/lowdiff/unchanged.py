@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.lowdiff.train_state import STRUCTURE, TrainState
 
 
@@ -43,7 +43,7 @@ def unchanged_on_failure(train_state: TrainState) -> Iterator[None]:
                 else:
                     group[key] = value
         for name, one in train_state.states.items():
-            with suppress(Exception), in_users_function():  # perhaps it is what failed before, and that is told
+            with suppress(Exception), in_user_code():  # perhaps it is what failed before, and that is told
                 one.load_state_dict(states[name])
         raise
 

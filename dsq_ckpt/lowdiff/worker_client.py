@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena, aligned
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
@@ -197,7 +197,7 @@ class WorkerClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
-            let_signals_through()
+            run_pending_handlers()
             self.poll(min(left, _PATIENCE))
 
     def close(self, timeout: float | None, done: bool = False) -> str | None:

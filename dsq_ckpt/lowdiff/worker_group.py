@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.engine import other_jobs
@@ -176,7 +176,7 @@ class WorkerGroup(ABC):
             snapshots.clear_interrupted(self.run)
         other_jobs.share(self.run)
 
-    @held_signals()
+    @hold_signals()
     def _begin_first(self, resume: Recovered | None) -> None:
         """Start, and wait until the first snapshot is on disk: from then on every step counts."""
         try:

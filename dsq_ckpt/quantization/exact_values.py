@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.autocast import no_autocast
 from dsq_ckpt.quantization.manifolds import Looks, first_matrix, spread
 
 _GLANCE = 32
@@ -29,7 +29,7 @@ _MOST_OFF = 0.01
 _BLOCK = 1 << 20
 
 
-@without_autocast()
+@no_autocast()
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from dsq_ckpt.core.arrays import Codes
-from dsq_ckpt.core.unchanged import checksum
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.checksums import checksum
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.restored_values import Spread
@@ -148,7 +148,7 @@ def known(model: nn.Module) -> Frozen:
     watch = _watches.get(model, Watch())
     rests, moves = dict[str, bool](), dict[str, bool]()
     for name, tensor in _tensors(model):
-        alike, own = watch.averages(name), unwrapped(name)
+        alike, own = watch.averages(name), strip_wrappers(name)
         may_move = isinstance(tensor, nn.Parameter) or alike
         rests[own] = not tensor.requires_grad and not (may_move and not watch.rests(name))
         if not (tensor.requires_grad or rests[own]):

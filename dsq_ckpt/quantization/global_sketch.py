@@ -15,7 +15,7 @@ import numpy as np
 
 from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import Counts
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, sum_with_status
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
@@ -120,7 +120,7 @@ def build_global_sketch(
                 faint[place] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
-        let_signals_through()
+        run_pending_handlers()
         anew = any(key.fqn in diverged for key in counted)
         for array in joint.values() if anew else ():
             array[...] = 0
@@ -208,7 +208,7 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
     """Return the result of local work, or its failure, which must still reach the other ranks in the collective."""
     try:
         result = work()
-        let_signals_through()
+        run_pending_handlers()
         return result, None
     except BaseException as error:
         return None, error

@@ -23,8 +23,8 @@ from torch import nn
 
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
-from dsq_ckpt.core.subclasses import is_part
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.tensor_subclasses import is_class_key
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.quantization.manifolds import on_manifold
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ def layer_types(model: nn.Module) -> dict[str, str]:
 
     These are embedding, linear, conv, norm and other, and manifold for those that say that they lie on one.
     """
-    types = {unwrapped(name): "other" for name, _ in model.named_buffers(remove_duplicate=False)}
+    types = {strip_wrappers(name): "other" for name, _ in model.named_buffers(remove_duplicate=False)}
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             layer = "embedding"
@@ -90,7 +90,7 @@ def layer_types(model: nn.Module) -> dict[str, str]:
             layer = "other"
         for name, parameter in module.named_parameters(recurse=False):
             own = _MANIFOLD if on_manifold(parameter) else layer
-            types[unwrapped(f"{module_name}.{name}" if module_name else name)] = own
+            types[strip_wrappers(f"{module_name}.{name}" if module_name else name)] = own
     return types
 
 
@@ -244,8 +244,8 @@ def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str
 
 
 def is_inner(fqn: str) -> bool:
-    """Return whether a name is that of an inner tensor of a subclass (see `subclasses.by_parts`), which is exact."""
-    return any(map(is_part, fqn.split(".")))
+    """Return whether a name is that of an inner tensor of a subclass (`replace_subclasses`), which is exact."""
+    return any(map(is_class_key, fqn.split(".")))
 
 
 @functools.lru_cache(_MOST)
@@ -276,7 +276,7 @@ def _is_own(fqn: str, types: Mapping[str, str] | None) -> bool:
     """Return whether a tensor that its name takes for an optimizer's is a parameter or buffer of the model."""
     if not types or _kind(fqn)[0] == "weights":
         return False
-    parts = unwrapped(fqn).split(".")
+    parts = strip_wrappers(fqn).split(".")
     for start in range(len(parts)):
         if ".".join(parts[start:]) in types:
             return not any(map(_tells_of_state, parts[:start]))
@@ -295,7 +295,7 @@ def parameter_of(fqn: str) -> str:
     kind, name = _kind(fqn)
     if kind != "weights":
         name = f".{name}".partition(".state.")[2] or name
-    return unwrapped(name)
+    return strip_wrappers(name)
 
 
 def is_lossy(config: DSQConfig) -> bool:
@@ -314,7 +314,7 @@ def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
 
 def in_tree(fqn: str, tree: Mapping[str, _T]) -> _T | None:
     """Return what a mapping has by the name of a parameter in its module, with which a fully qualified name ends."""
-    tail = unwrapped(fqn)
+    tail = strip_wrappers(fqn)
     while tail:
         if tail in tree:
             return tree[tail]

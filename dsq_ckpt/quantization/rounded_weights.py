@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 
 _METHOD = (
     "(?:Fake)?Quant(?!il|it)(?:i[sz]e[dr]?)?|QAT|LSQ|Lsq|XNOR|Xnor|DoReFa|Binar(?:y|i[sz]e[dr]?)"
@@ -56,7 +56,7 @@ def rounding(model: nn.Module | None) -> dict[str, bool]:
     if not found:
         return {}
     named = model.named_parameters(remove_duplicate=False)
-    return {unwrapped(name): id(parameter) in found for name, parameter in named}
+    return {strip_wrappers(name): id(parameter) in found for name, parameter in named}
 
 
 def _quantizes_weights(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.arrays import F64, Counts
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
@@ -148,7 +148,7 @@ def gauges_of(layout: Layout) -> dict[str, Gauge]:
     by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered(fqn)}
     gauges = {}
     for fqn in weights:
-        tail = unwrapped(fqn)
+        tail = strip_wrappers(fqn)
         while tail and tail not in by_parameter:
             tail = tail.partition(".")[2]
         if name := by_parameter.get(tail) or numbered.get(fqn):

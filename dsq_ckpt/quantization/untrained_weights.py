@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.model_tensors import of_models, tails
 from dsq_ckpt.quantization.numbered_state import Shape, numbered
@@ -57,7 +57,7 @@ def _by_name(
     named = {other for others in tied.values() for other in others}
     fitting: dict[str, list[str]] = {}
     for name in shapes:
-        if name in own and (tail := next((one for one in tails(unwrapped(name)) if one in sizes), "")):
+        if name in own and (tail := next((one for one in tails(strip_wrappers(name)) if one in sizes), "")):
             fitting.setdefault(tail, []).append(name)
     matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
     if not fitting or any(fitting.keys().isdisjoint(_beginnings(owner)) for owner in matrices):
@@ -66,7 +66,7 @@ def _by_name(
     for tail, names in fitting.items():
         alike = [name for name in names if shapes[name] in sizes[tail]] or names
         alone = [name for name in alike if name not in named]
-        likely = [name for name in alone if _last(unwrapped(name).removesuffix(tail).rstrip(".")) in ("", _MODEL)]
+        likely = [name for name in alone if _last(strip_wrappers(name).removesuffix(tail).rstrip(".")) in ("", _MODEL)]
         trained.update(alike if len(alone) < 2 else likely)
     fit = {name for names in fitting.values() for name in names}
     return {name: name in fit for name in weights if trained.isdisjoint((name, *tied.get(name, ())))}
@@ -109,7 +109,7 @@ def _state(name: str) -> str:
 
 def _owner(name: str) -> str:
     """Return the name of the parameter that state belongs to, or a longer one, of what the optimizer keeps below it."""
-    return unwrapped(_state(name).rpartition(".")[0])
+    return strip_wrappers(_state(name).rpartition(".")[0])
 
 
 def _beginnings(name: str) -> list[str]:

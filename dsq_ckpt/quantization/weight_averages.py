@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from dsq_ckpt.core.autocast import without_autocast
+from dsq_ckpt.core.autocast import no_autocast
 
 _K = TypeVar("_K", bound=Hashable)
 _LEAST = 0.5
@@ -43,7 +43,7 @@ class _Form(NamedTuple):
 
 
 @torch.no_grad()
-@without_autocast()
+@no_autocast()
 def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
     """Return the keys of tensors that lie near a trained one of the same form: as near as an average of it would.
 

@@ -17,7 +17,7 @@ from jinja2 import BaseLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from dsq_ckpt.core import figures
-from dsq_ckpt.core.plain_text import plain
+from dsq_ckpt.core.plain_text import escape_controls
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.report import sections
@@ -91,7 +91,7 @@ def _text(name: str) -> str:
 
 _ENVIRONMENT = Environment(  # names of files and tensors are anybody's: everything is escaped, whatever it is
     loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    finalize=lambda value: plain(value, "\n") if type(value) is str else value,
+    finalize=lambda value: escape_controls(value, "\n") if type(value) is str else value,
 )
 _TEMPLATE = _ENVIRONMENT.from_string(_text("page.html"))
 
@@ -233,12 +233,12 @@ def _groups(entry: RunCheckpoint) -> list[list[str]]:
 def _data(history: History, charts: Sequence[Chart], restores: dict[int, str]) -> Markup:
     """Return the figures of all charts as JSON, safe inside a script element."""
     document = {
-        "names": [plain(entry.path.name) for entry in history.entries],
+        "names": [escape_controls(entry.path.name) for entry in history.entries],
         "saved": [entry.created[:16] for entry in history.entries],
-        "notes": {place: plain(text) for place, text in restores.items()},
+        "notes": {place: escape_controls(text) for place, text in restores.items()},
         "charts": {
             chart.key: {"unit": chart.unit, "series": [
-                {"name": plain(one.name), "tone": one.tone, "values": [_short(value) for value in one.values]}
+                {"name": escape_controls(one.name), "tone": one.tone, "values": [_short(value) for value in one.values]}
                 for one in chart.series
             ]} for chart in charts
         },

@@ -13,7 +13,7 @@ import numpy as np
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.schema import DSQConfig, TensorConfig
 from dsq_ckpt.config.space import Point, Space
-from dsq_ckpt.core.notices import is_new, warn
+from dsq_ckpt.core.notices import is_new_warning, warn
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
@@ -51,7 +51,7 @@ class SaveSearch:
         comm: of the ranks that save.
         model: entered; it evaluates candidates.
         groups: of weights, those that are quantized.
-        told: warnings of this search and of those of earlier saves; see `is_new`.
+        told: warnings of this search and of those of earlier saves; see `is_new_warning`.
         candidates: by point and number of the variant.
         fits: by group and codebook.
         degradations: by point and number of the variant, on each fold of batches (`evaluate`, `check`).
@@ -75,7 +75,7 @@ class SaveSearch:
 
     def warn(self, text: str) -> None:
         """Warn on all ranks, which find the same, unless a search of the run did, with whatever numbers."""
-        if is_new(text, self.told):
+        if is_new_warning(text, self.told):
             warn(text, rank=self.comm.rank)
 
     def candidate(self, point: Point, variant: int) -> Candidate:

@@ -24,7 +24,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core import figures
-from dsq_ckpt.core.trees import by_dotted_key
+from dsq_ckpt.core.config_trees import iter_dotted_keys
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
@@ -110,7 +110,7 @@ class ConfigManager:
             names = [variant.name for variant in space.variants]
             name = quality["chosen"].get("variant")
             self._known = _Known(
-                point=space.nearest(dict(by_dotted_key(config))),
+                point=space.nearest(dict(iter_dotted_keys(config))),
                 refinement_bits=loaded.quantize.weights.refinement_bits,
                 variant=names.index(name) if name in names else 0,
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsq_ckpt.core import figures
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.distributed.comm import FailedElsewhere, gather_from_all_ranks
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis
@@ -44,7 +44,7 @@ def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | No
     try:
         for place in mine:
             found[place] = save.model.metric(fold.evaluate, trials[place], bits, fold.name)
-            let_signals_through()
+            run_pending_handlers()
     except ModelChanged as error:
         changed = str(error)
     except EvaluateRaised as error:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt.core.interrupts import in_users_function, let_signals_through
-from dsq_ckpt.core.notices import raised_at
-from dsq_ckpt.core.unchanged import checksums, named
+from dsq_ckpt.core.checksums import checksums, quote
+from dsq_ckpt.core.interrupts import in_user_code, run_pending_handlers
+from dsq_ckpt.core.notices import format_error_line
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.core.wrappers import unwrapped
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
@@ -165,14 +165,14 @@ class TrialModel:
         if trial is Probe.AGAIN:
             _draw_others(bool(self._random_cuda))
         try:
-            with in_users_function():
+            with in_user_code():
                 metric = self._with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
         except ModelChanged:
             raise
         except Exception as error:
             self._held.clear()  # it may have changed them
-            let_signals_through()  # what a handler raised is no failure of the function
-            raise EvaluateRaised(f"`{name}` raised {described(error)}{raised_at(error)}") from error
+            run_pending_handlers()  # what a handler raised is no failure of the function
+            raise EvaluateRaised(f"`{name}` raised {described(error)}{format_error_line(error)}") from error
         finally:
             self._undo()
         self._shard()
@@ -181,7 +181,7 @@ class TrialModel:
                    if before.get(name) != after.get(name)]
         if changed:
             raise ModelChanged(
-                f"`{name}` changed {named(changed)}: it must leave the model as it is; evaluate without optimizer "
+                f"`{name}` changed {quote(changed)}: it must leave the model as it is; evaluate without optimizer "
                 "steps and changes in place, or a copy. The model's parameters were put back, optimizer and gradients "
                 "were not; the checkpoint was not written"
             )
@@ -228,7 +228,7 @@ class TrialModel:
 
         For a parameter that ZeRO 3 partitions, and gathers and releases, only the partition counts.
         """
-        parameters = {unwrapped(name): p for name, p in self._model.named_parameters()}
+        parameters = {strip_wrappers(name): p for name, p in self._model.named_parameters()}
         values = {name: (lambda p=p: _parts(p)[-1]) for name, p in parameters.items()}
         if self._refresh is not None:
             values |= {f"master of {chunk.key}": (lambda t=target: t)

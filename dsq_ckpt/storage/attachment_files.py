@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from dsq_ckpt.core.notices import warn_safely
-from dsq_ckpt.core.regular import read_regular
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.regular_files import read_regular
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import add_path_to_errors, flush, sync_directory
 from dsq_ckpt.storage.container import FileInfo, checksum_file
@@ -55,7 +55,7 @@ def find_journaled_files(directory: Path, save_id: str = "*") -> set[str]:
     for path in directory.glob(f".{save_id}-*{JOURNAL}"):
         # The save was killed before it published, or a file is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
-            for name, recorded in strict_json(read_regular(path, _MAX_JOURNAL_BYTES)).items():
+            for name, recorded in parse_strict_json(read_regular(path, _MAX_JOURNAL_BYTES)).items():
                 if "/" not in name and [*checksum_file(directory / name)] == recorded:
                     found.add(name)
     return found

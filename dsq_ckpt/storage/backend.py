@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, Protocol
 
-from dsq_ckpt.core.regular import RegularFile, read_regular
+from dsq_ckpt.core.regular_files import RegularFile, read_regular
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage.atomic_io import AtomicFile, make_directory, sync_directory
 

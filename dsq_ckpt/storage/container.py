@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.regular_files import RegularFile, open_regular, unreadable_error
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
@@ -129,7 +129,7 @@ class ContainerReader:
         try:
             self._file = get_storage(path).open(path)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
         try:
             self.size = self._file.size
             if expected not in (None, self.size):
@@ -164,7 +164,7 @@ class ContainerReader:
         try:
             done = self._file.read_into(block.offset, data)
         except OSError as error:
-            raise unreadable(self.path, error) from error
+            raise unreadable_error(self.path, error) from error
         self._check_complete(block.offset, done, block.size)
         self._check(block, data)
         return data
@@ -208,7 +208,7 @@ class ContainerReader:
         try:
             data = self._file.read(offset, size)
         except OSError as error:
-            raise unreadable(self.path, error) from error
+            raise unreadable_error(self.path, error) from error
         self._check_complete(offset, len(data), size)
         return data
 
@@ -269,7 +269,7 @@ def unpack_json(data: bytes, where: str) -> Any:
     try:
         if not 0 <= zstandard.frame_content_size(data) <= _max_contents_size(len(data)):
             raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
-        return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+        return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import xxhash
 
 from dsq_ckpt.coding import shuffle_decompress
-from dsq_ckpt.core.regular import unreadable
+from dsq_ckpt.core.regular_files import unreadable_error
 from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import get_storage
@@ -315,7 +315,7 @@ class CheckpointFiles(PackReader):
         try:
             data = get_storage(path).read(path, info.size)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
         if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
             raise CorruptCheckpoint(f"'{path}' is not what was written: {len(data)} bytes, expected {info.size}")
         return data

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from dsq_ckpt.config.renamed import current_keys
-from dsq_ckpt.core.regular import unreadable
+from dsq_ckpt.core.regular_files import unreadable_error
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import is_hidden
@@ -283,7 +283,7 @@ class Manifest(BaseModel):
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(_explain_missing(directory)) from error
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
         return _parse_cached(text, path) if len(text) <= _MAX_CACHED_BYTES else _parse(text, path)
 
 
@@ -316,7 +316,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def iter_checkpoints(
-    run: Path, unreadable: Callable[[Path, DSQError], object] | None = None
+    run: Path, unreadable_error: Callable[[Path, DSQError], object] | None = None
 ) -> Iterator[tuple[Path, Manifest]]:
     """Yield the complete checkpoints directly below a run directory, oldest first.
 
@@ -328,7 +328,7 @@ def iter_checkpoints(
         unreadable: called with the directory of a checkpoint whose manifest cannot be read, and why; None: raise that.
 
     Raises:
-        DSQError: a manifest cannot be read, and `unreadable` is None.
+        DSQError: a manifest cannot be read, and `unreadable_error` is None.
     """
     found = []
     for entry, manifest in _iter_manifests(run):
@@ -336,10 +336,10 @@ def iter_checkpoints(
             found.append((entry, manifest))
         elif isinstance(manifest, CheckpointNotFound):
             pass  # it was deleted meanwhile
-        elif unreadable is None:
+        elif unreadable_error is None:
             raise manifest
         else:
-            unreadable(entry, manifest)
+            unreadable_error(entry, manifest)
     yield from sort_by_save_order(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from dsq_ckpt.storage.container import FORMAT_VERSION
 
@@ -38,7 +38,7 @@ def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
     if not stated or insert_checksum(text.replace(stated, NO_CHECKSUM.encode(), 1)) != text:
         raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
     try:
-        tree = strict_json(text)
+        tree = parse_strict_json(text)
     except ValueError as error:
         raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
     level = [tree]

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 from dsq_ckpt.core.arrays import Codes
-from dsq_ckpt.core.flat import is_contiguous, place_of
+from dsq_ckpt.core.flat_ranges import flat_index, is_contiguous
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -173,13 +173,13 @@ def read_flat(
         CorruptCheckpoint: the checkpoint does not have all of them.
     """
     parts = deque[_ChunkPart]()
-    taken = Ranges()
+    taken = AddressRanges()
 
     def loads() -> Iterator[ChunkLoad]:
         for fqn, start, out in pieces:
             for part in _iter_parts(checkpoint, fqn, start, out):
                 whole = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
-                into = whole if taken.add(*memory_of(part.out)) else None
+                into = whole if taken.add(*address_range(part.out)) else None
                 kept = _code_cache.get()
                 keeps = kept is not None and _needs_codes(kept, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())
@@ -225,7 +225,7 @@ def _iter_parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor)
     for offsets, shape, file, record in tensor["chunks"]:
         if not is_contiguous(tensor["shape"], shape):
             raise CorruptCheckpoint(f"'{checkpoint.directory}': '{fqn}' is not stored in flat parts")
-        place, ref = place_of(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
+        place, ref = flat_index(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
         first, last = max(place, start), min(place + torch.Size(shape).numel(), start + out.numel())
         if first >= last:
             continue

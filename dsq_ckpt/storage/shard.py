@@ -16,7 +16,7 @@ from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.scales import items_of_scales
 from dsq_ckpt.config.schema import DeltaConfig
 from dsq_ckpt.core.arrays import I16, Bits, Codes
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.quantization.plan import QuantizationPlan
@@ -169,7 +169,7 @@ class ShardWriter:
         most = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
         encoded = self._workers.map(_run_all, _batch_tasks(tasks(), most))
         for task, data, beside in chain.from_iterable(encoded):
-            let_signals_through()
+            run_pending_handlers()
             protected.append(beside.protected)
             if beside.steps is not None and (scales := task.chunk.source.scales) is not None:
                 steps = steps or StepLengths.none(scales)

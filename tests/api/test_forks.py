@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import dsq_ckpt
 from dsq_ckpt.engine import ancestry
 from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.core import regular; from dsq_ckpt.storage import pickle_refs
+from dsq_ckpt.core import regular_files; from dsq_ckpt.storage import pickle_refs
 
 if "group" in sys.argv:
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store"), rank=0, world_size=1)
@@ -170,7 +170,7 @@ def test_a_child_has_its_handlers_back():
     """Signals that a save holds would be held in it for good, SIGTERM of whoever ends it among them."""
     before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
     try:
-        with held_signals():
+        with hold_signals():
             child = os.fork()
             if not child:
                 signal.raise_signal(signal.SIGUSR1)

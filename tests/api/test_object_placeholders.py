@@ -15,7 +15,7 @@ from dsq_ckpt import LoadFailed
 from dsq_ckpt.api.object_placeholders import ObjectPlaceholders, select_objects
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.core.test_subclasses import EightBits, equal, scaled
+from tests.core.test_tensor_subclasses import EightBits, equal, scaled
 from tests.helpers.states import differences
 
 pytestmark = [

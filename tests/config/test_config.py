@@ -18,7 +18,7 @@ from dsq_ckpt.codebooks import CODEBOOKS
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.config.schema import BY_SIZE
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.core.trees import preset_tree
+from dsq_ckpt.core.config_trees import load_preset
 from dsq_ckpt.storage.manifest import Manifest
 from tests.quantization.test_moments import error, moments, update
 
@@ -164,7 +164,7 @@ def test_presets_by_name(tmp_path, monkeypatch):
     dsq_ckpt.compress(state, tmp_path / "b", config="exact")
     for path in (tmp_path / "run" / "a", tmp_path / "b"):
         assert Manifest.read(path).config == DSQConfig.preset("exact").model_dump(mode="json")
-    assert _explicit_keys("moments_exact") == preset_tree("moments_exact")
+    assert _explicit_keys("moments_exact") == load_preset("moments_exact")
     (tmp_path / "exact").write_text("delta: {max_chain: 3}")  # a file goes before a preset, whatever its name
     assert DSQConfig.create("exact").delta.max_chain == 3
     for missing in ("tiny", ""):

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from dsq_ckpt.core.collector import collector_paused
+from dsq_ckpt.core.collector import no_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +23,13 @@ def _kept():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_pause_ends_as_it_began(enabled) -> None:
     (gc.enable if enabled else gc.disable)()
-    with collector_paused():
+    with no_garbage_collection():
         assert not gc.isenabled()
-        with collector_paused():
+        with no_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() is enabled
-    with pytest.raises(ValueError, match="of the block"), collector_paused():
+    with pytest.raises(ValueError, match="of the block"), no_garbage_collection():
         raise ValueError("of the block")
     assert gc.isenabled() is enabled
 
@@ -40,14 +40,14 @@ def test_other_threads_pause_nothing_and_their_forks_collect() -> None:
 
     def other() -> None:
         found.append(gc.isenabled())
-        with collector_paused():
+        with no_garbage_collection():
             found.append(gc.isenabled())
         child = os.fork()
         if not child:
             os._exit(0 if gc.isenabled() else 1)
         found.append(os.waitpid(child, 0)[1])
 
-    with collector_paused():
+    with no_garbage_collection():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(60)

@@ -14,7 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
-from dsq_ckpt.core.interrupts import heard_handlers, held_signals, in_users_function, let_signals_through, shielded
+from dsq_ckpt.core.interrupts import (
+    defer_handler_errors,
+    hold_signals,
+    in_user_code,
+    propagate_handler_errors,
+    run_pending_handlers,
+)
 from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.engine import quantizing, warmup
 from dsq_ckpt.engine.pipeline import SavePipeline
@@ -49,22 +55,22 @@ def handler():
 
 
 def test_a_signal_waits(handler):
-    with held_signals():
+    with hold_signals():
         signal.raise_signal(signal.SIGUSR1)
         assert handler.calls == 0
-        let_signals_through()
+        run_pending_handlers()
         assert handler.calls == 1
-        with held_signals():  # the outermost counts
+        with hold_signals():  # the outermost counts
             signal.raise_signal(signal.SIGUSR1)
         assert handler.calls == 1
     assert handler.calls == 2
-    let_signals_through()
+    run_pending_handlers()
     assert handler.calls == 2
 
 
 def test_a_second_signal_does_not_wait(handler):
     handler.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt), held_signals():
+    with pytest.raises(KeyboardInterrupt), hold_signals():
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         pytest.fail("not reached")
@@ -73,7 +79,7 @@ def test_a_second_signal_does_not_wait(handler):
 
 def test_what_a_handler_raises_at_the_end_is_raised(handler):
     handler.error = SystemExit(3)
-    with pytest.raises(SystemExit) as caught, held_signals():
+    with pytest.raises(SystemExit) as caught, hold_signals():
         signal.raise_signal(signal.SIGUSR1)
         raise ValueError("of the work")
     assert isinstance(caught.value.__context__, ValueError)
@@ -83,7 +89,7 @@ def test_a_handler_that_is_set_meanwhile_stays(handler):
     def other(number, frame):
         pass
 
-    with held_signals():
+    with hold_signals():
         signal.signal(signal.SIGUSR1, other)
     assert signal.getsignal(signal.SIGUSR1) is other
     signal.signal(signal.SIGUSR1, handler)
@@ -91,10 +97,10 @@ def test_a_handler_that_is_set_meanwhile_stays(handler):
 
 def test_other_threads_neither_hold_nor_let_through(handler):
     def other():
-        with held_signals():
-            let_signals_through()
+        with hold_signals():
+            run_pending_handlers()
 
-    with held_signals():
+    with hold_signals():
         signal.raise_signal(signal.SIGUSR1)
         thread = threading.Thread(target=other)
         thread.start()
@@ -345,12 +351,12 @@ def test_an_evaluation_may_catch_its_alarm(tmp_path, alarm):
 
 def test_what_was_lost_is_raised_again(alarm):
     """As in a destructor, or where the package goes on without something; where others can be told, or at the end."""
-    with pytest.raises(type(alarm)) as caught, heard_handlers():
+    with pytest.raises(type(alarm)) as caught, propagate_handler_errors():
         with suppress(BaseException):
             signal.raise_signal(signal.SIGALRM)
-        with held_signals(), pytest.raises(type(alarm)):
-            let_signals_through()
-        let_signals_through()
+        with hold_signals(), pytest.raises(type(alarm)):
+            run_pending_handlers()
+        run_pending_handlers()
         raise ValueError("of the work")
     assert caught.value is alarm
     assert alarm.__context__ is None
@@ -358,22 +364,22 @@ def test_what_was_lost_is_raised_again(alarm):
 
 def test_an_alarm_waits_only_while_the_model_is_not_the_users(alarm):
     """A second one waits as well, as of an interval timer; the handler itself never does."""
-    with pytest.raises(type(alarm)), held_signals(), shielded():
+    with pytest.raises(type(alarm)), hold_signals(), defer_handler_errors():
         signal.raise_signal(signal.SIGALRM)
-        with in_users_function(), pytest.raises(type(alarm)):
+        with in_user_code(), pytest.raises(type(alarm)):
             signal.raise_signal(signal.SIGALRM)
         signal.raise_signal(signal.SIGALRM)
         with pytest.raises(type(alarm)):
-            let_signals_through()
+            run_pending_handlers()
         signal.raise_signal(signal.SIGALRM)
-    with pytest.raises(type(alarm)), held_signals():
+    with pytest.raises(type(alarm)), hold_signals():
         signal.raise_signal(signal.SIGALRM)
         pytest.fail("not reached")
 
 
 def test_a_handler_that_calls_the_one_before_it(handler):
     """As a library that sets its own during an evaluation: the signals of later are not held for good."""
-    with held_signals():
+    with hold_signals():
         kept = signal.getsignal(signal.SIGUSR1)
     kept(signal.SIGUSR1, None)
     assert handler.calls == 1

@@ -370,5 +370,6 @@ def test_ranks_with_different_keys():
         plans.append(planners[-1].create_local_plan())
     _, metadata = planners[0].create_global_plan(plans)
     merged = metadata.planner_data
-    assert merged.nested({"own.0": "a", "own.1": "b"}) == {"own": {0: "a", 1: "b"}, "none0": {}, "none1": {}, "s": {}}
-    assert Nesting.from_json(merged.as_json()).nested({"own.1": 1})["own"] == {1: 1}
+    nested = merged.unflatten({"own.0": "a", "own.1": "b"})
+    assert nested == {"own": {0: "a", 1: "b"}, "none0": {}, "none1": {}, "s": {}}
+    assert Nesting.from_json(merged.as_json()).unflatten({"own.1": 1})["own"] == {1: 1}

@@ -23,7 +23,7 @@ def pinned(monkeypatch):
 
 
 def test_it_is_unpinned_before_it_is_freed(pinned):
-    memory = pinning.pinned_memory(1000, GPU)
+    memory = pinning.allocate_pinned(1000, GPU)
     assert pinned == {memory.data_ptr()} and memory.shape == (1000,)
     del memory
     gc.collect()
@@ -32,13 +32,13 @@ def test_it_is_unpinned_before_it_is_freed(pinned):
 
 def test_where_it_cannot_be_pinned_it_is_memory_like_any(monkeypatch):
     monkeypatch.setattr(pinning, "pin", lambda tensor, device: False)
-    pinning.pinned_memory(10, GPU).fill_(3)
+    pinning.allocate_pinned(10, GPU).fill_(3)
     gc.collect()
 
 
 def test_pages_are_not_copied_by_a_fork(pinned):
     """A page that the parent writes to after a fork is the one that it had before, which a GPU goes on to write to."""
-    memory = pinning.pinned_memory(1 << 16, GPU)
+    memory = pinning.allocate_pinned(1 << 16, GPU)
     memory.fill_(1)
     (ready, go), (told, tell) = os.pipe(), os.pipe()
     child = os.fork()

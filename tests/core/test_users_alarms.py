@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.core.interrupts import held_signals, in_users_function, let_signals_through, shielded
+from dsq_ckpt.core.interrupts import defer_handler_errors, hold_signals, in_user_code, run_pending_handlers
 from dsq_ckpt.lowdiff.train_state import TrainState
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.storage.manifest import is_complete
@@ -192,7 +192,7 @@ def test_states_of_a_log_catch_their_alarms():
     optimizer = torch.optim.AdamW(model.parameters())
     for place in ("state_dict", "load_state_dict"):
         own = Saved(place)
-        with held_signals():
+        with hold_signals():
             states = TrainState(model, optimizer, {"data": own})
             states.set_states(states.states_now())
             with suppress(ValueError), unchanged_on_failure(states):
@@ -204,15 +204,15 @@ def test_states_of_a_log_catch_their_alarms():
 def test_an_interval_timer_waits_each_time():
     """Among several ranks, or with trial weights: it would take its rank out of a collective."""
     reached = list[bool]()
-    with pytest.raises(Alarm), held_signals(), shielded():
+    with pytest.raises(Alarm), hold_signals(), defer_handler_errors():
         for _ in range(3):
             signal.raise_signal(signal.SIGALRM)
-        with in_users_function():
+        with in_user_code():
             guarded()
         signal.raise_signal(signal.SIGALRM)
         with pytest.raises(Alarm):
-            let_signals_through()
-        let_signals_through()
+            run_pending_handlers()
+        run_pending_handlers()
         signal.raise_signal(signal.SIGALRM)
         reached.append(True)
     assert reached

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dsq_ckpt import ConfigError, DSQConfig
-from dsq_ckpt.core.trees import preset_tree
+from dsq_ckpt.core.config_trees import load_preset
 from dsq_ckpt.deepspeed import block_of
 from tests.helpers.processes import ROOT
 
@@ -79,7 +79,7 @@ def test_they_are_packaged():
     """And are no presets, whose names are those of the YAML files."""
     assert '"**/*.json"' in (ROOT / "setup.py").read_text()
     assert not {path.stem for path in FILES} & {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    assert preset_tree("default")
+    assert load_preset("default")
 
 
 @pytest.mark.parametrize("key", ["enable", "Enabled", "is_enabled"])

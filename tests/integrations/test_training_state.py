@@ -16,7 +16,7 @@ from tests.api.test_module_placeholders import EXTRA, Metric, Remembering, hooke
 from tests.api.test_object_placeholders import made
 from tests.api.test_optimizer_state import KINDS
 from tests.api.test_optimizer_state import made as made_of
-from tests.core.test_subclasses import EightBits, equal
+from tests.core.test_tensor_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
 from tests.helpers.states import differences
 

@@ -36,7 +36,7 @@ def test_two_jobs_begin_at_once(tmp_path, monkeypatch, method):
         if not waited:
             waited.append(told.write_bytes(b"go on"))
 
-    monkeypatch.setattr(locks, "let_signals_through", second_waits)
+    monkeypatch.setattr(locks, "run_pending_handlers", second_waits)
     try:
         with open(said) as lines:
             assert lines.readline() == "there\n"
@@ -109,7 +109,7 @@ def test_recovery_waits_once(tmp_path, monkeypatch):
     loop, pauses = Loop(ADAM), []
     recorded(ADAM, tmp_path, 1)
     lock = locks.Lock(locks.lock_path(tmp_path, "another", 0))
-    monkeypatch.setattr(locks, "let_signals_through", lambda: pauses.append(1))
+    monkeypatch.setattr(locks, "run_pending_handlers", lambda: pauses.append(1))
     with pytest.warns(UserWarning, match="waiting"), pytest.raises(LoadFailed, match="still writes into"):
         loop.recover(tmp_path, timeout=0.1)
     lock.release()

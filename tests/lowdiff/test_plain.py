@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from tests.lowdiff.loops import differences
@@ -27,7 +27,7 @@ values = st.recursive(leaves, lambda inner: (
 
 def through(value):
     """As a file gives it back: JSON without NaN and Infinity."""
-    return from_plain(strict_json(json.dumps(to_plain(value, "it"))))
+    return from_plain(parse_strict_json(json.dumps(to_plain(value, "it"))))
 
 
 @given(values)

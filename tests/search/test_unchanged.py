@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.core.unchanged import _weighted_sum, checksum
+from dsq_ckpt.core.checksums import _weighted_sum, checksum
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.storage.manifest import is_complete
 from tests.helpers.peak_memory import PeakMemory

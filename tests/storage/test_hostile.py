@@ -14,7 +14,7 @@ import zstandard
 
 import dsq_ckpt
 from dsq_ckpt.convert.export import export_torch
-from dsq_ckpt.core import regular
+from dsq_ckpt.core import regular_files
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
@@ -208,7 +208,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
     last = tmp_path / "089"
     assert Manifest.read(last).depth == 89
     dsq_ckpt.forget()
-    regular._make_room(0)
+    regular_files._close_idle_files(0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
@@ -216,7 +216,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 40, limits[1]))
         assert differences(loaded(last, state()), values) == []
-        regular._make_room(0)
+        regular_files._close_idle_files(0)
         taken = []
         with pytest.raises(OSError, match="Too many open files"):
             while True:

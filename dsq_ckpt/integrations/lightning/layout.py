@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.api.optimizer_state import extra_entries, join_state, split_state
-from dsq_ckpt.core.subclasses import refuse_cycles
+from dsq_ckpt.core.tensor_subclasses import refuse_cycles
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed, SaveFailed, UnsupportedFormat, described
 from dsq_ckpt.integrations.lightning.names import parameter_names
 

@@ -24,7 +24,7 @@ from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, require_gradients, set_optimizer_state
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
-from dsq_ckpt.core.interrupts import in_users_function
+from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave
@@ -192,14 +192,14 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         """Give loaded tensors to model and optimizers."""
         assert self.model is not None and self.lightning_module is not None
         options = StateDictOptions(strict=self.lightning_module.strict_loading)
-        with in_users_function(loads_module=True):
+        with in_user_code(loads_module=True):
             set_model_state_dict(self.model, {**state.get("state_dict", {}), **rest.extra_state()}, options=options)
         for number, optimizer in enumerate(self._trained()):
             moments = state["optimizer_states"][str(number)]["state"]
             found = rest.optimizer(number, moments)
             own = self._optimizer_state(optimizer)["state"]  # of parameters that had no step yet
             found["state"] = {**own, **found["state"]}
-            with in_users_function():
+            with in_user_code():
                 set_optimizer_state(self.model, optimizer, found)
 
     def _trained(self) -> list[Any]:

@@ -14,7 +14,7 @@ import xxhash
 from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.workers import Workers
 
-_BLOCK = 1 << 20
+_BLOCK_ELEMENTS = 1 << 20
 """Elements that are summed together on other devices: it bounds the memory, to 40 MiB."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Key = TypeVar("_Key", bound=Hashable)
@@ -48,9 +48,9 @@ def checksum(tensor: torch.Tensor) -> Hashable:
 def _weighted_sum(values: torch.Tensor) -> int:
     """Return the sum of flat elements, as integers of their bits, times odd numbers that tell places apart."""
     bits = values.view(_INTEGERS[values.itemsize])
-    odd = _odd_numbers(min(_BLOCK, len(bits)), bits.device)
+    odd = _odd_numbers(min(_BLOCK_ELEMENTS, len(bits)), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for block in bits.split(_BLOCK):
+    for block in bits.split(_BLOCK_ELEMENTS):
         wide = block.long()
         mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # the sign of a double is the highest bit, which no odd number moves
         total = total * 0x9E3779B1 + (mixed * odd[: len(block)]).sum()
@@ -65,7 +65,7 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
 
 
-def named(changed: list[Any]) -> str:
+def quote(changed: list[Any]) -> str:
     """Return the first few of some names, and how many more there are."""
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return ", ".join(f"'{name}'" for name in changed[:3]) + more

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsq_ckpt.core.flat import boxes, is_contiguous, place_of
+from dsq_ckpt.core.flat_ranges import flat_index, is_contiguous, split_range
 
 
 @st.composite
@@ -23,12 +23,12 @@ def ranges(draw):
 def test_boxes_are_the_range(drawn):
     shape, start, length = drawn
     array = np.arange(math.prod(shape)).reshape(shape)
-    found = list(boxes(shape, start, length))
+    found = list(split_range(shape, start, length))
     elements = []
     for box in found:
         part = array[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.shape, strict=True))]
         assert part.shape == box.shape and part.size == box.elements
-        assert part.reshape(-1)[0] == box.start == place_of(shape, box.offsets)
+        assert part.reshape(-1)[0] == box.start == flat_index(shape, box.offsets)
         assert is_contiguous(shape, box.shape)
         elements += part.reshape(-1).tolist()
     assert elements == list(range(start, start + length))
@@ -47,4 +47,4 @@ def test_contiguous_is_what_numpy_says(sizes):
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 13), (11, 2), (3, -1)])
 def test_ranges_outside_are_refused(start, length):
     with pytest.raises(ValueError, match="of a tensor of 12"):
-        list(boxes((3, 4), start, length))
+        list(split_range((3, 4), start, length))

@@ -4,12 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsq_ckpt.core.ranges import Ranges, memory_of
+from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12))))
 def test_against_a_set_of_all_addresses(added):
-    ranges, held = Ranges(), set()
+    ranges, held = AddressRanges(), set()
     for start, length in added:
         own = set(range(start, start + length))
         assert ranges.add(start, start + length) == own.isdisjoint(held)
@@ -19,8 +19,8 @@ def test_against_a_set_of_all_addresses(added):
 def test_memory_of_views():
     whole = torch.zeros(4, 6)
     start = whole.data_ptr()
-    assert memory_of(whole) == (start, start + 96)
-    assert memory_of(whole[:, 2]) == (start + 8, start + 84)
-    assert memory_of(whole.T) == memory_of(whole)
-    assert memory_of(whole[0, 0]) == (start, start + 4)
-    assert memory_of(whole[4:]) == (0, 0)
+    assert address_range(whole) == (start, start + 96)
+    assert address_range(whole[:, 2]) == (start + 8, start + 84)
+    assert address_range(whole.T) == address_range(whole)
+    assert address_range(whole[0, 0]) == (start, start + 4)
+    assert address_range(whole[4:]) == (0, 0)

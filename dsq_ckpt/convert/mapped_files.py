@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed
 
 State = dict[str, Any]
@@ -70,7 +70,7 @@ def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
         CorruptCheckpoint: it is no index, or names files elsewhere.
     """
     try:
-        where = strict_json(index.read_text())["weight_map"]
+        where = parse_strict_json(index.read_text())["weight_map"]
         files: dict[str, list[str]] = {}
         for fqn, name in where.items():
             files.setdefault(name, []).append(fqn)

@@ -25,7 +25,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
 
-def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
+def split_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
     """Yield boxes that together are elements `start` to `start + length` of a flattened tensor, in order.
 
     At most two per dimension and one more: the rest of a row, whole rows, the beginning of a row, and so on inwards.
@@ -37,10 +37,10 @@ def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
     if start < 0 or length < 0 or start + length > total:
         raise ValueError(f"elements {start} to {start + length} of a tensor of {total}")
     if length:
-        yield from _boxes(tuple(shape), (), start, start, length)
+        yield from _split_range(tuple(shape), (), start, start, length)
 
 
-def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
+def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
     """Yield the boxes of a range that starts at `place` in the sub-tensor at `outer`, `start` in the whole one."""
     before = (1,) * len(outer)
     if not shape:
@@ -50,17 +50,17 @@ def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: in
     first, skipped = divmod(place, row)
     if skipped or length < row:
         head = min(length, row - skipped)
-        yield from _boxes(shape[1:], (*outer, first), skipped, start, head)
+        yield from _split_range(shape[1:], (*outer, first), skipped, start, head)
         first, start, length = first + 1, start + head, length - head
     whole = length // row
     if whole:
         yield Box((*outer, first, *(0,) * len(shape[1:])), (*before, whole, *shape[1:]), start)
         first, start, length = first + whole, start + whole * row, length - whole * row
     if length:
-        yield from _boxes(shape[1:], (*outer, first), 0, start, length)
+        yield from _split_range(shape[1:], (*outer, first), 0, start, length)
 
 
-def place_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
+def flat_index(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Return the index of the element at `offsets` in the flattened tensor."""
     place = 0
     for size, offset in zip(shape, offsets, strict=True):

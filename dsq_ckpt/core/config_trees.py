@@ -1,4 +1,4 @@
-"""Configurations as trees of plain values: read from files and presets, merged, and compared."""
+"""Configurations as trees of plain values: reading from files and presets, merging and comparison."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without keys that are there twice, of which the last one would count without a word."""
+    """YAML loader that refuses duplicate keys, of which the last one would silently be used."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        # Before `<<` puts keys of other mappings in, which may be there too, and `<<` itself may be repeated.
-        _unique([(key.value, None) for key, _ in node.value
+        # Check before `<<` merges other mappings, whose keys may be overridden; `<<` itself may be repeated.
+        _make_unique_mapping([(key.value, None) for key, _ in node.value
                  if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")])
         return node
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Tree:
+def _make_unique_mapping(pairs: list[tuple[str, Any]]) -> Tree:
     """Return a mapping of keys and values.
 
     Raises:
-        ValueError: a key is there twice.
+        ValueError: a key occurs twice.
     """
     tree: Tree = {}
     for key, value in pairs:
@@ -45,7 +45,7 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     """Return the tree in a JSON or YAML file.
 
     Raises:
-        ConfigError: it cannot be read, does not parse, holds no mapping, or has a key twice in one.
+        ConfigError: the file cannot be read or parsed, does not hold a mapping, or has a duplicate key.
     """
     path = Path(os.path.expanduser(path))
     try:
@@ -55,7 +55,8 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file '{path}' is no text; name a JSON or YAML file") from error
     try:
-        tree = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(text, _Loader)
+        is_json = path.suffix == ".json"
+        tree = json.loads(text, object_pairs_hook=_make_unique_mapping) if is_json else yaml.load(text, _Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
     if not isinstance(tree, dict):
@@ -63,19 +64,19 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     return tree
 
 
-def named_tree(name: str | os.PathLike[str]) -> Tree:
-    """Return the tree of a file or of a preset: a string without a suffix that names no file is a preset's name.
+def load_tree(name: str | os.PathLike[str]) -> Tree:
+    """Return the tree of a file or of a preset; a string without a suffix that is not a file names a preset.
 
     Raises:
         ConfigError: there is no such file or preset, or it does not parse.
     """
     if isinstance(name, str) and name == Path(name).stem and not Path(name).is_file():
-        return preset_tree(name)
+        return load_preset(name)
     return read_tree(name)
 
 
-def preset_tree(name: str) -> Tree:
-    """Return the tree of a preset of the package.
+def load_preset(name: str) -> Tree:
+    """Return the tree of one of the package's presets.
 
     Raises:
         ConfigError: there is no such preset.
@@ -87,21 +88,21 @@ def preset_tree(name: str) -> Tree:
     return yaml.safe_load((presets / f"{name}.yaml").read_text()) or {}
 
 
-def merged(defaults: Tree, tree: Tree) -> Tree:
-    """Merge `tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
-    together = dict(defaults)
+def merge_trees(defaults: Tree, tree: Tree) -> Tree:
+    """Merge `tree` over `defaults`; a codebook of another family inherits no keys of the default one."""
+    result = dict(defaults)
     for key, value in tree.items():
         known = defaults.get(key)
         if isinstance(value, dict) and isinstance(known, dict):
-            same = family(value.get("fit", known.get("fit"))) == family(known.get("fit"))
-            together[key] = merged(known, value) if key != "codebook" or same else value
+            same = codebook_family(value.get("fit", known.get("fit"))) == codebook_family(known.get("fit"))
+            result[key] = merge_trees(known, value) if key != "codebook" or same else value
         else:
-            together[key] = value
-    return together
+            result[key] = value
+    return result
 
 
-def difference(tree: Tree, defaults: Tree) -> Tree:
-    """Return the entries of `tree` that differ from `defaults`: `merged` over `defaults` they give `tree` again."""
+def diff_trees(tree: Tree, defaults: Tree) -> Tree:
+    """Return the entries of `tree` that differ from `defaults`; `merge_trees(defaults, ...)` with them is `tree`."""
     changed: Tree = {}
     for key, value in tree.items():
         known = defaults.get(key)
@@ -109,20 +110,20 @@ def difference(tree: Tree, defaults: Tree) -> Tree:
             continue
         changed[key] = value
         if isinstance(value, dict) and isinstance(known, dict):
-            same = family(value.get("fit")) == family(known.get("fit"))
-            changed[key] = difference(value, known) if key != "codebook" or same else value
+            same = codebook_family(value.get("fit")) == codebook_family(known.get("fit"))
+            changed[key] = diff_trees(value, known) if key != "codebook" or same else value
     return changed
 
 
-def by_dotted_key(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a tree with their dotted keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from by_dotted_key(value, f"{prefix}{key}.")
+            yield from iter_dotted_keys(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def family(fit: Any) -> Any:
-    """Return the family of a codebook; codebooks of one family have the same keys."""
+def codebook_family(fit: Any) -> Any:
+    """Return the family of a codebook's `fit`; codebooks of one family have the same keys."""
     return "kmeans" if fit == "lloyd" else fit

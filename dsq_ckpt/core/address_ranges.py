@@ -7,7 +7,7 @@ from bisect import bisect_left
 import torch
 
 
-class Ranges:
+class AddressRanges:
     """Ranges of addresses; those that overlap are joined."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Ranges:
         return apart
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor from its first to its last byte, with gaps that it may have; last exclusive."""
     if not tensor.numel():
         return 0, 0

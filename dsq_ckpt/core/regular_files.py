@@ -1,4 +1,4 @@
-"""Regular files opened for reading: nothing that could block, and few of them at a time."""
+"""Regular files opened for reading: no special files, which could block, and a limited number of descriptors."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from pathlib import Path
 from dsq_ckpt.core.urls import RemoteError
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 
-_AT_ONCE = 64
-_FULL = (errno.EMFILE, errno.ENFILE)
-_OUTSIDE = (
-    *_FULL, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN,
+_MAX_OPEN_FILES = 64
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+_EXTERNAL_ERRORS = (
+    *_TOO_MANY_FILES, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
 )
-"""Reasons that say nothing about the file itself."""
+"""Errors whose cause is outside of the file, which may be intact."""
 
 
 class RegularFile:
-    """A file that is read at any place by any thread.
+    """A file with random read access from any thread.
 
-    Its descriptor is closed where more than 64 files are in use, and opened again when it is needed: resharding a long
-    chain takes more files than a process may have open.
+    Its descriptor is closed when more than 64 files are in use, and opened again when needed: resharding a long chain
+    takes more files than a process may have open.
 
     Attributes:
         path: path of the file.
-        size: in bytes, when it was opened.
+        size: size in bytes when it was opened.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
         self._users = 0
-        with self._held() as descriptor:
+        with self._acquire() as descriptor:
             self.size = os.fstat(descriptor).st_size
 
     def read(self, offset: int, size: int) -> bytes:
@@ -48,41 +49,41 @@ class RegularFile:
         Raises:
             OSError: they cannot be read.
         """
-        with self._held() as descriptor:
+        with self._acquire() as descriptor:
             data = os.pread(descriptor, size, offset)
-            while data and len(data) < size:  # the kernel returns at most 2 GiB at once
-                more = os.pread(descriptor, size - len(data), offset + len(data))
-                if not more:
+            while data and len(data) < size:  # the kernel returns at most 2 GiB per call
+                rest = os.pread(descriptor, size - len(data), offset + len(data))
+                if not rest:
                     break
-                data += more
+                data += rest
         return data
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Fill `out` with bytes from `offset` on; return how many there are, fewer at the end of the file.
+        """Fill `out` with bytes from `offset` on; return their number, which is smaller at the end of the file.
 
         Raises:
             OSError: they cannot be read.
         """
         done = 0
-        with self._held() as descriptor:
-            while done < len(out) and (more := os.preadv(descriptor, [out[done:]], offset + done)):
-                done += more
+        with self._acquire() as descriptor:
+            while done < len(out) and (count := os.preadv(descriptor, [out[done:]], offset + done)):
+                done += count
         return done
 
     def close(self) -> None:
-        """Close the descriptor; nobody may be reading."""
+        """Close the descriptor; no thread may be reading."""
         with _lock:
             _in_use.pop(self, None)
-            self._release()
+            self._close_descriptor()
 
     @contextmanager
-    def _held(self) -> Iterator[int]:
+    def _acquire(self) -> Iterator[int]:
         with _lock:
             if self._descriptor is None:
-                self._descriptor = _descriptor_of(self.path)
+                self._descriptor = _open_descriptor(self.path)
             descriptor = self._descriptor
             _in_use.pop(self, None)
-            _in_use[self] = None  # the last one is that used last
+            _in_use[self] = None  # in order of last use
             self._users += 1
         try:
             yield descriptor
@@ -90,7 +91,7 @@ class RegularFile:
             with _lock:
                 self._users -= 1
 
-    def _release(self) -> None:
+    def _close_descriptor(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -100,45 +101,45 @@ _in_use: dict[RegularFile, None] = {}
 _lock = threading.Lock()
 
 
-def _forked() -> None:
-    """Reset a child, which lacks the threads that held the lock or were reading."""
+def _reset_after_fork() -> None:
+    """Reset a forked child, which does not have the threads that held the lock or were reading."""
     global _lock
     _lock = threading.Lock()
     for file in _in_use:
         file._users = 0
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _descriptor_of(path: Path) -> int:
-    _make_room(_AT_ONCE - 1)
+def _open_descriptor(path: Path) -> int:
+    _close_idle_files(_MAX_OPEN_FILES - 1)
     try:
         return open_regular(path)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _TOO_MANY_FILES:
             raise
-        _make_room(0)
+        _close_idle_files(0)
         return open_regular(path)
 
 
-def _make_room(left: int) -> None:
-    """Close the descriptors used longest ago, but those that are being read, until so many are left."""
-    for file in [file for file in _in_use if not file._users][: max(len(_in_use) - left, 0)]:
+def _close_idle_files(limit: int) -> None:
+    """Close the least recently used descriptors without readers, until at most `limit` are open."""
+    for file in [file for file in _in_use if not file._users][: max(len(_in_use) - limit, 0)]:
         del _in_use[file]
-        file._release()
+        file._close_descriptor()
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading; the descriptor. Links are followed.
+    """Open a file for reading and return its descriptor; links are followed.
 
     Raises:
         OSError: it cannot be opened, or is a directory, a FIFO (which would block), a device or a socket.
     """
-    _refuse_special(os.stat(path), path)  # first: opening a device may do something
+    _check_regular(os.stat(path), path)  # before opening it, since opening a device may have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _refuse_special(os.fstat(descriptor), path)
+        _check_regular(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)
         raise
@@ -149,7 +150,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Return all bytes of a file.
 
     Raises:
-        OSError: it cannot be read, or is not regular.
+        OSError: it cannot be read, or is not a regular file.
         CorruptCheckpoint: it has more than `limit` bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -159,13 +160,13 @@ def read_regular(path: Path, limit: int) -> bytes:
         return file.read(size)
 
 
-def unreadable(path: Path, error: OSError) -> DSQError:
-    """Return the error to raise for a file of a checkpoint that cannot be read."""
-    if error.errno in _FULL:
+def unreadable_error(path: Path, error: OSError) -> DSQError:
+    """Return the error for a file of a checkpoint that cannot be read."""
+    if error.errno in _TOO_MANY_FILES:
         return LoadFailed(
             f"'{path}' cannot be opened: {error.strerror}; close files, or raise the limit (ulimit -n), and load again"
         )
-    if error.errno in _OUTSIDE or isinstance(error, RemoteError):
+    if error.errno in _EXTERNAL_ERRORS or isinstance(error, RemoteError):
         return LoadFailed(f"'{path}' cannot be read: {error.strerror}")
     return CorruptCheckpoint(
         f"'{path}' cannot be read ({error.strerror}) although the manifest names it; restore the file or load another "
@@ -173,6 +174,6 @@ def unreadable(path: Path, error: OSError) -> DSQError:
     )
 
 
-def _refuse_special(status: os.stat_result, path: Path) -> None:
+def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
