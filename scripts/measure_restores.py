@@ -44,7 +44,7 @@ PARTS = 16
 @contextmanager
 def one_width() -> Iterator[None]:
     """Divide cells as often as is asked for, wherever values lie."""
-    with patch.object(quantizing, "with_parts_for", lambda chunks, fitted, *_: dict(fitted)):
+    with patch.object(quantizing, "refine_restored_groups", lambda chunks, fitted, *_: dict(fitted)):
         yield
 
 

@@ -99,7 +99,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_loaded():
     """Let each test be as a process that has loaded no checkpoint: after a load, moments are saved with finer parts."""
-    restored_values._loads = restored_values.Loads()
+    restored_values._loads = restored_values.LoadCounts()
 
 
 @pytest.fixture(scope="session", autouse=True)

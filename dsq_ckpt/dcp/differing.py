@@ -23,7 +23,7 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.dcp.groups_of_ranks import is_of_group, lists_of_names, options_of_groups
-from dsq_ckpt.quantization.exact_values import on_host
+from dsq_ckpt.quantization.exact_values import values_on_host
 from dsq_ckpt.quantization.groups import MODELS
 
 _LARGEST = 1 << 16  # bytes of integers, and of text, that are all compared
@@ -64,7 +64,7 @@ def digests(state: Mapping[str, Any]) -> dict[Place, int]:
             parts = list(islice(_parts(own, 0), _MOST))
             if None not in parts:
                 found[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
-    for place, seen in zip(few, on_host(list(few.values())), strict=True):
+    for place, seen in zip(few, values_on_host(list(few.values())), strict=True):
         found[place] = xxhash.xxh3_64_intdigest(np.asarray(seen, np.float64).tobytes())
     return found
 

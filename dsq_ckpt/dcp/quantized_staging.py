@@ -27,7 +27,7 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.device.transfer import host_copies
-from dsq_ckpt.quantization.frozen_tensors import Frozen
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.layout import Layout
 
 
@@ -79,7 +79,7 @@ def stage_codes(
             return None
         warn_of_differing(own for *_, own in found)
         whole = [item for plan in plans for item in plan.items]
-        unknown = replace(options, frozen=Frozen(), rounding={})  # each rank knows of its own
+        unknown = replace(options, frozen=FrozenTensors(), rounding={})  # each rank knows of its own
         layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
         layouts += [of_model for _, of_model, _ in found]
         return pipeline.agree(len(plans), layouts, staged=True)

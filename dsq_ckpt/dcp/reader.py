@@ -53,7 +53,7 @@ from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import kind_of
-from dsq_ckpt.quantization.restored_values import note_load
+from dsq_ckpt.quantization.restored_values import record_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
@@ -188,7 +188,7 @@ class DSQStorageReader(Located, StorageReader):
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             self._read_chunks(checkpoint, wanted, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
-            note_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in wanted})
+            record_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in wanted})
             logger.log(
                 self._level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
                 "base and refinement" if refined else "base layer alone" if checkpoint.manifest.lossy else "exact",

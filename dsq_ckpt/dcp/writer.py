@@ -54,11 +54,11 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.frozen_tensors import Frozen, known, look
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors, find_frozen, frozen_from_history
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.quantization.rounded_weights import rounding
+from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_target
@@ -122,8 +122,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         self._options = SaveOptions(
             self.config, parent, overwrite, pinned, None if model is None else layer_types(model), policy=policy,
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
-            frozen=Frozen() if self._model is None else known(self._model),  # until `_begin` looks
-            on_save=on_save, rounding=rounding(model) if is_lossy(self.config) else {},
+            frozen=FrozenTensors() if self._model is None else frozen_from_history(self._model),  # until `_begin` looks
+            on_save=on_save, rounding=find_rounded_weights(model) if is_lossy(self.config) else {},
         )
         self._gradients = dict(gradients or {})
         self._group = self._saves_on = process_group
@@ -223,7 +223,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             else:  # a planner may give other names in its global plan, and other ranks may have other tensors
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
                 others = [item for name, item in named.items() if name not in self._names]
-                unknown = replace(self._options, frozen=Frozen(), rounding={})
+                unknown = replace(self._options, frozen=FrozenTensors(), rounding={})
                 everything = [item for plan in plans for item in plan.items]
                 layouts.append(layout_of_plan(others, unknown, bool(self._gradients), everything))
             save_id = None if self._staged is None else self._staged.save_id
@@ -386,7 +386,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
         if self._model is not None and not in_background():  # where training may be changing it
-            self._options = replace(self._options, frozen=look(self._model))
+            self._options = replace(self._options, frozen=find_frozen(self._model))
         return SavePipeline(self.path, self._options)
 
     @property

@@ -38,8 +38,8 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.quantization.restored_values import MOMENTS, note_load
-from dsq_ckpt.quantization.rounded_weights import rounding
+from dsq_ckpt.quantization.restored_values import MOMENTS, record_load
+from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import create_file
 from dsq_ckpt.storage.attachment_files import find_plain_backups, restore_backups
@@ -236,7 +236,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._last = directory
             self._resume(manifest)
         # Of a universal checkpoint, or an export, nothing tells which of its moments were lossy once.
-        note_load(MOMENTS if manifest is None else manifest.lossy_kinds)
+        record_load(MOMENTS if manifest is None else manifest.lossy_kinds)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Return the former checkpoint engine's answer."""
@@ -282,7 +282,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         options = SaveOptions(
             self.config, parent, overwrite=True, layer_types=layer_types(self._engine.module), policy=self._policy,
             fractions=Fractions() if self._gradients is None else self._gradients.fractions, history=self._history,
-            on_save=self._on_save, rounding=rounding(self._engine.module),
+            on_save=self._on_save, rounding=find_rounded_weights(self._engine.module),
         )
         try:
             plan = save_collectively(directory, state, options, self._comm)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsq_ckpt.core.tensor_subclasses import nbytes_of
 from dsq_ckpt.quantization.groups import QUANTIZABLE
-from dsq_ckpt.quantization.update_rules import settings_of
+from dsq_ckpt.quantization.update_rules import flatten_param_groups
 
 MASTER = "master"
 
@@ -166,7 +166,7 @@ def settings(engine: Any) -> dict[str, Any]:
 
     What it keeps for a parameter is named as if the first group had it: ZeRO 3 has no names for its partitions.
     """
-    found = settings_of("optimizer", getattr(base_optimizer(engine), "param_groups", ()))
+    found = flatten_param_groups("optimizer", getattr(base_optimizer(engine), "param_groups", ()))
     for own in _state_of(engine).values() if found else ():
         for key, value in own.items() if isinstance(own, Mapping) else ():
             if not isinstance(value, torch.Tensor):

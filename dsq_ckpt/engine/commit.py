@@ -27,7 +27,7 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.quantization.worst_tensor import Worst
+from dsq_ckpt.quantization.worst_tensor import WorstTensor
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.backend import read_sizes
@@ -379,7 +379,7 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
         return []
 
 
-def _report(fitted: Fitted, residual: bool, worst: Worst | None) -> GroupReport:
+def _report(fitted: Fitted, residual: bool, worst: WorstTensor | None) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     base, refined = (worst.plain, worst.plain_refined) if worst else (1.0, 1.0)

@@ -24,7 +24,7 @@ from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen_tensors import Watch
+from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
@@ -101,7 +101,7 @@ class KnownCheckpoint:
     suspect: bool = False
     model: ParentModel | None = None
     lossy: frozenset[str] | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: ChangeWatch = field(default_factory=ChangeWatch)
 
     @property
     def run(self) -> Path:
@@ -172,7 +172,7 @@ class SaveHistory:
             parent: save id of the checkpoint it is coded against.
         """
         other_jobs.note_own(new.path, new.save_id)
-        new.watch.saves.add(new.save_id)
+        new.watch.save_ids.add(new.save_id)
         with self._lock:
             self._known[:] = [one for one in self._known if one.save_id != new.save_id]
             for other in self.checkpoints(new.run):
@@ -221,8 +221,8 @@ class SaveHistory:
                     one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))
                 ]
                 new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
-                new.watch = next((one.watch for one in replaced if save_id in one.watch.saves), new.watch)
-                new.watch.saves.add(save_id)
+                new.watch = next((one.watch for one in replaced if save_id in one.watch.save_ids), new.watch)
+                new.watch.save_ids.add(save_id)
                 new.lossy = next((one.lossy for one in replaced if one.save_id == save_id), None)
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
             self._bound()

@@ -16,8 +16,8 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.quantization.chunk import ChunkKey, settle_streams
-from dsq_ckpt.quantization.frozen_tensors import Watch
-from dsq_ckpt.quantization.restored_values import Loads
+from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
+from dsq_ckpt.quantization.restored_values import LoadCounts
 
 _SAMPLE = 4096
 """Elements of a chunk that tell."""
@@ -45,7 +45,7 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
     before = (context.previous, context.parent) if not context.layout.residual else ()
     known = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
     earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in known if one.cache.codes), {})
-    exact = known[0].watch.exact if known else {}  # of the previous save, which leaves no codes of these
+    exact = known[0].watch.exact_codes if known else {}  # of the previous save, which leaves no codes of these
     unrelated = 0
     for key, tensor in weights.items():
         codes = exact.get(key, earlier.get(key))
@@ -60,18 +60,18 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
     return False if unrelated else None
 
 
-def watch_for(related: bool | None, history: SaveHistory, context: SaveContext) -> tuple[Watch, Loads]:
+def watch_for(related: bool | None, history: SaveHistory, context: SaveContext) -> tuple[ChangeWatch, LoadCounts]:
     """Return the looks at the training that a save continues, and this rank's loads since the last of them.
 
     New ones, if its weights are not `related`: what was seen of another training tells nothing. Its moments look as if
     gradients had renewed these, and its frozen layers as if these had changed.
     """
     known = None if context.previous is None else history.find(context.previous.save_id)
-    watch = Watch() if known is None or related is False else known.watch
-    return watch, watch.spread.loads_since(known is not None and known.loaded)
+    watch = ChangeWatch() if known is None or related is False else known.watch
+    return watch, watch.restores.count_new_loads(known is not None and known.loaded)
 
 
-def note_exact(watch: Watch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
+def note_exact(watch: ChangeWatch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
     """Note samples of weights that are exact for now, for the next save, if none is lossy, whose codes tell more.
 
     Args:
@@ -83,7 +83,7 @@ def note_exact(watch: Watch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Se
     if any(key in lossy for key in told):
         told = []
     found = {key: _sample(weights[key]) for key in told[:: -(-len(told) // _UNRELATED) or 1]}
-    watch.exact = {key: codes for key, codes in found.items() if codes is not None}
+    watch.exact_codes = {key: codes for key, codes in found.items() if codes is not None}
 
 
 def _sample(tensor: torch.Tensor) -> Codes | None:

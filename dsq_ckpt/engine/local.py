@@ -16,7 +16,7 @@ from dsq_ckpt.core.tensor_subclasses import check_storable
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen_tensors import Frozen
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.groups import (
     EXACT,
     QUANTIZABLE,
@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.groups import (
     second_moment_of,
 )
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.update_rules import divided_before, objects_of_optimizers, with_other_updates
+from dsq_ckpt.quantization.update_rules import find_optimizer_objects, find_prenormalized, find_unknown_updates
 
 
 @dataclass(frozen=True)
@@ -211,16 +211,16 @@ def layout_of(
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
             elif chosen.kind == "weights":
-                if (found := in_tree(fqn, options.frozen.rests)) is not None:
+                if (found := in_tree(fqn, options.frozen.unchanged)) is not None:
                     rests[fqn] = found
                 if in_tree(fqn, options.rounding):
                     rounding.add(fqn)
-    frozen = Frozen(options.frozen.trains, rests)
+    frozen = FrozenTensors(options.frozen.has_trained, rests)
     return Layout(
         tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
-        unlike=with_other_updates([*shapes, *objects]), divided=divided_before([*shapes, *objects]),
-        rounding=frozenset(rounding), objects=objects_of_optimizers(objects),
+        unlike=find_unknown_updates([*shapes, *objects]), divided=find_prenormalized([*shapes, *objects]),
+        rounding=frozenset(rounding), objects=find_optimizer_objects(objects),
     )
 
 

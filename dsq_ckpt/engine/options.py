@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import ParentRef, SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
-from dsq_ckpt.quantization.frozen_tensors import Frozen
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
@@ -38,7 +38,7 @@ class SaveOptions:
     overwrite: bool = False
     pinned: bool = False
     layer_types: Mapping[str, str] | None = None
-    frozen: Frozen = field(default_factory=Frozen)
+    frozen: FrozenTensors = field(default_factory=FrozenTensors)
     rounding: Mapping[str, bool] = field(default_factory=dict)
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)

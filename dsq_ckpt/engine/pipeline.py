@@ -39,10 +39,10 @@ from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.frozen_tensors import Watch
+from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
-from dsq_ckpt.quantization.restored_values import loads, note_loads_elsewhere
+from dsq_ckpt.quantization.restored_values import load_counts, record_load_counts
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expand_path
@@ -72,15 +72,15 @@ class SavePipeline:
         self._manifest: Manifest | None = None
         self._exact: set[str] = set()
         """Names of tensors that were not quantized on this rank."""
-        self._watch = Watch()
+        self._watch = ChangeWatch()
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes what the policy chose; the policy itself looks at the model in training.
-        return {**self.__dict__, "options": replace(self.options, policy=as_configured), "_loads": loads()}
+        return {**self.__dict__, "options": replace(self.options, policy=as_configured), "_loads": load_counts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        note_loads_elsewhere(state.pop("_loads"))
+        record_load_counts(state.pop("_loads"))
         self.__dict__.update(state)
 
     @property

@@ -30,18 +30,18 @@ from dsq_ckpt.engine.reporting import Doubts, report
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.exact_values import are_zero, unlike_weights
-from dsq_ckpt.quantization.frozen_tensors import Watch, some_of
+from dsq_ckpt.quantization.exact_values import are_zero, need_exact_storage
+from dsq_ckpt.quantization.frozen_tensors import ChangeWatch, take_evenly
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.groups import in_tree
 from dsq_ckpt.quantization.layout import MEASURED, Layout
-from dsq_ckpt.quantization.lost_rows import are_needed, has_lost_rows, may_have_lost_rows
-from dsq_ckpt.quantization.nan_check import hold_nan
+from dsq_ckpt.quantization.lost_rows import are_rows_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.nan_check import contain_nan
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
-from dsq_ckpt.quantization.restored_values import with_parts_for
+from dsq_ckpt.quantization.restored_values import refine_restored_groups
 from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
-from dsq_ckpt.quantization.untrained_weights import may_be_untrained, other_names
-from dsq_ckpt.quantization.weight_averages import averages
+from dsq_ckpt.quantization.untrained_weights import find_stateless_weights, group_tied_names
+from dsq_ckpt.quantization.weight_averages import find_averages
 from dsq_ckpt.storage.paths import expand_path
 
 
@@ -71,7 +71,7 @@ class QuantizedState:
     staged: bool = False
     alone: bool = False
     related: bool | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: ChangeWatch = field(default_factory=ChangeWatch)
 
 
 def quantize(
@@ -124,8 +124,8 @@ def quantize(
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with defer_handler_errors():  # a search puts trial weights into the model, and takes them out again
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
-    sketching.watch.spread.begin(sketches.loads, context.parent is None)
-    fitted = with_parts_for(sketches.chunks, plan.analysis.fitted, sketching.watch.spread, comm, workers)
+    sketching.watch.restores.begin_save(sketches.loads, context.parent is None)
+    fitted = refine_restored_groups(sketches.chunks, plan.analysis.fitted, sketching.watch.restores, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
     worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
     plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
@@ -178,7 +178,7 @@ class _Sketching:
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
         self.weights: dict[ChunkKey, torch.Tensor] = {}
         self.related: bool | None = None
-        self.watch = Watch()
+        self.watch = ChangeWatch()
 
     def __enter__(self) -> _Sketching:
         return self
@@ -192,7 +192,7 @@ class _Sketching:
         context, items, history = self._context, self._local.items, self._options.history
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
-        nan = hold_nan(item.load() for item in others)
+        nan = contain_nan(item.load() for item in others)
         self.undefined = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
         if lossy:
             warmup.wait("save")
@@ -214,7 +214,7 @@ class _Sketching:
         self.watch, loads = watch_for(self.related, history, context)
         self._asked = self._may_be_exact(wanted)
         weights = [chunk for chunk in chunks if chunk.key in self._asked]
-        unlike = unlike_weights([chunk.tensor for chunk in weights])
+        unlike = need_exact_storage([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one} | self._untrained(weights)
         chunks = self.with_all_rows([chunk for chunk in chunks if chunk.key not in left_out])
         return Loaded(chunks, len(self.undefined), len(self.lost_rows), *loads)
@@ -224,7 +224,7 @@ class _Sketching:
 
         In a search none of the model is: all are tried, the metric judges them, and buffers are exact anyway.
         """
-        model = self._options.frozen.rests
+        model = self._options.frozen.unchanged
         if self._searches and not model:
             return set()
         return {
@@ -248,23 +248,23 @@ class _Sketching:
         idle = self._without_steps([chunk for chunk in weights if chunk.key.fqn not in doubtful])
         others = [
             chunk for chunk in weights if (chunk.key.fqn in doubtful or chunk.key in idle)
-            and not in_tree(chunk.key.fqn, options.frozen.moves)
+            and not in_tree(chunk.key.fqn, options.frozen.changing)
         ]
         if others:
             left, lossy = {chunk.key for chunk in others}, layout.weights()
-            trained = some_of([item for item in self._local.items if item.key not in left])
+            trained = take_evenly([item for item in self._local.items if item.key not in left])
             beside = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
             seen = ((chunk.key, chunk.tensor) for chunk in others)
-            self.watch.look((item.load() for item in trained), seen, lambda changed: averages(changed, beside))
+            self.watch.update((item.load() for item in trained), seen, lambda changed: find_averages(changed, beside))
         return {
-            chunk.key for chunk in others if self.watch.rests(chunk.key, changes=1)
-            or (self._is_sure(chunk.key.fqn, doubtful) and not self.watch.averages(chunk.key, changes=1))
+            chunk.key for chunk in others if self.watch.is_unchanged(chunk.key, changes=1)
+            or (self._is_sure(chunk.key.fqn, doubtful) and not self.watch.is_average(chunk.key, changes=1))
         }
 
     def _is_sure(self, name: str, doubtful: Mapping[str, bool]) -> bool:
         """Return whether a tensor is of the model, and needs no gradient or is not a parameter of the optimizers."""
-        known = in_tree(name, self._options.frozen.rests) is not None
-        return known and False in (doubtful.get(name), in_tree(name, self._options.frozen.moves))
+        known = in_tree(name, self._options.frozen.unchanged) is not None
+        return known and False in (doubtful.get(name), in_tree(name, self._options.frozen.changing))
 
     def _may_learn(self) -> bool:
         """Return whether later saves can tell what changes, or may be able to.
@@ -314,7 +314,7 @@ class _Sketching:
                 if not has_lost_rows(chunk.tensor, whole.get(name)):
                     continue
                 squares = self._squares(chunk, self._gauges.get(name))
-                needed = None if squares is None else are_needed(chunk.tensor, squares, whole.get(name))
+                needed = None if squares is None else are_rows_needed(chunk.tensor, squares, whole.get(name))
             if needed and chunk.key in self._asked:
                 left_out.add(chunk.key)
             if needed is not False and self._options.history.told.get(name) is not (chunk.key in left_out):
@@ -325,9 +325,9 @@ class _Sketching:
     def _doubtful(self) -> Mapping[str, bool]:
         """The weights that the state of optimizers does not name, and whether they may be trained all the same."""
         layout = self._context.layout
-        tied = other_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
+        tied = group_tied_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
         types, own = self._options.layer_types, layout.of_models
-        return may_be_untrained(layout.weights(), layout.shapes, tied, types, own)
+        return find_stateless_weights(layout.weights(), layout.shapes, tied, types, own)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:

@@ -19,7 +19,7 @@ from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_of
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.lost_rows import RATIO
-from dsq_ckpt.quantization.model_tensors import without_twins
+from dsq_ckpt.quantization.model_tensors import exclude_parameter_state
 from dsq_ckpt.quantization.plan import QuantizationPlan
 
 _NOTHING = 0.95
@@ -200,7 +200,7 @@ def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
         and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
     )
     said.update(new)
-    if new and (new := without_twins(new, layout.shapes)):
+    if new and (new := exclude_parameter_state(new, layout.shapes)):
         are, key = "is" if len(new) == 1 else "are", key_of_optimizer(new[0])
         warn(
             f"{quote(new)} {are} stored exactly, as state of an optimizer is, for the name '{key}'. "
@@ -229,7 +229,7 @@ def _warn_of_doubtful(
         exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact}
         written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
         rows = (doubts.lost_rows.keys() - exact) & written
-        model = options.frozen.rests
+        model = options.frozen.unchanged
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         lossy = sorted(asked & {one.key.fqn for one in fitted})
         if not model:
@@ -270,7 +270,7 @@ def _warn_of_doubtful(
             "nothing is wrong", rank=comm.rank,
         )
     elif strange:
-        names = sorted(options.frozen.rests)
+        names = sorted(options.frozen.unchanged)
         warn(
             f"`model` has nothing of what is saved: {_first(names)} there, {_first(strange)} in the state dict. So it "
             "does not tell which weights are frozen and which are buffers, and these are lossy: pass the module whose "

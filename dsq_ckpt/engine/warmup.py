@@ -33,7 +33,7 @@ from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
 from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
-from dsq_ckpt.quantization.restored_values import waves_in_parts
+from dsq_ckpt.quantization.restored_values import measure_part_waves
 from dsq_ckpt.quantization.step_lengths import step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
@@ -71,7 +71,7 @@ def _refine(log: bool) -> None:
 
 
 def _restored() -> None:
-    waves_in_parts(_X, _CODES, 1.0, _CELLS, _CELLS, 4, np.ones((2, 4)))
+    measure_part_waves(_X, _CODES, 1.0, _CELLS, _CELLS, 4, np.ones((2, 4)))
 
 
 def _measure() -> None:

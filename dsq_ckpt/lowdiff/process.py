@@ -22,7 +22,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.log_server import LogServer
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from dsq_ckpt.lowdiff.server import Server, describe
-from dsq_ckpt.quantization.restored_values import note_loads_elsewhere
+from dsq_ckpt.quantization.restored_values import record_load_counts
 
 
 def main(descriptor: int) -> int:
@@ -39,7 +39,7 @@ def main(descriptor: int) -> int:
         if begin["cores"]:
             os.sched_setaffinity(0, begin["cores"])
         torch.set_num_threads(int(begin["threads"]))
-        note_loads_elsewhere(begin["loads"])
+        record_load_counts(begin["loads"])
         path = locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"]))
         if not path.parent.is_dir():  # found out here: a file system that hangs must not stop training
             raise SaveFailed(

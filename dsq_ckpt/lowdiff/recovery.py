@@ -30,7 +30,7 @@ from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first, sessions
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
-from dsq_ckpt.quantization.restored_values import note_load
+from dsq_ckpt.quantization.restored_values import record_load
 from dsq_ckpt.storage.paths import resolve_local_path
 
 
@@ -182,7 +182,7 @@ def recover_train_state(
         run_pending_handlers()
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(train_state, snapshot, comm, partial)
-            note_load(snapshot.lossy_kinds)
+            record_load(snapshot.lossy_kinds)
         recovered.seconds, recovered.sessions = (time.monotonic() - started, 0.0), known
         return recovered
 

@@ -34,7 +34,7 @@ from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import is_lossy
-from dsq_ckpt.quantization.update_rules import settings_of
+from dsq_ckpt.quantization.update_rules import flatten_param_groups
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -133,7 +133,7 @@ def _newest(run: Path) -> ParentRef | None:
 
 def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the optimizer keeps that is no tensor, by the names that it has in a state dict."""
-    found = settings_of(OPTIMIZER, map(from_plain, meta.get("hyper", ())))
+    found = flatten_param_groups(OPTIMIZER, map(from_plain, meta.get("hyper", ())))
     for name, state in meta.get("plain", {}).items():
         found |= {f"{OPTIMIZER}.state.{name}.{key}": from_plain(value) for key, value in state.items()}
     return found

@@ -29,7 +29,7 @@ from dsq_ckpt.lowdiff.memory import SurvivingReplica
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState
 from dsq_ckpt.lowdiff.worker_client import NotSparse, ProcessGone, WorkerClient
-from dsq_ckpt.quantization.restored_values import loads
+from dsq_ckpt.quantization.restored_values import load_counts
 
 _POSTED = ("broken", "starting", "saving", "wanted", "whole", "restart")
 _START = 120.0
@@ -216,7 +216,7 @@ class WorkerGroup(ABC):
             "rank": self._comm.rank, "ranks": self._comm.size,
             "parameters": [list(entry) for entry in self._own], "keep": self._keep,
             "config": config.model_dump(mode="json"), "cores": self._cores,
-            "threads": len(self._cores) or self._threads, "timeout": self._timeout, "loads": loads(),
+            "threads": len(self._cores) or self._threads, "timeout": self._timeout, "loads": load_counts(),
             **self._begin(),
         }, self._queue, self._timeout)
         self._gap, self._needs_first_snapshot = False, True

@@ -18,9 +18,9 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook import Codebook, Fitted, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
-from dsq_ckpt.quantization.restored_values import Loads
+from dsq_ckpt.quantization.restored_values import LoadCounts
 from dsq_ckpt.quantization.scales import Scales
-from dsq_ckpt.quantization.worst_tensor import Worst, worst_tensor
+from dsq_ckpt.quantization.worst_tensor import WorstTensor, find_worst_tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Analysis:
     fitted: dict[str, Fitted]
     exponents: dict[str, float]
     nonfinite: frozenset[str]
-    worst: dict[str, Worst] = field(default_factory=dict)
+    worst: dict[str, WorstTensor] = field(default_factory=dict)
 
 
 class Importance:
@@ -100,7 +100,7 @@ class GlobalSketch:
     turn: int = 0
     undefined: bool = False
     uneven: bool = False
-    loads: Loads = field(default_factory=Loads)
+    loads: LoadCounts = field(default_factory=LoadCounts)
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.
@@ -129,7 +129,7 @@ class GlobalSketch:
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
 
-    def worst(self, analysis: Analysis, compensated: Set[str] = frozenset()) -> dict[str, Worst]:
+    def worst(self, analysis: Analysis, compensated: Set[str] = frozenset()) -> dict[str, WorstTensor]:
         """Return the tensor with the largest error by group, for groups that are coded by their own values.
 
         Sketches do not tell the errors of groups with a tensor in `compensated`.
@@ -140,7 +140,7 @@ class GlobalSketch:
         found = {}
         for group in octaves.keys() & analysis.fitted.keys() - {self.layout.tensors[fqn] for fqn in compensated}:
             joint = self.joint[group]
-            worst = worst_tensor(
+            worst = find_worst_tensor(
                 analysis.fitted[group], joint.sum(0) if group in self.importance else joint, octaves[group],
                 analysis.exponents,
             )

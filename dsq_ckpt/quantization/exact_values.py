@@ -1,9 +1,9 @@
-"""Tensors that count as weights by name and shape, but hold what no training leaves in weights.
+"""Find tensors that count as weights by name and shape, but whose values no training leaves in weights.
 
-These are masks, tables of few constants, counts, numbers of tokens or classes, variances that an optimizer of the
-user's own keeps, symmetric matrices such as covariances, and matrices that keep signs on their diagonal, as those of
-Householder reflections: a code would make of 1 something near it, of a small variance zero, and of a covariance a
-matrix with negative eigenvalues. They are told by what they hold, and stored exactly.
+These are masks, tables of few constants, counts, numbers of tokens or classes, variances that a custom optimizer keeps,
+symmetric matrices such as covariances, and matrices that keep signs on their diagonal, such as those of Householder
+reflections. A code would turn 1 into a value near it, a small variance into zero, and a covariance into a matrix with
+negative eigenvalues. They are recognized by their values and stored exactly.
 """
 
 from __future__ import annotations
@@ -14,61 +14,64 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dsq_ckpt.core.autocast import no_autocast
-from dsq_ckpt.quantization.manifolds import Looks, first_matrix, spread
+from dsq_ckpt.quantization.manifolds import ManifoldScreen, first_matrix, sample_evenly
 
 _GLANCE = 32
-"""Elements that tell of nearly all weights that they are such."""
+"""Size of the sample that rules out nearly all weights."""
 _EDGE = 8
-"""Elements of the first row, and of the first column, that tell of nearly all square weights that they are such."""
+"""Elements of the first row and of the first column that rule out nearly all square weights."""
 _DIAGONAL = 4
-"""Elements of the first main diagonal that tell of nearly all weights that they hold no signs there."""
+"""Elements of the first main diagonal that rule out signs there for nearly all weights."""
 _FEW = 16
 """Distinct values up to which a tensor is a mask or a table of constants."""
 _MOST_OFF = 0.01
-"""Difference between a value and its mirror image, in largest values, from which on a matrix is not symmetric."""
+"""Difference of a value from its mirror image, relative to the largest value, from which a matrix is not symmetric."""
 _BLOCK = 1 << 20
 
 
 @no_autocast()
-def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
+def need_exact_storage(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return, for each tensor, whether its values are unlike those of weights.
 
-    So has a matrix that is symmetric, but for rounding, and one with 1 or -1 all along its diagonal: `orthogonal` of
-    torch takes whole numbers from it. What keeps a constraint that no step would repair (see `manifolds`) is told too.
+    True for tensors that are finite and have no negative number, only whole numbers, or few distinct values; for
+    symmetric matrices, up to rounding; for matrices with 1 or -1 all along the diagonal, whose integers torch's
+    `orthogonal` reads; and for tensors on a manifold (see `manifolds`). False for zeros alone, since training may begin
+    with them.
 
-    Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
-    those that a few elements leave in doubt again.
+    Each GPU is synchronized once for samples of all tensors, and again for tensors that the samples leave open.
     """
-    looks, count = Looks.at(tensors), len(tensors)
-    seen = on_host([*map(_some, tensors), *map(_edges, tensors), *map(_diagonal, tensors), *looks.results])
-    constrained = looks.told(tensors, seen[3 * count :])
+    screen, count = ManifoldScreen.run(tensors), len(tensors)
+    samples = [*map(_sample, tensors), *map(_sample_edges, tensors), *map(_sample_diagonal, tensors)]
+    sampled = values_on_host([*samples, *screen.results])
+    constrained = screen.confirm(tensors, sampled[3 * count :])
     return [
-        (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
-        or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
-        or (_may_be_symmetric(edges) and _symmetric(tensor))
-        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_signs(tensor)) or place in constrained
-        for place, (tensor, glance, edges, diagonal) in enumerate(zip(
-            tensors, seen[:count], seen[count : 2 * count], seen[2 * count : 3 * count], strict=True
+        (min(sample, default=0) >= 0 and _is_nonnegative(tensor))
+        or (_may_have_few_values(sample) and _has_few_values(tensor))
+        or (all(map(float.is_integer, sample)) and _is_integral(tensor))
+        or (_may_be_symmetric(edge) and _is_symmetric(tensor))
+        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_sign_diagonal(tensor)) or place in constrained
+        for place, (tensor, sample, edge, diagonal) in enumerate(zip(
+            tensors, sampled[:count], sampled[count : 2 * count], sampled[2 * count : 3 * count], strict=True
         ))
     ]
 
 
 def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether all of it is zero; those on a GPU are waited for as by `unlike_weights`."""
-    seen = on_host(list(map(_some, tensors)))
-    return [not any(glance) and not bool(tensor.any()) for tensor, glance in zip(tensors, seen, strict=True)]
+    """Return, for each tensor, whether all of it is zero; a GPU is synchronized as by `need_exact_storage`."""
+    sampled = values_on_host(list(map(_sample, tensors)))
+    return [not any(sample) and not bool(tensor.any()) for tensor, sample in zip(tensors, sampled, strict=True)]
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a few elements."""
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few elements of a tensor, flat."""
     part = tensor.detach()
-    if part.ndim and not part.is_contiguous():  # of which elements in a row are a copy
+    if part.ndim and not part.is_contiguous():  # flattening all of it would copy
         part = part[:: max(1, len(part) // 8)][:8]
-    return spread(_as_in_memory(part), part.ndim, _GLANCE)
+    return sample_evenly(_permute_to_memory_order(part), part.ndim, _GLANCE)
 
 
-def _edges(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the beginnings of the first row and of the first column of a square matrix; else nothing."""
+def _sample_edges(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the beginnings of the first row and of the first column of a square matrix; else an empty tensor."""
     if not _is_square(tensor):
         return tensor.new_empty(0)
     first = first_matrix(tensor.detach())
@@ -76,40 +79,40 @@ def _edges(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([row, column])
 
 
-def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the beginning of the main diagonal of the first matrix; nothing where there is none."""
+def _sample_diagonal(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the beginning of the main diagonal of the first matrix; empty if there is none."""
     if tensor.ndim < 2 or not tensor.numel():
         return tensor.new_empty(0)
     return first_matrix(tensor.detach()).diagonal()[:_DIAGONAL]
 
 
-def on_host(some: list[torch.Tensor]) -> list[list[float]]:
-    """Return the elements of small tensors; each device is waited for once."""
+def values_on_host(some: list[torch.Tensor]) -> list[list[float]]:
+    """Return the elements of small tensors; each device is synchronized once."""
     for device in {one.device for one in some} - {torch.device("cpu")}:
-        mine = [number for number, one in enumerate(some) if one.device == device]
-        seen = torch.cat([some[number].double() for number in mine]).cpu()
-        for number, glance in zip(mine, seen.split([len(some[number]) for number in mine]), strict=True):
-            some[number] = glance
+        numbers = [number for number, one in enumerate(some) if one.device == device]
+        values = torch.cat([some[number].double() for number in numbers]).cpu()
+        for number, part in zip(numbers, values.split([len(some[number]) for number in numbers]), strict=True):
+            some[number] = part
     return [one.tolist() for one in some]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in any order, if possible without a copy."""
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in any order, without a copy if possible."""
     if tensor.is_contiguous():
         return tensor.view(-1)
-    return _as_in_memory(tensor).reshape(-1)
+    return _permute_to_memory_order(tensor).reshape(-1)
 
 
-def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with the dimensions in the order in which they lie in memory."""
+def _permute_to_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the dimensions in their order in memory."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(_flat(tensor.detach()).split(_BLOCK))
+    return iter(_flatten(tensor.detach()).split(_BLOCK))
 
 
-def _no_negatives(tensor: torch.Tensor) -> bool:
+def _is_nonnegative(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite, none is negative, and one is positive."""
     positive = False
     for block in _blocks(tensor):
@@ -119,14 +122,14 @@ def _no_negatives(tensor: torch.Tensor) -> bool:
     return positive
 
 
-def _whole_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether no value has a fraction, though each is small enough for one, and one is not zero."""
-    some, limit = False, 1 / torch.finfo(tensor.dtype).eps
+def _is_integral(tensor: torch.Tensor) -> bool:
+    """Return whether all values are integers, are small enough to have a fraction, and one is not zero."""
+    has_nonzero, limit = False, 1 / torch.finfo(tensor.dtype).eps
     for block in _blocks(tensor):
         if not bool(((block.abs() < limit) & (block == block.round())).all()):
             return False
-        some = some or bool(block.any())
-    return some
+        has_nonzero = has_nonzero or bool(block.any())
+    return has_nonzero
 
 
 def _is_square(tensor: torch.Tensor) -> bool:
@@ -134,57 +137,57 @@ def _is_square(tensor: torch.Tensor) -> bool:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Return how much of the largest value products in another order may differ by."""
+    """Return by how much of the largest value products in another order may differ."""
     return min(64 * torch.finfo(dtype).eps, _MOST_OFF)
 
 
 def _may_be_symmetric(edges: Sequence[float]) -> bool:
-    """Return whether the first row and column are there, and alike."""
+    """Return whether the samples of the first row and column exist and are equal, up to rounding."""
     rows, columns = edges[: len(edges) // 2], edges[len(edges) // 2 :]
     most = _MOST_OFF * max(map(abs, edges), default=0.0)
     return len(edges) > 0 and all(abs(a - b) <= most for a, b in zip(rows, columns, strict=True))
 
 
-def _symmetric(tensor: torch.Tensor) -> bool:
-    """Return whether square matrices are symmetric, but for rounding, and not zero beside the diagonal."""
+def _is_symmetric(tensor: torch.Tensor) -> bool:
+    """Return whether square matrices are symmetric, up to rounding, and not zero off the diagonal."""
     matrices = tensor.detach().flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
     largest = [float(block.abs().amax()) for block in _blocks(tensor)]
     most, size = max(largest), tensor.shape[-1]
     if not (most > 0 and all(map(math.isfinite, largest))):
         return False
-    step, beside = max(1, _BLOCK // size), False
+    step, has_off_diagonal = max(1, _BLOCK // size), False
     for some in matrices.split(max(1, _BLOCK // size**2)):
         for start in range(0, size, step):
             rows, columns = some[:, start : start + step].double(), some[..., start : start + step].mT.double()
             if bool(((rows - columns).abs() > most * _tolerance(tensor.dtype)).any()):
                 return False
-            beside = beside or bool(rows.triu(start + 1).any())
-    return beside
+            has_off_diagonal = has_off_diagonal or bool(rows.triu(start + 1).any())
+    return has_off_diagonal
 
 
-def _has_signs(tensor: torch.Tensor) -> bool:
+def _has_sign_diagonal(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite, and the main diagonal of each matrix is 1 or -1 throughout."""
     signs = bool((tensor.detach().diagonal(dim1=-2, dim2=-1).abs() == 1).all())
     return signs and all(bool(block.isfinite().all()) for block in _blocks(tensor))
 
 
-def _is_few(values: Sequence[float]) -> bool:
+def _may_have_few_values(values: Sequence[float]) -> bool:
     return len(set(values)) <= _FEW
 
 
-def _few_values(tensor: torch.Tensor) -> bool:
-    """Return whether few distinct values occur, other than zero alone; False where there is NaN."""
+def _has_few_values(tensor: torch.Tensor) -> bool:
+    """Return whether few distinct values occur, other than zero alone; False if there is NaN."""
     known: torch.Tensor | None = None
     for block in _blocks(tensor):
-        left = block if block.element_size() >= 4 else block.float()
-        while len(left):
+        remaining = block if block.element_size() >= 4 else block.float()
+        while len(remaining):
             if known is not None:
-                place = torch.searchsorted(known, left).clamp_(max=len(known) - 1)
-                left = left[known[place] != left]
-                if not len(left):
+                index = torch.searchsorted(known, remaining).clamp_(max=len(known) - 1)
+                remaining = remaining[known[index] != remaining]
+                if not len(remaining):
                     break
-            more = left[:1024].unique()
-            known = more if known is None else torch.cat([known, more]).unique()
+            found = remaining[:1024].unique()
+            known = found if known is None else torch.cat([known, found]).unique()
             if len(known) > _FEW or bool(known.isnan().any()):
                 return False
     return known is not None and bool(known.any())

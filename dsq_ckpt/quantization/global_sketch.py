@@ -33,7 +33,7 @@ from dsq_ckpt.quantization.passes import (
     sparse_of,
     vanishes,
 )
-from dsq_ckpt.quantization.restored_values import Loads
+from dsq_ckpt.quantization.restored_values import LoadCounts
 from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
 
 _T = TypeVar("_T")
@@ -176,7 +176,7 @@ def build_global_sketch(
     return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, bool(told[0]), bool(told[1]), Loads(int(told[2]), int(told[3])),
+        _sizes(kept, layout, comm), parent.depth, bool(told[0]), bool(told[1]), LoadCounts(int(told[2]), int(told[3])),
     )
 
 

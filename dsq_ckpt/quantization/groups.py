@@ -25,7 +25,7 @@ from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 from dsq_ckpt.core.tensor_subclasses import is_class_key
 from dsq_ckpt.core.wrappers import strip_wrappers
-from dsq_ckpt.quantization.manifolds import on_manifold
+from dsq_ckpt.quantization.manifolds import is_on_manifold
 
 _T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,7 +89,7 @@ def layer_types(model: nn.Module) -> dict[str, str]:
         else:
             layer = "other"
         for name, parameter in module.named_parameters(recurse=False):
-            own = _MANIFOLD if on_manifold(parameter) else layer
+            own = _MANIFOLD if is_on_manifold(parameter) else layer
             types[strip_wrappers(f"{module_name}.{name}" if module_name else name)] = own
     return types
 

@@ -11,10 +11,10 @@ from typing import Any
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
-from dsq_ckpt.quantization.frozen_tensors import Frozen
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.groups import by_own_size
-from dsq_ckpt.quantization.model_tensors import of_models
-from dsq_ckpt.quantization.update_rules import beside_first_moments, finer, fitted_to_weights
+from dsq_ckpt.quantization.model_tensors import find_model_tensors
+from dsq_ckpt.quantization.update_rules import find_extra_state, find_weight_bound_state, with_finer_error
 
 _BY_UPDATE, _BY_SIZE = "/update", "/relative"
 """Ends of the names of groups whose first moments are in units of Adam's update, and of their own size."""
@@ -71,7 +71,7 @@ class Layout:
     residual: bool = False
     settings: frozenset[str] = frozenset()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    frozen: Frozen = field(default_factory=Frozen)
+    frozen: FrozenTensors = field(default_factory=FrozenTensors)
     usual: frozenset[str] = frozenset()
     rounded: dict[str, set[str]] = field(default_factory=dict)
     unlike: frozenset[str] = frozenset()
@@ -104,12 +104,12 @@ class Layout:
             for name, config in part.groups.items():
                 if groups.setdefault(name, config) != config:
                     raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
-        frozen = Frozen.agreed(part.frozen for part in parts)
+        frozen = FrozenTensors.merge(part.frozen for part in parts)
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
         usual = frozenset[str]().union(*(part.usual for part in parts))
         objects = frozenset[str]().union(*(part.objects for part in parts))
         large = [name for name, shape in shapes.items() if usual and math.prod(shape) > 1]
-        beside = beside_first_moments([*large, *objects] if usual else [])
+        beside = find_extra_state([*large, *objects] if usual else [])
         unlike = frozenset[str]().union(*(part.unlike for part in parts))
         momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
         rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
@@ -123,7 +123,7 @@ class Layout:
                 groups[tensors[name]] = by_own_size(groups[group])
         ruled = frozenset[str]().union(*(part.ruled for part in parts))
         exact, agreed = set[str](), any(part.fitted_to for part in parts)
-        if fitted_to := fitted_to_weights(shapes):
+        if fitted_to := find_weight_bound_state(shapes):
             exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
         rounding = frozenset(name for part in parts for name in part.rounding if name not in frozen)
         tensors = {
@@ -131,7 +131,10 @@ class Layout:
             if name not in frozen and name not in rounded and name not in exact and name not in rounding
         }
         used = set(tensors.values())
-        groups = {name: finer(config) if name in fine else config for name, config in groups.items() if name in used}
+        groups = {
+            name: with_finer_error(config) if name in fine else config
+            for name, config in groups.items() if name in used
+        }
         averaged = any(part.averaged for part in parts)
         fractions = parts[0].fractions if parts else Fractions()
         if len({part.residual for part in parts}) > 1:
@@ -156,7 +159,7 @@ class Layout:
     @cached_property
     def of_models(self) -> frozenset[str]:
         """The names of parameters and buffers of models, told by all names of the save."""
-        return frozenset(of_models(self.shapes, self.weights()))
+        return frozenset(find_model_tensors(self.shapes, self.weights()))
 
     def rows(self) -> list[str]:
         """Return the names of all tensors and gauges whose octaves are counted."""

@@ -1,8 +1,8 @@
-"""Tensors that are of models, told by the names of all that is saved.
+"""Find the tensors of models among all tensors of a save, by name.
 
-A module may be named as the keys are that optimizers' state lies below: `self.state`, `self.opt`. How its tensors are
-stored is decided by their own names, and by the model where it is given (see `groups`). Which weights an optimizer
-trains is asked of all tensors; there a key is an optimizer's only if there is state below it.
+A module may have a name that also prefixes optimizer state, such as `self.state` or `self.opt`. How its tensors are
+stored depends on their own names, and on the model where it is known (see `groups`). Which weights an optimizer trains
+depends on all tensors: a key belongs to an optimizer only if there is state below it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dsq_ckpt.quantization.groups import EXACT, MODELS, key_of_optimizer, kind_o
 _ENDS = (".weight", ".bias")
 
 
-def of_models(
+def find_model_tensors(
     names: Collection[str], weights: Collection[str], types: Mapping[str, str] | None = None
 ) -> set[str]:
     """Return the names of parameters and buffers of models.
 
     Args:
-        names: of all tensors of a save.
-        weights: those that are known to be weights.
-        types: layer types of the model; None: names alone tell.
+        names: names of all tensors of a save.
+        weights: names that are known to be weights.
+        types: layer types of the model; None: only names are known.
     """
     found = {name for name in names if name in weights or kind_of(name, types) == "weights"}
     below: dict[str, list[str]] = {}
@@ -35,33 +35,35 @@ def of_models(
     return found
 
 
-def without_twins(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names below a key of an optimizer that do not end as a tensor of the same shape is called elsewhere.
+def exclude_parameter_state(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the names below an optimizer key without state that is named by parameters.
 
-    State of an optimizer that goes by the names of weights (`opt_state.mu.layer.weight` beside `model.layer.weight`)
-    does, and weights of a module do not.
+    A name is left out if it ends with the name of a tensor of the same shape outside of optimizer keys, such as
+    `opt_state.mu.layer.weight` beside `model.layer.weight`. Weights of a module do not end so.
     """
-    called = {
+    outside = {
         (part, shape) for name, shape in shapes.items() if not key_of_optimizer(name)
         for part in (name, name.partition(".")[2]) if "." in part  # `weight` alone is the end of most names
     }
     return [
         name for name in names
-        if called.isdisjoint((tail, shapes[name]) for tail in tails(name.removeprefix(key_of_optimizer(name))[1:]))
+        if outside.isdisjoint(
+            (suffix, shapes[name]) for suffix in name_suffixes(name.removeprefix(key_of_optimizer(name))[1:])
+        )
     ]
 
 
-def tails(name: str) -> Iterator[str]:
-    """Yield the names that a name ends with, the longest first."""
+def name_suffixes(name: str) -> Iterator[str]:
+    """Yield the dotted suffixes of a name, the longest first."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def _is_module(key: str, names: Sequence[str]) -> bool:
-    """Return whether names below a key of an optimizer are those of a module: no moments, and no `state` of anything.
+    """Return whether the names below an optimizer key are those of a module: no moments, and no `state` key.
 
-    An optimizer that we do not know gives other names to its state than `weight` and `bias`.
+    Unknown optimizers do not name their state `weight` or `bias`.
     """
     if any(kind_of(name) != EXACT for name in names):
         return False

@@ -1,7 +1,6 @@
-"""NaN in tensors that no sketch sees, since they are not quantized: buffers, norms and biases, exact ones.
+"""NaN in tensors without a sketch, since they are not quantized: buffers, norms, biases and exact tensors.
 
-Infinite values count for nothing here: masks and best losses so far hold them for good reason. Nor do numbers without a
-dimension.
+Infinite values are legitimate there: masks and best losses so far hold them. Scalars are not checked.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 
 
-def hold_nan(tensors: Iterable[torch.Tensor]) -> list[bool]:
+def contain_nan(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it holds NaN; False for dtypes that are never quantized.
 
-    One tensor is held at a time. Those on a GPU are waited for once together.
+    One tensor is held at a time. Each GPU is synchronized once.
     """
     found: list[bool] = []
     largest: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -25,9 +24,9 @@ def hold_nan(tensors: Iterable[torch.Tensor]) -> list[bool]:
         found.append(False)
         with suppress(Exception):  # a subclass that has no maximum is saved all the same
             if tensor.ndim and tensor.numel() and tensor.dtype in QUANTIZABLE:
-                own = tensor.detach().amax()  # NaN, if there is one; a sum would be a copy of 16-bit numbers
-                largest.setdefault(own.device, []).append((number, own.double()))
-    for mine in largest.values():
-        for (number, _), value in zip(mine, torch.stack([own for _, own in mine]).tolist(), strict=True):
+                maximum = tensor.detach().amax()  # NaN, if there is one; a sum would copy 16-bit numbers
+                largest.setdefault(maximum.device, []).append((number, maximum.double()))
+    for maxima in largest.values():
+        for (number, _), value in zip(maxima, torch.stack([maximum for _, maximum in maxima]).tolist(), strict=True):
             found[number] = value != value
     return found

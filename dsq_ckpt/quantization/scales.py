@@ -20,7 +20,7 @@ from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
 from dsq_ckpt.quantization.layout import GRADIENT, Layout
-from dsq_ckpt.quantization.numbered_state import is_numbered, state_by_weight
+from dsq_ckpt.quantization.numbered_state import is_numbered_name, match_state_to_weights
 
 OCTAVES = 256
 CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
@@ -144,8 +144,8 @@ def gauges_of(layout: Layout) -> dict[str, Gauge]:
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
     state = [fqn for fqn, found in layout.state.items() if found == kind]
-    numbered = state_by_weight(state, layout.shapes, layout.of_models)
-    by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered(fqn)}
+    numbered = match_state_to_weights(state, layout.shapes, layout.of_models)
+    by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered_name(fqn)}
     gauges = {}
     for fqn in weights:
         tail = strip_wrappers(fqn)

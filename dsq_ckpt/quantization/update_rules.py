@@ -1,7 +1,7 @@
-"""Which update an optimizer makes, as far as what it keeps tells of it.
+"""Update rules of optimizers, as far as the names of their state show them.
 
-First moments are quantized for the updates of Adam, SGD and RMSprop. An optimizer that keeps other state beside them, a
-tensor, a projection as an object, or either in its groups, may divide them by that, or turn them into another basis.
+First moments are quantized for the updates of Adam, SGD and RMSprop. An optimizer that keeps other state beside them
+(tensors, a projection as an object, or either in its groups) may divide them by it, or transform them to another basis.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ _USUAL = {
     "exp_avg": re.compile(r"step|mu_product|(max_)?exp_avg(_sq|_slow)?|momentum_buffer|z|(master|fp32).*"),
     "momentum_buffer": re.compile(r"step|square_avg|grad_avg|(master|fp32).*"),
 }
-"""State beside a first moment that does not tell of another update than Adam's, or than that of SGD and RMSprop."""
+"""State beside a first moment that is consistent with Adam's update, or with that of SGD and RMSprop."""
 _OF_SGD = {"dampening", "centered"}
-"""Settings in `param_groups` by which SGD and RMSprop, and those made after them, are known."""
+"""Settings in `param_groups` that identify SGD and RMSprop, and optimizers derived from them."""
 _OF_LAPROP, _OF_ADOPT = "exp_avg_lr_1", "clip_exp"
-"""State of LaProp, or a setting of its earlier versions, and a setting of timm's ADOPT, which no other has."""
+"""State of LaProp, or a setting of its earlier versions, and a setting of timm's ADOPT; unique to these."""
 _FINE = 0.0625
-"""Error of momentum that a matrix function may be taken of: root of the inverse, or sign, enlarge its small parts."""
+"""Error of momentum that may be the input of a matrix function: inverse root or sign enlarge its small parts."""
 _GROUPS = ".param_groups."
 _SETTINGS = (
     bool, int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )
 _MOST, _DEEPEST = 1 << 10, 8
-"""Entries of a list that are looked at, from its beginning, and depth of nesting."""
+"""Entries of a list that are checked, from its beginning, and depth of nesting."""
 
 
-def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
-    """Return the state that an optimizer keeps beside a first moment and that is none of Adam's, by the moment's name.
+def find_extra_state(names: Collection[str]) -> dict[str, set[str]]:
+    """Return, for each first moment, the state beside it that the usual optimizers do not keep.
 
-    Such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may be divided by it, and not by `exp_avg_sq`. Beside
-    `momentum_buffer` it is what neither SGD nor RMSprop has, such as the preconditioners of Shampoo. First moments
-    without such state have no entry.
+    Beside `exp_avg`, this is state other than Adam's, such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may
+    be divided by it, and not by `exp_avg_sq`. Beside `momentum_buffer`, it is state that neither SGD nor RMSprop keeps,
+    such as the preconditioners of Shampoo. First moments without such state have no entry.
 
     Args:
-        names: of tensors, and of `objects_of_optimizers`; what is in `param_groups` is beside all of the optimizer's.
+        names: names of tensors, and of `find_optimizer_objects`; entries of `param_groups` count for all state of the
+            optimizer.
     """
     owners: dict[str, list[str]] = {}
     for name in names:
@@ -58,9 +59,9 @@ def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
             owners.setdefault(parent, []).append(leaf)
     found: dict[str, set[str]] = {}
     for name in names if owners else ():
-        if (place := _place_in_groups(name)) is not None:
+        if (place := _parse_group_setting(name)) is not None:
             for owner in owners if place[2] != "params" else ():
-                if owner.startswith(_state_of(place[0])):
+                if owner.startswith(_state_prefix(place[0])):
                     for leaf in owners[owner]:
                         found.setdefault(f"{owner}.{leaf}", set()).add(place[2])
             continue
@@ -74,20 +75,20 @@ def beside_first_moments(names: Collection[str]) -> dict[str, set[str]]:
     return found
 
 
-def objects_of_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of what optimizers keep that is no tensor, and more than a setting, such as a projection.
+def find_optimizer_objects(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of objects in optimizers that are neither tensors nor settings, such as a projection.
 
     Args:
-        objects: what is no tensor, by fully qualified name; None where the value is not known.
+        objects: values that are not tensors, by fully qualified name; None if the value is not known.
     """
     return frozenset(
         name for name, value in objects.items()
-        if (kind_of(name) != "weights" or _place_in_groups(name) is not None) and not _is_setting(value)
+        if (kind_of(name) != "weights" or _parse_group_setting(name) is not None) and not _is_setting(value)
     )
 
 
 def _is_setting(value: Any, deep: int = 0) -> bool:
-    """Return whether a value consists of numbers, text and names, which do not tell of another update."""
+    """Return whether a value consists of numbers, text and names, which show no other update rule."""
     if isinstance(value, _SETTINGS):
         return True
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -105,8 +106,8 @@ def _is_setting(value: Any, deep: int = 0) -> bool:
     return all(_is_setting(one, deep + 1) for one in islice(inner, _MOST))
 
 
-def _place_in_groups(name: str) -> tuple[str, str, str] | None:
-    """Return owner, group and setting of what is in the `param_groups` of an optimizer; None for other names."""
+def _parse_group_setting(name: str) -> tuple[str, str, str] | None:
+    """Return owner, group and setting in the name of an entry of `param_groups`; None for other names."""
     owner, found, rest = f".{name}".rpartition(_GROUPS)
     if not found:
         return None
@@ -117,68 +118,72 @@ def _place_in_groups(name: str) -> tuple[str, str, str] | None:
     return owner, group, setting
 
 
-def _state_of(owner: str) -> str:
-    """Return the prefix of the state of an optimizer, by what `_place_in_groups` gives."""
+def _state_prefix(owner: str) -> str:
+    """Return the prefix of the state of an optimizer, by its owner from `_parse_group_setting`."""
     return f"{owner}.state."[1:]
 
 
-def with_other_updates(names: Iterable[str]) -> frozenset[str]:
-    """Return the optimizers whose settings are neither those of SGD nor of RMSprop, as of Muon, by the state's prefix.
+def find_unknown_updates(names: Iterable[str]) -> frozenset[str]:
+    """Return the state prefixes of optimizers whose settings are neither those of SGD nor of RMSprop, such as Muon's.
 
     Args:
-        names: of all that is saved, settings in `param_groups` included; optimizers without these are not known.
+        names: names of all that is saved, settings in `param_groups` included; optimizers without settings are omitted.
     """
     groups: dict[tuple[str, str], set[str]] = {}
     for name in names:
-        if (place := _place_in_groups(name)) is not None:
+        if (place := _parse_group_setting(name)) is not None:
             owner, group, setting = place
             groups.setdefault((owner, group), set()).add(setting)
-    return frozenset(_state_of(owner) for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
+    return frozenset(_state_prefix(owner) for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
 
 
-def divided_before(names: Iterable[str]) -> frozenset[str]:
-    """Return the optimizers that average gradients divided already, by the state's prefix: LaProp and ADOPT.
+def find_prenormalized(names: Iterable[str]) -> frozenset[str]:
+    """Return the state prefixes of optimizers that average already divided gradients: LaProp and ADOPT.
 
-    Their update is `exp_avg` itself, though they keep what Adam does: `exp_avg_sq` divides gradients to come.
+    Their update is `exp_avg` itself, though they keep the same state as Adam: `exp_avg_sq` divides later gradients.
 
     Args:
-        names: of all that is saved, with all settings of each of the `param_groups`: ADOPT is known by one it lacks.
+        names: names of all that is saved, with all settings of `param_groups`: ADOPT is recognized by one that is
+            missing.
     """
     found, groups = set[str](), dict[tuple[str, str], set[str]]()
     for name in names:
-        if (place := _place_in_groups(name)) is not None:
+        if (place := _parse_group_setting(name)) is not None:
             groups.setdefault(place[:2], set()).add(place[2])
         elif name.endswith(f".{_OF_LAPROP}"):
             owner, state, _ = f".{name}".rpartition(".state.")
-            found.add(_state_of(owner) if state else name.removesuffix(_OF_LAPROP))
+            found.add(_state_prefix(owner) if state else name.removesuffix(_OF_LAPROP))
     for (owner, _), own in groups.items():
         official = {"decouple", "capturable"} <= own and "amsgrad" not in own  # ADOPT of the paper's authors
         if official or not own.isdisjoint((_OF_LAPROP, _OF_ADOPT)):
-            found.add(_state_of(owner))
+            found.add(_state_prefix(owner))
     return frozenset(found)
 
 
-def settings_of(owner: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of an optimizer's `param_groups`, by the names that they have in a state dict."""
+def flatten_param_groups(owner: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings in an optimizer's `param_groups`, by their names in a state dict."""
     return {
         f"{owner}.param_groups.{number}.{key}": value
         for number, group in enumerate(groups) for key, value in group.items()
     }
 
 
-def finer(config: TensorConfig) -> TensorConfig:
-    """Return the settings of momentum whose update is not known, from those of SGD's."""
+def with_finer_error(config: TensorConfig) -> TensorConfig:
+    """Return the configuration of momentum whose update rule is unknown, from that of SGD's."""
     codebook = config.codebook
     if not isinstance(codebook, Relative) or codebook.error <= _FINE:
         return config
     return config.model_copy(update={"codebook": codebook.model_copy(update={"error": _FINE})})
 
 
-def fitted_to_weights(names: Collection[str]) -> frozenset[str]:
-    """Return state that is of use at the very weights that it was made at, of all tensors of a save.
+def find_weight_bound_state(names: Collection[str]) -> frozenset[str]:
+    """Return the names of state that is valid only for the exact weights at which it was computed.
 
-    Such are the last gradient that L-BFGS keeps, of which the next step takes the difference, and the step sizes of
-    Rprop, which have shrunk to the distance of its weights from the best ones.
+    These are the last gradient in L-BFGS, whose difference to the next one is used, and the step sizes of Rprop, which
+    have shrunk to the distance of the weights from their optimum.
+
+    Args:
+        names: names of all tensors of a save.
     """
     known, found = frozenset(names), set[str]()
     for name in known:

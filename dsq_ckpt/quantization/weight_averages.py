@@ -1,8 +1,9 @@
-"""Averages of trained weights, told from other tensors that training moves without a gradient.
+"""Averages of trained weights, distinguished from other tensors that training changes without a gradient.
 
-An average, such as a teacher's weights, lies near the weights that it averages, so that what suits these suits it. A
-codebook that follows its inputs, sums of them by code, memory banks and statistics may have the shape of some weights,
-but not their values; their rows may differ in size by their use, and one step for all would lose those of little use.
+An average, such as a teacher's weights, lies near the weights that it averages, so the settings of these suit it. A
+codebook that follows its inputs, sums of inputs by code, memory banks and statistics may have the shape of some
+weights, but not their values. Their rows may differ in size by their use, and one step for all would lose rarely used
+rows.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from dsq_ckpt.core.autocast import no_autocast
 
 _K = TypeVar("_K", bound=Hashable)
 _LEAST = 0.5
-"""Agreement from which on a tensor counts as an average.
+"""Agreement from which a tensor counts as an average.
 
-Averages over 100 and 1,000 steps have 0.7 to 1 of it, but for the first steps of weights that begin as zeros; other
-tensors hardly more than 0.1. One below is stored exactly, which costs bytes alone.
+Averages over 100 and 1,000 steps agree by 0.7 to 1, except in the first steps of weights that begin as zeros; other
+tensors hardly by more than 0.1. A tensor below is stored exactly, which costs only bytes.
 """
 _LEAST_OF_RUN = 0.25
-"""Agreement of elements in a row from which on they are of one size: about 8 times larger or smaller ones have less."""
+"""Agreement of a run of elements from which they have one size; about 8 times larger or smaller ones have less."""
 _MOST_OTHERS = 0.1
-"""Part of the runs that may have less: a codebook of weights' values by sums of its codes has more of them."""
+"""Share of runs that may have less; a codebook of weights' values and sums of its codes have more of them."""
 _RUN = 16
 _RUNS = 64
-"""Runs of so many elements tell: tensors that have nothing to do with each other agree by 0.03, give or take."""
+"""Number of runs that are compared: unrelated tensors agree by about 0.03."""
 _FEWEST = 64
-"""Elements below which chance may tell."""
+"""Elements below which agreement may be chance."""
 _GOLDEN = 0.6180339887
 
 
 class _Form(NamedTuple):
-    """Form of tensors whose elements lie at the same places."""
+    """Form of tensors whose elements correspond by position."""
 
     sharded: bool
     shape: torch.Size
@@ -44,13 +45,17 @@ class _Form(NamedTuple):
 
 @torch.no_grad()
 @no_autocast()
-def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
-    """Return the keys of tensors that lie near a trained one of the same form: as near as an average of it would.
+def find_averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
+    """Return the keys of tensors that lie as is_near a trained tensor of the same form as an average of it would.
 
-    Nearly all their parts do so, since rows of another size would not bear the same step. The agreement (Lin's
-    concordance) of two tensors is twice their covariance, in parts of that and the mean square of their difference: 1
-    for equal ones, and little for those of other sizes. Of shards, those of this rank are compared. Each device is
-    waited for once.
+    Nearly all their parts must lie is_near, since rows of another size would need another step. The agreement of two
+    tensors is Lin's concordance: twice their covariance over the sum of their variances and the squared difference of
+    their means. It is 1 for equal tensors, and small for tensors of different sizes. Of shards, those of this rank are
+    compared. Each device is synchronized once.
+
+    Args:
+        moved: tensors that have changed, by key.
+        trained: trained tensors.
     """
     forms: dict[_Form, list[_K]] = defaultdict(list)
     for key, tensor in moved.items():
@@ -62,27 +67,29 @@ def averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) 
             if (form := _form(tensor)) in forms and form is not None:
                 others[form].append(tensor)
     pairs = [(forms[form], others[form]) for form in others]
-    seen = _on_host([_sample(tensor) for keys, beside in pairs for tensor in (*map(moved.__getitem__, keys), *beside)])
+    samples = _copy_to_host([
+        _sample(tensor) for keys, same in pairs for tensor in (*map(moved.__getitem__, keys), *same)
+    ])
     found, place = set[_K](), 0
-    for keys, beside in pairs:
-        values = torch.stack(seen[place : place + len(keys) + len(beside)])
+    for keys, same in pairs:
+        values = torch.stack(samples[place : place + len(keys) + len(same)])
         place += len(values)
-        near = _near(values[: len(keys)], values[len(keys) :]).tolist()
-        found.update(key for key, one in zip(keys, near, strict=True) if one)
+        is_near = _are_near(values[: len(keys)], values[len(keys) :]).tolist()
+        found.update(key for key, hit in zip(keys, is_near, strict=True) if hit)
     return found
 
 
-def _near(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return whether each row is near the one of others that it agrees with most."""
+def _are_near(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, whether it is near the row of `others` that it agrees with most."""
     agreement, best = _agreement(rows, others).nan_to_num().max(1)
-    runs, beside = rows.unflatten(1, (-1, _RUN)), others[best].unflatten(1, (-1, _RUN))
-    spread = (runs.square() + beside.square()).sum(2)
-    less = 2 * (runs * beside).sum(2) < _LEAST_OF_RUN * spread
-    return (agreement > _LEAST) & (less.double().mean(1) <= _MOST_OTHERS)
+    runs, other_runs = rows.unflatten(1, (-1, _RUN)), others[best].unflatten(1, (-1, _RUN))
+    squares = (runs.square() + other_runs.square()).sum(2)
+    disagrees = 2 * (runs * other_runs).sum(2) < _LEAST_OF_RUN * squares
+    return (agreement > _LEAST) & (disagrees.double().mean(1) <= _MOST_OTHERS)
 
 
 def _agreement(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return the agreement of each row with each of others; NaN where there is none."""
+    """Return the agreement of each row with each row of `others`; NaN if both are constant."""
     means, other_means = rows.mean(1), others.mean(1)
     rows, others = rows - means[:, None], others - other_means[:, None]
     common = rows @ others.T / rows.shape[1]
@@ -90,14 +97,14 @@ def _agreement(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return 2 * common / (spread + (means[:, None] - other_means).square())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.detach()
 
 
 def _form(tensor: torch.Tensor) -> _Form | None:
-    """Return the form of a tensor of whose elements some can be taken, and enough."""
-    local = _local(tensor)
+    """Return the form of a tensor that can be sampled and has enough elements; else None."""
+    local = _local_tensor(tensor)
     strided = local.layout is torch.strided and local.is_floating_point() and not hasattr(local, "__tensor_flatten__")
     if not strided or local.numel() < _FEWEST:
         return None
@@ -105,17 +112,17 @@ def _form(tensor: torch.Tensor) -> _Form | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return runs of elements, in any row and column, the same ones of each tensor of a form."""
-    local = _local(tensor)
+    """Return runs of elements at scattered positions, the same for all tensors of a form; float64, flat."""
+    local = _local_tensor(tensor)
     room = local.numel() - _RUN + 1
     runs = torch.arange(min(_RUNS, local.numel() // _RUN), device=local.device) * (int(room * _GOLDEN) | 1) % room
     return local.take((runs[:, None] + torch.arange(_RUN, device=local.device)).view(-1)).double()
 
 
-def _on_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+def _copy_to_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:
     for device in {one.device for one in samples} - {torch.device("cpu")}:
-        mine = [number for number, one in enumerate(samples) if one.device == device]
-        seen = torch.cat([samples[number] for number in mine]).cpu()
-        for number, sample in zip(mine, seen.split([len(samples[number]) for number in mine]), strict=True):
+        numbers = [number for number, one in enumerate(samples) if one.device == device]
+        values = torch.cat([samples[number] for number in numbers]).cpu()
+        for number, sample in zip(numbers, values.split([len(samples[number]) for number in numbers]), strict=True):
             samples[number] = sample
     return samples

@@ -1,7 +1,7 @@
-"""The tensor of a group that a checkpoint changes most, found from sketches before anything is written.
+"""The tensor of a group with the largest relative error, estimated from sketches before anything is written.
 
-The error of a group is measured against the group's energy. A tensor far smaller than the others is quantized with
-the same steps and loses more of itself, which the group's figure does not show.
+The error of a group is relative to the group's energy. A tensor far smaller than the others is quantized with the same
+steps and has a larger relative error, which the group's figure does not show.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from dsq_ckpt.quantization.scales import CENTRES, OCTAVES
 _AT_ONCE = 1024  # tensors
 
 
-class Worst(NamedTuple):
-    """A tensor and its relative error, root mean square, and how the group's errors are in plain values.
+class WorstTensor(NamedTuple):
+    """A tensor with its relative root mean square error, and factors for the group's errors.
 
     Attributes:
-        tensor: its name.
-        error: its relative error, with the refinement layer where there is one.
-        plain: factor from the group's relative error, as it is known of values whose scales were taken out, to that of
-            plain values.
+        tensor: name of the tensor.
+        error: its relative error, with the refinement layer if there is one.
+        plain: factor from the group's relative error, which is measured on scaled values, to that of unscaled values.
         plain_refined: the same with the refinement layer.
     """
 
@@ -35,25 +34,26 @@ class Worst(NamedTuple):
     plain_refined: float = 1.0
 
 
-def worst_tensor(
+def find_worst_tensor(
     fitted: Fitted, joint: Counts, octaves: dict[str, Counts], exponents: dict[str, float]
-) -> Worst | None:
-    """Return the tensor of a group with the largest relative error, with the refinement layer where there is one.
+) -> WorstTensor | None:
+    """Return the tensor of a group with the largest relative error, with the refinement layer if there is one.
 
-    Values are taken as coded like all values of the group in the same octave, which tells it within a fifth or so.
+    Values are assumed to be coded like all values of the group in the same octave; the estimate is within a fifth or
+    so.
 
     Args:
-        fitted: Of the group.
+        fitted: fit of the group.
         joint: int64[rows, bins], the sketch that `fitted` was fitted to.
         octaves: int64[256] elements by biased exponent, of each tensor of the group.
-        exponents: log2 of the factor taken out of tensors; 0 where absent.
+        exponents: log2 of the factor taken out of tensors; 0 if absent.
 
     Returns:
-        None where all tensors are zero.
+        None if all tensors are zero.
     """
     bits = fitted.refinement_bits
-    held = _held(fitted, joint)
-    lost = [_lost_by_octave(fitted, held, own) for own in ([0, bits] if bits else [0])]
+    held = _finite_entries(fitted, joint)
+    lost = [_error_by_octave(fitted, held, own) for own in ([0, bits] if bits else [0])]
     found, names, sums = None, list(octaves), np.zeros((1 + len(lost), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
         some = names[start : start + _AT_ONCE]
@@ -69,7 +69,7 @@ def worst_tensor(
             sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
         most = int(errors.argmax())
         if whole.any() and (found is None or errors[most] > found.error):
-            found = Worst(some[most], float(errors[most]))
+            found = WorstTensor(some[most], float(errors[most]))
     if found is None:
         return None
     whole, *squares = sums
@@ -79,7 +79,7 @@ def worst_tensor(
     return found._replace(plain=factors[0], plain_refined=factors[-1])
 
 
-def _held(fitted: Fitted, joint: Counts) -> Occupied:
+def _finite_entries(fitted: Fitted, joint: Counts) -> Occupied:
     """Return the finite entries of the sketch of a group, by the rows of its table."""
     if len(fitted.table) < len(joint):  # the previous codes did not pay
         joint = joint.sum(0, keepdims=True)
@@ -87,13 +87,14 @@ def _held(fitted: Fitted, joint: Counts) -> Occupied:
     return held.where(np.isfinite(fitted.window.values())[held.bins])
 
 
-def _lost_by_octave(fitted: Fitted, held: Occupied, bits: int) -> F64:
-    """Return the mean squared error of values by octave, float64[256]; where none are, that of the nearest below.
+def _error_by_octave(fitted: Fitted, held: Occupied, bits: int) -> F64:
+    """Return the mean squared error of values by octave, float64[256]; for empty octaves, that of the nearest one
+    below.
 
     Args:
-        fitted: of the group.
+        fitted: fit of the group.
         held: the sketch that it was fitted to.
-        bits: of the refinement layer; 0: without.
+        bits: bits of the refinement layer; 0: without.
     """
     book = fitted.codebook
     codes, values = held.codes(fitted.table), fitted.window.values()[held.bins]

@@ -18,7 +18,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import group_config
-from dsq_ckpt.quantization.restored_values import Spread, not_spread
+from dsq_ckpt.quantization.restored_values import RestoreTracker, find_restored_groups
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16
@@ -109,7 +109,7 @@ class SaveSearch:
     def lies_as_restored(self, candidate: Candidate, bits: int) -> bool:
         """Return whether weights of the model, on any rank, are not spread over parts of so many bits; collective."""
         fitted = self.refined(candidate, bits).fitted
-        found = not_spread(self.model.chunks, fitted, Spread(), self.comm, self.model.workers)
+        found = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
         return any(group.startswith("weights/") for group in found)
 
     def nearest(self, candidate: Candidate) -> Candidate:

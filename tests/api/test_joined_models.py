@@ -12,9 +12,9 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.api.joined_models import join_models
-from dsq_ckpt.quantization.frozen_tensors import known, look
+from dsq_ckpt.quantization.frozen_tensors import find_frozen, frozen_from_history
 from dsq_ckpt.quantization.groups import layer_types
-from dsq_ckpt.quantization.rounded_weights import rounding
+from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 
 
 class BitLinear(nn.Linear):
@@ -53,11 +53,12 @@ def test_one_model_is_itself_and_several_tell_what_their_tree_does():
     models, _ = trainings()
     assert join_models([("G", models["G"])]) is models["G"]
     several, tree = join_models([*models.items()]), nn.ModuleDict(models)
-    look(several)
-    look(tree)
+    find_frozen(several)
+    find_frozen(tree)
     assert layer_types(several) == layer_types(tree) and layer_types(several)["G.2.weight"] == "manifold"
-    assert rounding(several) == rounding(tree) and rounding(several)["G.1.weight"]
-    assert known(several) == known(tree) and "D.0.weight" in known(several) and "G.codebook" in known(several)
+    assert find_rounded_weights(several) == find_rounded_weights(tree) and find_rounded_weights(several)["G.1.weight"]
+    frozen = frozen_from_history(several)
+    assert frozen == frozen_from_history(tree) and "D.0.weight" in frozen and "G.codebook" in frozen
     unnamed = join_models([("", models["G"]), ("model_1", models["D"])])
     assert {"0.weight", "codebook", "model_1.0.weight"} <= layer_types(unnamed).keys()
 
@@ -65,7 +66,7 @@ def test_one_model_is_itself_and_several_tell_what_their_tree_does():
 def test_a_parameter_of_two_models_has_both_names():
     one, other = BitLinear(8, 8), nn.Linear(8, 8)
     other.weight = one.weight
-    told = rounding(join_models([("a", one), ("b", other)]))
+    told = find_rounded_weights(join_models([("a", one), ("b", other)]))
     assert told == {"a.weight": True, "a.bias": True, "b.weight": True, "b.bias": False}
 
 

@@ -282,7 +282,7 @@ def test_a_save_that_does_not_look_tells_nothing(tmp_path, between):
 
 def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restored_weights, "_look", mock.Mock(side_effect=torch.OutOfMemoryError("of a device")))
+        patch.setattr(restored_weights, "_measure_chunk", mock.Mock(side_effect=torch.OutOfMemoryError("of a device")))
         dsq_ckpt.save(weights(), tmp_path / "0")
     assert set(symbols(tmp_path / "0").values()) == {8}
 
@@ -321,13 +321,13 @@ def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("of a device"))
     assert bits(0) == 4
     loaded(tmp_path / "0", state(0))
-    look = restored_weights._some
+    sample = restored_weights._sample
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restored_weights, "_some", out_of_memory)
+        patch.setattr(restored_weights, "_sample", out_of_memory)
         assert bits(1) == 8
-        patch.setattr(restored_weights, "_some", look)
+        patch.setattr(restored_weights, "_sample", sample)
         assert bits(2) == 8
-        patch.setattr(restored_weights, "_some", out_of_memory)
+        patch.setattr(restored_weights, "_sample", out_of_memory)
         assert bits(3) == 8
     assert bits(4) == 4
 

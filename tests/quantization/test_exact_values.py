@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import prune
 
 import dsq_ckpt
-from dsq_ckpt.quantization.exact_values import unlike_weights
+from dsq_ckpt.quantization.exact_values import need_exact_storage
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.peak_memory import PeakMemory
 from tests.helpers.states import loaded, relative_error
@@ -84,7 +84,7 @@ LIKE = {
 
 def test_all_at_once() -> None:
     assert UNLIKE.keys().isdisjoint(LIKE)
-    found = unlike_weights([*UNLIKE.values(), *LIKE.values()])
+    found = need_exact_storage([*UNLIKE.values(), *LIKE.values()])
     assert dict(zip([*UNLIKE, *LIKE], found, strict=True)) == dict.fromkeys(UNLIKE, True) | dict.fromkeys(LIKE, False)
 
 
@@ -95,7 +95,7 @@ def test_an_element_makes_the_difference(name: str) -> None:
     for place in {0, values.numel() // 3, values.numel() - 1}:
         changed = values.clone()
         changed.view(-1)[place] = float("nan")
-        assert unlike_weights([changed]) == [False]
+        assert need_exact_storage([changed]) == [False]
 
 
 def with_diagonal(values: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
@@ -108,11 +108,11 @@ def test_signs_all_along_the_diagonal_are_kept(shape: tuple[int, ...]) -> None:
     """All matrices of a tensor count, in any type and memory layout; a diagonal that is a little off does not."""
     signs = [with_diagonal(normal(*shape)), with_diagonal(normal(*shape), -1.0).bfloat16(),
              with_diagonal(normal(*shape)).mT, with_diagonal(normal(*shape).mT.contiguous()).double()]
-    assert unlike_weights(signs) == [True] * len(signs)
+    assert need_exact_storage(signs) == [True] * len(signs)
     for place in (0, 17, -1):
         changed = with_diagonal(normal(*shape))
         changed.diagonal(dim1=-2, dim2=-1)[..., place].view(-1)[-1] *= 0.9998
-        assert unlike_weights([changed]) == [False]
+        assert need_exact_storage([changed]) == [False]
 
 
 @pytest.mark.parametrize(("orthogonal_map", "trivial"), [
@@ -187,5 +187,5 @@ def test_long_rows_are_looked_at_in_parts():
     """Few of them have products as small as those of orthogonal rows, so that all of them is looked at."""
     weights = [normal(1 << 20, 8), normal(8, 1 << 20)]
     with PeakMemory() as memory:
-        assert unlike_weights(weights) == [False, False]
+        assert need_exact_storage(weights) == [False, False]
     assert memory.peak <= 16 << 20

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt.quantization import frozen_tensors
-from dsq_ckpt.quantization.frozen_tensors import Frozen, look
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors, find_frozen
 
 
 class Model(nn.Module):
@@ -31,8 +31,8 @@ def train(model: Model) -> None:
 
 
 def told(model: nn.Module) -> set[str]:
-    found = look(model)
-    return {name for name in found.rests if name in found}
+    found = find_frozen(model)
+    return {name for name in found.unchanged if name in found}
 
 
 def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
@@ -89,9 +89,10 @@ def test_what_cannot_be_looked_at_is_not_known():
 
 def test_ranks_agree():
     """Somewhere something is trained, and a tensor rests wherever it lies."""
-    first, second = Frozen(False, {"a": True, "b": True}), Frozen(True, {"b": False, "c": True})
-    assert Frozen.agreed([first, Frozen(), second]) == Frozen(True, {"a": True, "b": False, "c": True})
-    assert Frozen.agreed([]) == Frozen()
+    first, second = FrozenTensors(False, {"a": True, "b": True}), FrozenTensors(True, {"b": False, "c": True})
+    merged = FrozenTensors.merge([first, FrozenTensors(), second])
+    assert merged == FrozenTensors(True, {"a": True, "b": False, "c": True})
+    assert FrozenTensors.merge([]) == FrozenTensors()
 
 
 def test_models_are_let_go():

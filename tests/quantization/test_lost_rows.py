@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.lost_rows import RATIO, are_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.lost_rows import RATIO, are_rows_needed, has_lost_rows, may_have_lost_rows
 from tests.helpers.states import loaded, relative_error
 
 
@@ -92,24 +92,24 @@ def test_rows_are_needed_where_their_gradients_are_larger(where: object, dtype: 
     values = with_part(normal(300, 90).to(dtype), where, 0.5 / RATIO)
     for factor, needed in ((2.0 * RATIO, True), (1.0, False), (0.0, False)):
         squares = with_part(normal(300, 90).to(dtype), where, factor).square()
-        assert are_needed(values, squares) is needed
-        assert are_needed(values.t(), squares.t()) is needed
-        assert are_needed(values, squares * 1e-30) is needed
+        assert are_rows_needed(values, squares) is needed
+        assert are_rows_needed(values.t(), squares.t()) is needed
+        assert are_rows_needed(values, squares * 1e-30) is needed
 
 
 @pytest.mark.parametrize("unknown", [0.0, float("nan"), float("inf")])
 def test_without_gradients_nothing_tells(unknown: float) -> None:
     values = with_part(normal(300, 90), COLUMN, 0.5 / RATIO)
-    assert are_needed(values, torch.full_like(values, unknown)) is None
+    assert are_rows_needed(values, torch.full_like(values, unknown)) is None
 
 
 def test_rows_that_are_not_needed_do_not_hide_one_that_is() -> None:
     table, gradients = normal(5000, 90), normal(5000, 90)
     table[:400] *= 0.5 / RATIO  # tokens that never occur, and one in other units
     gradients[:399] = 0
-    assert are_needed(table, gradients.square()) is False
+    assert are_rows_needed(table, gradients.square()) is False
     gradients[399] *= 2 * RATIO
-    assert are_needed(table, gradients.square()) is True
+    assert are_rows_needed(table, gradients.square()) is True
 
 
 def test_one_value_of_a_row_does_not_count_for_it() -> None:
@@ -117,7 +117,7 @@ def test_one_value_of_a_row_does_not_count_for_it() -> None:
     table, gradients = normal(500, 90), normal(500, 90)
     table[3] = 0
     table[3, 0], gradients[3] = 0.1 / RATIO, 1e4
-    assert are_needed(table, gradients.square()) is False
+    assert are_rows_needed(table, gradients.square()) is False
 
 
 @pytest.mark.parametrize("state", ["exp_avg_sq", "momentum_buffer"])
@@ -216,7 +216,7 @@ def test_what_varies_little_around_a_mean_is_found(shape: tuple[int, ...], dtype
 def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None:
     """Gradients tell that their differences count; without any, a warning says that these may be lost."""
     positions = torch.tensor([-122.4, 37.8, 12.0]) + 0.01 * normal(4000, 3)
-    assert are_needed(positions, normal(4000, 3).square()) is True
+    assert are_rows_needed(positions, normal(4000, 3).square()) is True
     for known in (True, False):
         saved = {"model.p": positions, **({"optimizer.state.p.exp_avg_sq": normal(4000, 3).square()} if known else {})}
         with pytest.warns(UserWarning, match="vary that little around a mean") as caught:

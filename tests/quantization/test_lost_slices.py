@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.lost_rows import RATIO, are_needed, has_lost_rows, may_have_lost_rows
+from dsq_ckpt.quantization.lost_rows import RATIO, are_rows_needed, has_lost_rows, may_have_lost_rows
 from tests.helpers.states import loaded
 
 
@@ -35,7 +35,7 @@ def test_one_slice_along_any_dimension_is_found_and_needed(shape: tuple[int, ...
         if layout == "transposed":
             small, large, squares = (one.mT.contiguous().mT for one in (small, large, squares))
         assert has_lost_rows(small) and may_have_lost_rows([large, small], [None, None])[1]
-        assert are_needed(small, squares) is True and are_needed(small, torch.ones_like(squares)) is False
+        assert are_rows_needed(small, squares) is True and are_rows_needed(small, torch.ones_like(squares)) is False
         assert not has_lost_rows(large) and not has_lost_rows(normal(*shape))
         assert not has_lost_rows(with_slice(normal(*shape), dim, 0.0))
 
@@ -49,7 +49,7 @@ def test_a_slice_of_one_stacked_member_is_found_and_needed(members: int, dim: in
     with_slice(stacked[2], dim, 0.5 / RATIO)
     with_slice(squares[2], dim, (2.0 * RATIO) ** 2)
     assert has_lost_rows(stacked) and may_have_lost_rows([stacked], [None]) == [True]
-    assert are_needed(stacked, squares) is True and are_needed(stacked, torch.ones_like(squares)) is False
+    assert are_rows_needed(stacked, squares) is True and are_rows_needed(stacked, torch.ones_like(squares)) is False
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((128, 1100, 64), 1), ((16, 64, 9000), 2), ((256, 64, 700), 2)])
@@ -64,7 +64,7 @@ def test_none_of_very_many_rows_of_members_is_left_out(shape: tuple[int, ...], d
         squares = torch.ones(shape)
         squares[member].select(dim - 1, row).fill_((2.0 * RATIO) ** 2)
         assert may_have_lost_rows([stacked], [None]) == [True] and has_lost_rows(stacked)
-        assert are_needed(stacked, squares) is True and are_needed(stacked, torch.ones_like(squares)) is False
+        assert are_rows_needed(stacked, squares) is True and are_rows_needed(stacked, torch.ones_like(squares)) is False
         small.copy_(kept)
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional, init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsq_ckpt
-from dsq_ckpt.quantization.exact_values import unlike_weights
-from dsq_ckpt.quantization.manifolds import Looks, on_manifold
+from dsq_ckpt.quantization.exact_values import need_exact_storage
+from dsq_ckpt.quantization.manifolds import ManifoldScreen, is_on_manifold
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import loaded, relative_error
 
@@ -90,14 +90,14 @@ ORDINARY = {
 
 def test_all_at_once() -> None:
     named = CONSTRAINED | BALLS | ORDINARY
-    found = unlike_weights([*named.values()])
+    found = need_exact_storage([*named.values()])
     assert dict(zip(named, found, strict=True)) == {name: name not in ORDINARY for name in named}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_rounding_of_any_type_breaks_no_constraint(dtype: torch.dtype) -> None:
     named = {name: value.to(dtype) for name, value in (CONSTRAINED | ORDINARY).items()}
-    found = {name for name, one in zip(named, unlike_weights([*named.values()]), strict=True) if one}
+    found = {name for name, one in zip(named, need_exact_storage([*named.values()]), strict=True) if one}
     assert found == CONSTRAINED.keys()
 
 
@@ -105,7 +105,7 @@ def test_rounding_of_any_type_breaks_no_constraint(dtype: torch.dtype) -> None:
 def test_what_is_looked_at_stays_as_it_is(dtype: torch.dtype) -> None:
     values = [value.to(dtype, copy=True) for value in (CONSTRAINED | BALLS | ORDINARY).values()]
     before = [value.clone() for value in values]
-    unlike_weights(values)
+    need_exact_storage(values)
     assert all(map(torch.equal, values, before))
 
 
@@ -115,12 +115,12 @@ def test_not_a_number_is_not_taken_for_a_point(name: str) -> None:
     for place in {0, values.numel() // 3 + 1, values.numel() - 2}:
         changed = values.clone()
         changed.view(-1)[place] = float("nan")
-        assert unlike_weights([changed]) == [False]
+        assert need_exact_storage([changed]) == [False]
 
 
 @pytest.mark.parametrize("name", ["rotations", "a hyperboloid", "orthogonal rows", "points of the ball"])
 def test_shards_by_rows_tell_the_same(name: str) -> None:
-    assert unlike_weights(list((CONSTRAINED | BALLS)[name].chunk(4))) == [True] * 4
+    assert need_exact_storage(list((CONSTRAINED | BALLS)[name].chunk(4))) == [True] * 4
 
 
 def test_many_multiplications_in_float32_are_rounding() -> None:
@@ -130,14 +130,14 @@ def test_many_multiplications_in_float32_are_rounding() -> None:
         skew = torch.randn(100, 3, 3, generator=generator) * 1e-3
         for step in torch.linalg.matrix_exp(skew - skew.mT):
             moved = step @ moved
-    assert unlike_weights([moved]) == [True]
+    assert need_exact_storage([moved]) == [True]
 
 
 def test_a_glance_leaves_no_ordinary_weights() -> None:
     """So nothing more is done for them, and there is one wait for all."""
     shapes = [(256, 256), (64, 32, 3, 3), (1000, 48), (5, 1024), (16, 8, 4, 4), (40, 16, 1, 1)]
     tensors = [normal(*shape) * 0.05 for shape in shapes] * 20
-    assert not any(bool(one.any()) for one in Looks.at(tensors).results)
+    assert not any(bool(one.any()) for one in ManifoldScreen.run(tensors).results)
 
 
 class Largest(TorchDispatchMode):
@@ -168,9 +168,9 @@ SPREAD = {
 def test_a_glance_copies_only_what_it_looks_at(name: str) -> None:
     value = SPREAD[name]
     with Largest(value) as made:
-        assert unlike_weights([value]) == [False]
+        assert need_exact_storage([value]) == [False]
     assert made.size <= value.nbytes // 8
-    assert unlike_weights([value.contiguous()]) == [False]
+    assert need_exact_storage([value.contiguous()]) == [False]
 
 
 def test_points_are_looked_at_block_by_block() -> None:
@@ -184,7 +184,7 @@ def test_points_are_looked_at_block_by_block() -> None:
         (normal(4_000_000, 2) * 0.3 + torch.tensor([5.0, 0.0]), False),
     ):
         with Largest(value) as made:
-            assert unlike_weights([value]) == [told]
+            assert need_exact_storage([value]) == [told]
         assert made.size <= 8 << 20  # of a block in float64
 
 
@@ -192,9 +192,9 @@ def test_points_are_looked_at_block_by_block() -> None:
 def test_autocast_changes_no_answer(dtype: torch.dtype) -> None:
     """Nor does it refuse any type."""
     values = [value.to(dtype) for value in (CONSTRAINED | BALLS | ORDINARY).values()]
-    expected = unlike_weights(values)
+    expected = need_exact_storage(values)
     with torch.autocast("cpu", torch.bfloat16):
-        assert unlike_weights(values) == expected
+        assert need_exact_storage(values) == expected
 
 
 Euclidean = type("Euclidean", (), {})
@@ -205,7 +205,7 @@ def test_a_parameter_tells_of_its_manifold(tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({name: normal(600, 8) for name in ("sphere", "flat", "plain", "ruled")})
     for name, manifold in (("sphere", SimpleNamespace()), ("flat", Euclidean()), ("ruled", SimpleNamespace())):
         model[name].manifold = manifold  # type: ignore[assignment]
-    assert [on_manifold(model[name]) for name in ("sphere", "flat", "plain", "ruled")] == [True, False, False, True]
+    assert [is_on_manifold(model[name]) for name in ("sphere", "flat", "plain", "ruled")] == [True, False, False, True]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for number in range(3):
         for parameter in model.values():

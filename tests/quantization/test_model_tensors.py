@@ -8,7 +8,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.quantization.groups import _kind, key_of_optimizer, kind_of, layer_types
-from dsq_ckpt.quantization.model_tensors import of_models, without_twins
+from dsq_ckpt.quantization.model_tensors import exclude_parameter_state, find_model_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -20,7 +20,7 @@ def test_modules_named_like_keys_of_optimizers_are_of_models(word: str, model: s
     key = "optimizer" if word != "optimizer" else "o"
     for owner in ("0", f"{word}.0.weight", f"a.{word}.table.weight"):
         state = {f"{key}.state.{owner}.{leaf}" for leaf in MOMENTS}
-        assert of_models(weights | state, ()) == weights
+        assert find_model_tensors(weights | state, ()) == weights
 
 
 @pytest.mark.parametrize("names", [
@@ -39,16 +39,16 @@ def test_modules_named_like_keys_of_optimizers_are_of_models(word: str, model: s
     ["a.weight.exp_avg", "b.exp_avg_sq"],  # moments beside their parameters
 ])
 def test_state_of_optimizers_is_not(names: list[str]) -> None:
-    assert of_models(["m.a.weight", *names], ()) == {"m.a.weight"}
+    assert find_model_tensors(["m.a.weight", *names], ()) == {"m.a.weight"}
 
 
 def test_what_is_known_is_known() -> None:
     model = nn.Module()
     model.state = nn.ParameterDict({"exp_avg": nn.Linear(2, 2).weight, "table": nn.Linear(2, 2).weight})
     names = ["net.state.exp_avg", "net.state.table", "o.state.state.table.exp_avg"]
-    assert of_models(names, ()) == set()
-    assert of_models(names, names[:1]) == {names[0]}
-    assert of_models(names, (), layer_types(model)) == {*names[:2]}
+    assert find_model_tensors(names, ()) == set()
+    assert find_model_tensors(names, names[:1]) == {names[0]}
+    assert find_model_tensors(names, (), layer_types(model)) == {*names[:2]}
 
 
 @pytest.mark.parametrize("model", ["", "model.", "app.net."])
@@ -56,7 +56,7 @@ def test_weights_of_modules_have_no_twins_and_state_by_the_names_of_weights_has(
     own = [f"{model}opt.0.weight", f"{model}state.0.weight"]
     state = ["opt_state.mu.0.a.weight", "opt_state.nu.0.a.weight", "optimizer.masters.a.weight"]
     beside = {"m.0.a.weight": (9, 9), "a.weight": (9, 9), "m.0.weight": (9, 8), "b": (9, 9)}
-    assert without_twins([*own, *state], dict.fromkeys([*own, *state], (9, 9)) | beside) == own
+    assert exclude_parameter_state([*own, *state], dict.fromkeys([*own, *state], (9, 9)) | beside) == own
 
 
 def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
@@ -65,10 +65,10 @@ def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
 
     def counted(*arguments):
         asked.append(arguments)
-        return of_models(*arguments)
+        return find_model_tensors(*arguments)
 
     for module in ("layout", "numbered_state", "untrained_weights"):
-        monkeypatch.setattr(f"dsq_ckpt.quantization.{module}.of_models", counted)
+        monkeypatch.setattr(f"dsq_ckpt.quantization.{module}.find_model_tensors", counted)
     model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(80)).sum().backward()

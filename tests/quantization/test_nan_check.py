@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.nan_check import hold_nan
+from dsq_ckpt.quantization.nan_check import contain_nan
 from dsq_ckpt.storage.manifest import Manifest
 
 NAN = float("nan")
@@ -85,4 +85,4 @@ def test_infinite_values_and_numbers_without_a_dimension_are_none(dtype):
         (torch.tensor([1, 2]), False), (torch.tensor([NAN]).as_subclass(Refuses), False),
         (torch.tensor([[0.0, NAN], [1.0, 2.0]], dtype=dtype).T[:, 1:], False),
     ]
-    assert hold_nan([tensor for tensor, _ in cases]) == [expected for _, expected in cases]
+    assert contain_nan([tensor for tensor, _ in cases]) == [expected for _, expected in cases]

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.numbered_state import Shape, numbered, state_by_weight
+from dsq_ckpt.quantization.numbered_state import Shape, match_state_to_weights, parse_numbered_name
 from dsq_ckpt.quantization.scales import gauges_of
 
 MATRIX = (64, 128)
@@ -24,7 +24,7 @@ def shapes(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[
 def found(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[str, str]:
     names = [f"{name}.exp_avg_sq" for name in numbered]
     return {weight: name.removesuffix(".exp_avg_sq")
-            for weight, name in state_by_weight(names, shapes(weights, numbered)).items()}
+            for weight, name in match_state_to_weights(names, shapes(weights, numbered)).items()}
 
 
 def test_weights_of_a_shape_come_in_the_order_of_numbers() -> None:
@@ -103,7 +103,8 @@ def test_modules_named_like_keys_of_optimizers_have_theirs() -> None:
         layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, owners))
         gauges = {weight: gauge.name for weight, gauge in gauges_of(layout).items()}
         assert gauges == dict(zip(weights, state, strict=True))
-    assert [numbered(f"{name}.m") for name in ("state.0", "app.opt.state.2", "state.opt.state.3", "state.b.state.4")] \
+    names = ("state.0", "app.opt.state.2", "state.opt.state.3", "state.b.state.4")
+    assert [parse_numbered_name(f"{name}.m") for name in names] \
         == [("state", 0), ("app.opt.state", 2), ("state.opt.state", 3), None]
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.rounded_weights import rounding
+from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from tests.helpers.states import loaded
 
 
@@ -55,7 +55,7 @@ class Wrapper(nn.Module):
 
 
 def told(model: nn.Module) -> set[str]:
-    return {name for name, one in rounding(model).items() if one}
+    return {name for name, one in find_rounded_weights(model).items() if one}
 
 
 def parametrized(function: nn.Module, layer: nn.Module | None = None) -> nn.Module:
@@ -84,18 +84,18 @@ def test_layers_are_known_by_the_name_of_their_class(name: str) -> None:
     "TernaryConvBlock",
 ])
 def test_other_names_tell_nothing(name: str) -> None:
-    assert rounding(named(name)) == {}
+    assert find_rounded_weights(named(name)) == {}
 
 
 def test_ordinary_models_are_as_before() -> None:
     torch.manual_seed(0)
     layers = [parametrizations.weight_norm(nn.Linear(64, 64)), parametrizations.orthogonal(nn.Linear(64, 64)),
               parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)), nn.TransformerEncoderLayer(64, 2), nn.LSTM(64, 64)]
-    assert rounding(nn.Sequential(*layers)) == rounding(None) == {}
+    assert find_rounded_weights(nn.Sequential(*layers)) == find_rounded_weights(None) == {}
 
 
 def test_a_script_tells_nothing_and_breaks_nothing() -> None:
-    assert rounding(torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(1, 8))) == {}
+    assert find_rounded_weights(torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(1, 8))) == {}
 
 
 def test_all_names_of_a_tied_weight_are_told() -> None:
@@ -114,7 +114,7 @@ def test_layers_with_quantizers_of_their_weights() -> None:
         prepared = prepare_qat(model)
     assert told(prepared) == {"0.weight", "0.bias"}
     assert told(Wrapper(nn.Module())) == {"linear.weight", "linear.bias"}
-    assert rounding(Wrapper(nn.Identity())) == {}
+    assert find_rounded_weights(Wrapper(nn.Identity())) == {}
     layer = nn.Linear(64, 64)
     layer.rounds = FakeQuantize()
     assert told(layer) == {"weight", "bias"}
@@ -130,13 +130,13 @@ def test_parametrizations_are_known_by_the_name_of_their_class(name: str) -> Non
 @pytest.mark.parametrize("name", ["Symmetric", "Signal", "Rounded", "Orthogonal", "Quantiles", "Stereo", "Clip"])
 def test_other_parametrizations_tell_nothing(name: str) -> None:
     function: nn.Module = type(name, (nn.Tanh,), {})()
-    assert rounding(parametrized(function)) == {}
+    assert find_rounded_weights(parametrized(function)) == {}
 
 
 def test_other_attributes_tell_nothing() -> None:
     layer = nn.Linear(8, 8)
     layer.quantile_weights, layer.quantity_weight, layer.weight_quant_bits = (0.1, 0.9), 0.3, 4
-    assert rounding(nn.Sequential(layer)) == {}
+    assert find_rounded_weights(nn.Sequential(layer)) == {}
 
 
 def test_nothing_of_the_model_is_called(tmp_path: Path) -> None:

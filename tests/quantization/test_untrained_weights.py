@@ -9,14 +9,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.quantization.groups import kind_of
-from dsq_ckpt.quantization.untrained_weights import may_be_untrained, other_names
+from dsq_ckpt.quantization.untrained_weights import find_stateless_weights, group_tied_names
 
 M, T, V = (80, 80), (70, 80), (9, 90)
 
 
 def doubtful(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> dict[str, bool]:
     weights = {name for name in shapes if kind_of(name) == "weights" and name not in (tied or {})}
-    return may_be_untrained(weights, shapes, other_names((tied or {}).items()))
+    return find_stateless_weights(weights, shapes, group_tied_names((tied or {}).items()))
 
 
 def sure(*names: str) -> dict[str, bool]:
@@ -80,8 +80,9 @@ def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected
 def test_a_model_that_is_given_tells_what_is_its_own() -> None:
     shapes = {"m.state.table": M, "m.b.weight": M} | state("state.table")
     types = {"state.table": "other", "b.weight": "linear"}
-    assert may_be_untrained({"m.state.table", "m.b.weight"}, shapes, {}, types) == sure("m.b.weight")
-    assert may_be_untrained({"m.b.weight"}, shapes, {}, types) == sure("m.b.weight"), "though it is stored exactly"
+    assert find_stateless_weights({"m.state.table", "m.b.weight"}, shapes, {}, types) == sure("m.b.weight")
+    found = find_stateless_weights({"m.b.weight"}, shapes, {}, types)
+    assert found == sure("m.b.weight"), "though it is stored exactly"
 
 
 class Net(nn.Module):

@@ -11,31 +11,31 @@ import pytest
 import torch
 
 from dsq_ckpt.quantization.update_rules import (
-    beside_first_moments,
-    divided_before,
-    objects_of_optimizers,
-    with_other_updates,
+    find_extra_state,
+    find_optimizer_objects,
+    find_prenormalized,
+    find_unknown_updates,
 )
 
 
 def test_what_other_optimizers_keep_beside_first_moments() -> None:
     of = "optimizer.state.layer.weight."
     adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
-    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
+    assert find_extra_state([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
     others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
     known = [f"optimizer.state.known.weight.{name}" for name in adam]
-    found = beside_first_moments([*known, *(of + name for name in others)])
+    found = find_extra_state([*known, *(of + name for name in others)])
     assert found == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
-    assert beside_first_moments([of + name for name in others[1:]]) == {}
+    assert find_extra_state([of + name for name in others[1:]]) == {}
 
 
 def test_what_other_optimizers_keep_beside_momentum() -> None:
     """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners."""
     of = "optimizer.state.layer.weight."
     usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
-    assert beside_first_moments([*(of + name for name in usual), "model.layer.weight"]) == {}
+    assert find_extra_state([*(of + name for name in usual), "model.layer.weight"]) == {}
     for other, named in (("inv_precond_0", "inv_precond_0"), ("Q.0", "Q"), ("exp_avg_sq", "exp_avg_sq")):
-        assert beside_first_moments([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
+        assert find_extra_state([of + name for name in (*usual, other)]) == {of + "momentum_buffer": {named}}
 
 
 def test_optimizers_are_known_by_their_settings() -> None:
@@ -45,8 +45,8 @@ def test_optimizers_are_known_by_their_settings() -> None:
     rmsprop = ["c.param_groups.layer.weight.centered", "c.param_groups.layer.weight.lr"]
     flat = ["d.param_groups.layer.weight.ns_steps"]
     state = [f"{owner}.state.0.momentum_buffer" for owner in "abcde"]
-    assert with_other_updates([*muon, *sgd, *rmsprop, *flat, *state, "e.param_groups"]) == {"a.state.", "d.state."}
-    assert with_other_updates(["param_groups.0.ns_steps"]) == {"state."}
+    assert find_unknown_updates([*muon, *sgd, *rmsprop, *flat, *state, "e.param_groups"]) == {"a.state.", "d.state."}
+    assert find_unknown_updates(["param_groups.0.ns_steps"]) == {"state."}
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_beside_all_of_its_moments() -> None:
@@ -56,8 +56,8 @@ def test_what_an_optimizer_keeps_in_its_groups_is_beside_all_of_its_moments() ->
     )]
     beside = {"a.state.0.exp_avg": {"basis"}, "a.state.1.momentum_buffer": {"basis"}}
     for name in ("a.param_groups.0.basis", "a.param_groups.1.basis.2", "a.param_groups.layer.weight.basis"):
-        assert beside_first_moments([*moments, name]) == beside
-    assert beside_first_moments(["state.0.exp_avg", "param_groups.0.basis"]) == {"state.0.exp_avg": {"basis"}}
+        assert find_extra_state([*moments, name]) == beside
+    assert find_extra_state(["state.0.exp_avg", "param_groups.0.basis"]) == {"state.0.exp_avg": {"basis"}}
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Projection:
 def test_objects_beside_moments(value: Any) -> None:
     """Whatever they are made of; by names of the optimizer's state or groups, and no others."""
     of = ("optimizer.state.layer.weight.basis", "optimizer.param_groups.0.basis", "param_groups.0.basis")
-    assert objects_of_optimizers({**dict.fromkeys(of, value), "sampler.state_of_data": value}) == set(of)
+    assert find_optimizer_objects({**dict.fromkeys(of, value), "sampler.state_of_data": value}) == set(of)
 
 
 @pytest.mark.parametrize("value", [
@@ -90,13 +90,13 @@ def test_objects_beside_moments(value: Any) -> None:
 ])
 def test_settings_are_none(value: Any) -> None:
     """Numbers, text and names, by themselves or together, as tensors of one element beside moments are none."""
-    assert objects_of_optimizers({"optimizer.state.weight.k": value, "optimizer.param_groups.0.k": value}) == set()
+    assert find_optimizer_objects({"optimizer.state.weight.k": value, "optimizer.param_groups.0.k": value}) == set()
 
 
 def test_an_object_that_contains_itself_is_no_setting() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    assert objects_of_optimizers({"optimizer.state.0.k": endless}) == {"optimizer.state.0.k"}
+    assert find_optimizer_objects({"optimizer.state.0.k": endless}) == {"optimizer.state.0.k"}
 
 
 def test_optimizers_that_average_divided_gradients_are_known_by_name() -> None:
@@ -105,7 +105,7 @@ def test_optimizers_that_average_divided_gradients_are_known_by_name() -> None:
         "a.state.layer.weight.exp_avg_lr_1", "b.param_groups.0.exp_avg_lr_1", "c.param_groups.w.clip_exp",
         "d.param_groups.0.decouple", "d.param_groups.0.capturable", "plain.w.exp_avg_lr_1", "model.clip_exp",
     ]
-    assert divided_before(names) == {"a.state.", "b.state.", "c.state.", "d.state.", "plain.w."}
+    assert find_prenormalized(names) == {"a.state.", "b.state.", "c.state.", "d.state.", "plain.w."}
 
 
 @pytest.mark.parametrize("kind", [
@@ -118,4 +118,4 @@ def test_no_optimizer_of_torch_averages_divided_gradients(kind: Any) -> None:
     parameter.sum().backward()
     optimizer.step()
     names = [f"o.state.w.{key}" for key in optimizer.state[parameter]]
-    assert not divided_before([*names, *(f"o.param_groups.0.{key}" for key in optimizer.param_groups[0])])
+    assert not find_prenormalized([*names, *(f"o.param_groups.0.{key}" for key in optimizer.param_groups[0])])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
-from dsq_ckpt.quantization.weight_averages import averages
+from dsq_ckpt.quantization.weight_averages import find_averages
 
 SHAPE = (96, 80)
 
@@ -44,7 +44,7 @@ def test_averages_of_weights_in_training_are_told(dtype: torch.dtype, decay: flo
                 for kind, part in (("moving", moving), ("mean", mean.module)) for place in (0, 2)
             }
             trained = [one.detach().to(dtype) for one in model.parameters()]
-            assert averages(moved, trained) == moved.keys(), step
+            assert find_averages(moved, trained) == moved.keys(), step
 
 
 def test_other_tensors_of_the_shape_of_weights_are_none() -> None:
@@ -59,7 +59,7 @@ def test_other_tensors_of_the_shape_of_weights_are_none() -> None:
         "around another mean": trained[0] + 1, "against it": -trained[0], "zeros": torch.zeros(SHAPE),
         "nan": torch.full(SHAPE, torch.nan), "inf": torch.full(SHAPE, torch.inf),
     }
-    assert not averages(moved, [*trained, torch.zeros(SHAPE)])
+    assert not find_averages(moved, [*trained, torch.zeros(SHAPE)])
 
 
 def test_sums_by_code_are_none_beside_their_codes() -> None:
@@ -69,17 +69,17 @@ def test_sums_by_code_are_none_beside_their_codes() -> None:
     use = 1 / torch.arange(1, 513).float()[torch.randperm(512)][:, None]
     for scale in torch.logspace(-1, 3, 30):
         moved = {"sums": codes * use * scale, "codes before": codes + 0.3 * torch.randn_like(codes)}
-        assert averages(moved, [codes]) == {"codes before"}
+        assert find_averages(moved, [codes]) == {"codes before"}
 
 
 def test_only_tensors_of_one_form_are_compared() -> None:
     torch.manual_seed(0)
     first, = weights(1)
     moved = {"same": first.clone(), "turned": first.t().contiguous(), "flat": first.flatten(), "few": first[:1, :40]}
-    assert averages(moved, [first]) == {"same"}
-    assert averages({"few": first[:1, :40]}, [first[:1, :40]]) == set()
-    assert averages({"in other memory": first.t().contiguous().t()}, [first]) == {"in other memory"}
-    assert averages(moved, []) == averages({}, [first]) == set()
+    assert find_averages(moved, [first]) == {"same"}
+    assert find_averages({"few": first[:1, :40]}, [first[:1, :40]]) == set()
+    assert find_averages({"in other memory": first.t().contiguous().t()}, [first]) == {"in other memory"}
+    assert find_averages(moved, []) == find_averages({}, [first]) == set()
 
 
 class Codes(nn.Module):

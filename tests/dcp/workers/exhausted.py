@@ -35,7 +35,7 @@ from tests.helpers.saving import save_parts
 
 QUANTIZING: list[tuple[Any, str]] = [
     (quantizing, "build_global_sketch"), (global_sketch, "choose_scales"), (global_sketch, "sparse_of"),
-    (GlobalSketch, "fit"), (GlobalSketch, "worst"), (quantizing, "with_parts_for"), (quantizing, "report"),
+    (GlobalSketch, "fit"), (GlobalSketch, "worst"), (quantizing, "refine_restored_groups"), (quantizing, "report"),
     (quantizing, "note_exact"), (chunks, "_quantized"), (QuantizingChunk, "block"),
 ]
 WRITING: list[tuple[Any, str]] = [

@@ -75,7 +75,7 @@ def loaded_by_one(run: Path, rank: int) -> None:
     }
     for reader in range(dist.get_world_size()):
         fresh()
-        restored_values._loads = restored_values.Loads()
+        restored_values._loads = restored_values.LoadCounts()
         first, second = run / f"{reader}-a", run / f"{reader}-b"
         dsq_ckpt.save(state, first)
         if rank == reader:

@@ -31,7 +31,7 @@ def main() -> None:
             continue  # DeepSpeed refuses that without a universal checkpoint
         tag = "universal" if step == "universal" else None
         path, _ = engine.load_checkpoint(str(run), tag=tag)
-        check(restored_values.loads().of_moments == 1, f"stage {stage}: moments are where a restore put them")
+        check(restored_values.load_counts().with_moments == 1, f"stage {stage}: moments are where a restore put them")
         losses = train(engine, 3, 5)
         check(path is not None and max(losses) < 5.5, f"stage {stage}: goes on with {dist.get_world_size()}: {losses}")
         with warnings.catch_warnings():
