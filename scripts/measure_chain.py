@@ -42,8 +42,8 @@ from dsq_ckpt.cli.benchmark import drift, synthetic_state
 from dsq_ckpt.coding import RansCoder, fit_fastest
 from dsq_ckpt.config.schema import RefinementConfig
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
 from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD, find_damaged, select_files
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage import shard
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -80,10 +80,10 @@ def checks(run: Path) -> tuple[list[float], list[int]]:
     seconds, sizes = [], []
     for path in sorted(run.iterdir()):
         manifest = Manifest.read(path)
-        files = due(ParentRef(manifest.save_id, str(path), manifest.depth))
+        files = select_files(ParentRef(manifest.save_id, str(path), manifest.depth))
         with Workers(2, 1 << 20) as workers:
             started = time.perf_counter()
-            assert not damaged(path, files, workers)
+            assert not find_damaged(path, files, workers)
             seconds.append(time.perf_counter() - started)
         sizes.append(sum(file.size for file in files))
     return seconds, sizes
@@ -111,7 +111,7 @@ def measure(layers: int, saves: int, directory: Path) -> dict[str, Any]:
             times, sizes = checks(run)
             rows[name] |= {"check_seconds": statistics.mean(times), "check_seconds_most": max(times),
                            "check_bytes": statistics.mean(sizes), "check_bytes_most": max(sizes)}
-    return {"parameters": layers * 10**6, "saves": saves, "checked_every": CHECKED_EVERY, "settings": rows}
+    return {"parameters": layers * 10**6, "saves": saves, "checked_every": CHECK_PERIOD, "settings": rows}
 
 
 def spent(run: Path) -> dict[str, int]:

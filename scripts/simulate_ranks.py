@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.dcp import writer as writer_module
-from dsq_ckpt.dcp.staging import Offer
+from dsq_ckpt.dcp.staging import LocalPlanData
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.writing import RankResult
@@ -215,8 +215,8 @@ class SimulatedCommunicator(SingleProcess):
 def plan_of(rank: int, plan: SavePlan) -> SavePlan:
     """Return what another rank sends to the coordinator when rank 0 sends `plan`."""
     data = plan.storage_data
-    if isinstance(data, Offer) and data.state is not None:
-        data = data._replace(state=xxhash.xxh3_128_hexdigest(f"{rank} {data.state}".encode()))
+    if isinstance(data, LocalPlanData) and data.digest is not None:
+        data = data._replace(digest=xxhash.xxh3_128_hexdigest(f"{rank} {data.digest}".encode()))
     if not rank:
         return replace(plan, storage_data=plan.storage_data)
     return replace(plan, storage_data=data, items=[moved(rank, item) for item in plan.items if item.tensor_data])

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from dsq_ckpt.distributed.beside import group_beside
-from dsq_ckpt.distributed.comm import timeout_of
-from dsq_ckpt.engine.result import is_telling
+from dsq_ckpt.distributed.comm import get_group_timeout
+from dsq_ckpt.distributed.gloo_groups import new_gloo_group
+from dsq_ckpt.engine.result import is_in_on_save
 from dsq_ckpt.errors import described
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def get_group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     reference = _groups.get(base)
     group = reference() if reference is not None else None
     if group is None:  # ranks outside of `like` do not take part in its creation
-        group = group_beside(like, timeout_of(base))
+        group = new_gloo_group(like, get_group_timeout(base))
         _groups[base] = ref(group)
     return group
 
@@ -58,7 +58,7 @@ def set_pending(future: Future[Any]) -> None:
 def wait() -> None:
     """Wait for the pending save. Its future raises its error; the error is logged too, in case nobody reads it."""
     global _pending
-    if is_telling():  # called by `on_save` of the pending save itself: waiting for it would be a deadlock
+    if is_in_on_save():  # called by `on_save` of the pending save itself: waiting for it would be a deadlock
         return
     if (pending := _pending) is not None:
         failure = pending.exception()

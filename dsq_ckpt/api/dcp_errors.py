@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dsq_ckpt.core.interrupts import get_handler_error
-from dsq_ckpt.distributed.comm import Elsewhere
+from dsq_ckpt.distributed.comm import RemoteFailure
 from dsq_ckpt.errors import DSQError, SaveFailed, described
 
 
@@ -82,7 +82,7 @@ def unwrap_dcp_error(bundle: CheckpointException, otherwise: type[DSQError], own
     mine = None if own_rank is None else failures.get(own_rank)
     if mine is not None and not isinstance(mine, Exception):
         return mine
-    own = {rank: error for rank, error in failures.items() if not isinstance(error, Elsewhere)}
+    own = {rank: error for rank, error in failures.items() if not isinstance(error, RemoteFailure)}
     rank, error = min((own or failures).items(), key=lambda pair: pair[0])
     prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
     if isinstance(error, DSQError):

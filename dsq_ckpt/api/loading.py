@@ -35,7 +35,7 @@ from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import load_subclasses, refuse_cycles
-from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
+from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner, make_placeholders
 from dsq_ckpt.dcp.reader import DSQStorageReader
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
@@ -179,7 +179,7 @@ def load_with_modules(
             if match_modules:
                 module_placeholders = ModulePlaceholders(all_modules, expanded, nesting, tensors, excluded_keys)
                 restricted_paths.extend(module_placeholders.plain_paths)
-            to_fill.extend(fillings(expanded, checkpoint, state_dict))
+            to_fill.extend(make_placeholders(expanded, checkpoint, state_dict))
             if to_fill:
                 warn_about_attachments(checkpoint, "loaded", comm.rank)
         restricted_paths.extend(empty_paths)
@@ -240,8 +240,8 @@ def load_with_modules(
                 target.clear()
             if (add_note := getattr(get_handler_error(), "add_note", None)) is not None:  # Python 3.11 and later
                 add_note(f"during the load of '{reader.path}': what was to be loaded may be partly filled")
-            if isinstance(error, DSQError) and reader.unreadable is not None:
-                raise reader.unreadable from error
+            if isinstance(error, DSQError) and reader.read_error is not None:
+                raise reader.read_error from error
             if isinstance(error, DSQError) and str(reader.path) not in str(error):  # raised by DCP, which has no path
                 raise type(error)(f"'{reader.path}': {error}") from error
             raise

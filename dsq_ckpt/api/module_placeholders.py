@@ -31,7 +31,7 @@ from dsq_ckpt.core.nesting import Nesting, Path
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.core.wrappers import strip_wrappers
-from dsq_ckpt.dcp.nested import placeholder
+from dsq_ckpt.dcp.nested_planners import make_placeholder
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import LoadFailed
 
@@ -194,7 +194,7 @@ class ModulePlaceholders:
             return None
         if isinstance(own, DTensor | ShardedTensor):
             return own
-        like = placeholder(self._tensors[saved], path, {})
+        like = make_placeholder(self._tensors[saved], path, {})
         if not isinstance(own, torch.Tensor):
             return like
         if (own.shape, own.dtype) == (like.shape, like.dtype) or type(own) not in (torch.Tensor, nn.Parameter):

@@ -25,7 +25,7 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key, replace_subclasses
-from dsq_ckpt.dcp.nested import parameters_of, placeholder
+from dsq_ckpt.dcp.nested_planners import list_parameters, make_placeholder
 from dsq_ckpt.errors import LoadFailed
 
 _COMMON_OPTIONS = frozenset({
@@ -103,7 +103,7 @@ class ObjectPlaceholders:
                 where the object has no such tensor.
         """
         ranks = list(unexpected_keys)
-        parameters, added = parameters_of(self._objects), list[Path]()
+        parameters, added = list_parameters(self._objects), list[Path]()
         for text, key in self._keys.items():
             names = set[str].intersection(*(set(one[text]) for one in ranks if text in one))
             optimizer = self._objects[key] if isinstance(self._objects[key], Optimizer) else None
@@ -128,7 +128,7 @@ class ObjectPlaceholders:
                 if self._is_below_empty_dict(path):
                     continue
                 refuse_subclass_part(name, path, self._nesting)
-                value = placeholder(self._tensors[name], path, parameters) if name in self._tensors else None
+                value = make_placeholder(self._tensors[name], path, parameters) if name in self._tensors else None
                 if self._set_entry(path, value):
                     added.append(path)
             if optimizer is not None:

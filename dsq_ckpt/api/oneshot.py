@@ -33,9 +33,9 @@ from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.collective import save_collectively
-from dsq_ckpt.engine.consistency import RankSettings, refuse_different
+from dsq_ckpt.engine.consistency import RankSettings, check_same_settings
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
@@ -221,7 +221,7 @@ def _check_ranks_agree(comm: Communicator, settings: RankSettings, arguments: Ma
     # Hashes keep the messages small, since there may be many tensors.
     hashes = {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}
     gathered = gather_from_all_ranks(comm, lambda: (settings, hashes))
-    refuse_different([settings for settings, _ in gathered])
+    check_same_settings([settings for settings, _ in gathered])
     for rank, (_, hashes) in enumerate(gathered):
         if differing := [name for name in hashes if hashes[name] != gathered[0][1][name]]:
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, set_entry
 from dsq_ckpt.core.tensor_subclasses import find_class_key
-from dsq_ckpt.dcp.nested import placeholder
+from dsq_ckpt.dcp.nested_planners import make_placeholder
 
 _DISTRIBUTED = (DTensor, ShardedTensor)
 
@@ -97,5 +97,5 @@ def _make_placeholder(
     """Return a new tensor to load into, or None if its sharding is unknown; with `whole`, it is not sharded."""
     shape = torch.Size(tensor["shape"])
     if parameter is None or parameter.shape != shape:
-        return None if isinstance(parameter, DTensor) and shape and not whole else placeholder(tensor, path, {})
-    return placeholder(tensor, ("", "state", "0", ""), {"": [parameter]})
+        return None if isinstance(parameter, DTensor) and shape and not whole else make_placeholder(tensor, path, {})
+    return make_placeholder(tensor, ("", "state", "0", ""), {"": [parameter]})

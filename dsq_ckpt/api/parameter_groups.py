@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, set_entry
-from dsq_ckpt.dcp.nested import placeholder
+from dsq_ckpt.dcp.nested_planners import make_placeholder
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 
@@ -57,7 +57,7 @@ def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[in
     placeholders: dict[int, Tree] = {}
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
-            value = placeholder(tensors[name], path, {}) if name in tensors else None
+            value = make_placeholder(tensors[name], path, {}) if name in tensors else None
             set_entry(placeholders.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
     for path in nesting.empty or ():
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:

@@ -29,9 +29,9 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.core.tensor_subclasses import to_storable
-from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
-from dsq_ckpt.dcp.calls import AsyncCall
-from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.dcp.background_process import describe_exit, explain_missing_cpu_backend
+from dsq_ckpt.dcp.call_stack import AsyncCall
+from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
@@ -228,7 +228,7 @@ def async_save_with_writer(
             "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
             "none here, nor no_dist, or leave processes out"
         )
-    if processes and (problem := without_cpu(dist.get_backend_config())) is not None:
+    if processes and (problem := explain_missing_cpu_backend(dist.get_backend_config())) is not None:
         raise SaveFailed(problem)
     comm = SingleProcess() if no_dist else communicator(process_group)
     writer, state_dict, path = run_on_all_ranks(comm, lambda: _prepare_stored_state(prepare_save, comm.rank))
@@ -257,7 +257,7 @@ def async_save_with_writer(
             writer.discard()
             raise unwrap_dcp_error(error, SaveFailed, None if processes else comm.rank) from error
         if isinstance(error, Exception) and not isinstance(error, DSQError):
-            ended = how_it_ended(after_error=True) if processes else None
+            ended = describe_exit(after_error=True) if processes else None
             where = "in DCP's background process: " if processes else ""
             raise SaveFailed(
                 f"{where}{described(error)}" if ended is None

@@ -17,7 +17,7 @@ from dsq_ckpt.cli.inspection import print_contents
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.config_trees import load_tree
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
-from dsq_ckpt.distributed.mpi import MPICommunicator, launched
+from dsq_ckpt.distributed.mpi import MPICommunicator, read_launcher_rank
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -35,7 +35,7 @@ def run(
     Raises:
         DSQError: see `dsq_ckpt.compress`.
     """
-    comm = MPICommunicator() if mpi or (mpi is None and launched().size > 1) else SingleProcess()
+    comm = MPICommunicator() if mpi or (mpi is None and read_launcher_rank().size > 1) else SingleProcess()
     with _as_one(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
         chosen = run_on_all_ranks(comm, lambda: configuration(config, system))
         model, metric = (None, None) if evaluate is None else run_on_all_ranks(comm, lambda: judge(evaluate))

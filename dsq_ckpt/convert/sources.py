@@ -34,7 +34,7 @@ from dsq_ckpt.convert.mapped_files import (
 )
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.urls import is_url
-from dsq_ckpt.distributed.job import rank_in_job
+from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.attachments import refuse_without_tensors, warn_about_attachments
@@ -208,7 +208,7 @@ class _Own:
         self._opened = export.Opened(path, "auto", None)
         try:
             refuse_without_tensors(self._opened.checkpoint, "compressed", LoadFailed)
-            warn_about_attachments(self._opened.checkpoint, "compressed", rank_in_job())
+            warn_about_attachments(self._opened.checkpoint, "compressed", get_job_rank())
         except BaseException:
             self._opened.close()
             raise

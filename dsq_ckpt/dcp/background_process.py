@@ -1,4 +1,4 @@
-"""DCP's background process: its requirements, its end, and its replacement."""
+"""DCP's background process: its requirements, exit status and replacement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import _async_process_executor
 from dsq_ckpt.distributed.comm import Communicator
 
 
-def without_cpu(backends: str) -> str | None:
+def explain_missing_cpu_backend(backends: str) -> str | None:
     """Return why DCP's background process cannot save over a group with these backends; None if it can."""
     if any(part.partition(":")[0] == "cpu" for part in backends.split(",")):
         return None
@@ -19,13 +19,13 @@ def without_cpu(backends: str) -> str | None:
     )
 
 
-def how_it_ended(after_error: bool = False) -> str | None:
-    """Return how the background process of this rank ended; None while it lives, or where there is none.
+def describe_exit(after_error: bool = False) -> str | None:
+    """Return how the background process of this rank ended; None if it is alive, or there is none.
 
     Args:
-        after_error: it may be about to end.
+        after_error: whether it may be about to end; then it is waited for up to a second.
     """
-    process = _process()
+    process = _get_process()
     if process is not None and after_error:
         process.join(timeout=1)
     if process is None or process.exitcode is None:
@@ -35,17 +35,17 @@ def how_it_ended(after_error: bool = False) -> str | None:
     )
 
 
-def replace_dead(comm: Communicator) -> None:
-    """Let DCP start new background processes on all ranks if one has ended; collective over the default group.
+def reset_dead_processes(comm: Communicator) -> None:
+    """Make DCP start new background processes on all ranks if one has ended; collective over the default group.
 
-    DCP keeps the process that it started first for good, and the processes of all ranks are one gloo world, so none of
-    them is of use without the others.
+    DCP never replaces the process that it started first. The processes of all ranks form one gloo world, so all must be
+    replaced together.
     """
-    if any(comm.gather(how_it_ended() is not None)):
-        _async_process_executor._CHECKPOINT_PROCESS = None  # it is ended as soon as nothing refers to it
+    if any(comm.gather(describe_exit() is not None)):
+        _async_process_executor._CHECKPOINT_PROCESS = None  # it ends with the last reference to it
 
 
-def _process() -> Any:
-    """Return the `multiprocessing.Process` that DCP keeps; None if there is none, or a later torch hides it."""
+def _get_process() -> Any:
+    """Return the `multiprocessing.Process` of DCP; None if there is none, or a later torch hides it."""
     known = getattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
     return getattr(known, "_save_process", None)

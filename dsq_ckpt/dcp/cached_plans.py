@@ -1,13 +1,13 @@
-"""Saves whose planner caches plans (`enable_plan_caching` of `DefaultSavePlanner`), and guards against stale ones.
+"""Saves whose planner caches plans (`enable_plan_caching` of `DefaultSavePlanner`), and guards against stale plans.
 
-From the second save on, a rank whose plan is as before sends an empty one; the coordinator then plans nothing and sends
-empty plans back, and the planner of each rank takes the plan of an earlier save from its cache. DCP compares names,
-offsets and shapes, not dtypes and paths in the nested state dict. All planners of one class name in a process share a
-cache, whatever they save, on which ranks, and with which writer; so does a save that failed halfway.
+From the second save on, a rank whose plan has not changed sends an empty plan. If no plan has changed, the coordinator
+does not plan and sends empty plans back, and the planner of each rank takes the plan of an earlier save from its cache.
+DCP compares names, offsets and shapes, but not dtypes and paths in the nested state dict. All planners of one class
+name in a process share a cache, whatever they save, on which ranks, and with which writer, even after a failed save.
 
-So every rank sends a digest of its present plan with the id of the save that its cached plan is from. The coordinator
-compares them with what it has cached itself, and sends a full plan where they differ; a rank sends a full plan unless
-its last save with the planner got past planning with the same digest.
+Therefore every rank sends a digest of its current plan and the id of the save that sent its cached plan. The
+coordinator compares both with its own cache, and sends a full plan if they differ. A rank sends a full plan unless its
+last save with the planner completed planning with the same digest.
 """
 
 from __future__ import annotations
@@ -20,127 +20,129 @@ import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from dsq_ckpt.dcp.calls import DEFAULT_PLANNERS, SaveCall
-from dsq_ckpt.dcp.small_plans import by_lowest_rank
-from dsq_ckpt.dcp.staging import Offer
-from dsq_ckpt.dcp.tied_plans import together
+from dsq_ckpt.dcp.call_stack import DEFAULT_PLANNERS, SaveCall
+from dsq_ckpt.dcp.replica_assignment import assign_to_lowest_rank
+from dsq_ckpt.dcp.staging import LocalPlanData
+from dsq_ckpt.dcp.tied_assignment import assign_tied_together
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.layout import Layout
 
 
 @dataclass
-class _Known:
-    """The last save of so many ranks with one cache of DCP.
+class _CacheState:
+    """The last save with a cache of DCP and a number of ranks.
 
     Attributes:
-        state: digest of this rank's plan; None: unknown, or that save did not get past planning.
-        planned: on the coordinator, what DCP had cached, while a save of other ranks uses its cache.
-        dealt: on the coordinator, the last global plan of DCP, and what was made of it.
-        given: on the coordinator, each rank's last full plan, with the save and the layout that it was sent with.
-        states: digests that `layout` is of.
-        layout: on the coordinator, the layout that the ranks agreed on.
+        digest: digest of this rank's plan; None: unknown, or that save did not complete planning.
+        swapped_plans: on the coordinator, the plans cached by DCP, while a save of other ranks uses its cache.
+        deduplicated: on the coordinator, the last global plan of DCP, and the deduplicated plans made of it.
+        sent_plans: on the coordinator, the last full plan sent to each rank.
+        digests: digests of all ranks for which `layout` was made.
+        layout: on the coordinator, the layout of all ranks.
     """
 
-    state: str | None = None
-    planned: Sequence[Any] = ()
-    dealt: tuple[list[SavePlan] | None, list[SavePlan]] = (None, [])
-    given: Sequence[_Given] = ()
-    states: Sequence[str | None] = ()
+    digest: str | None = None
+    swapped_plans: Sequence[Any] = ()
+    deduplicated: tuple[list[SavePlan] | None, list[SavePlan]] = (None, [])
+    sent_plans: Sequence[_SentPlan] = ()
+    digests: Sequence[str | None] = ()
     layout: Layout | None = None
 
 
-class _Given(NamedTuple):
-    """A full plan that a rank was sent; `save_id` is the save that sent it, and `layout` the layout of that save."""
+class _SentPlan(NamedTuple):
+    """A full plan sent to a rank, with the id and the layout of that save."""
 
     save_id: str
     plan: SavePlan
     layout: Layout | None
 
 
-class _Shortened(NamedTuple):
-    """A context without its layout, which is that of the plan that the rank has cached."""
+class _ContextWithoutLayout(NamedTuple):
+    """A context without its layout, which equals that of the rank's cached plan."""
 
     context: SaveContext
 
 
 _NO_LAYOUT = Layout({}, {})
-_known: dict[tuple[str, int], _Known] = {}  # by key of DCP's caches, the class name of the planner, and number of ranks
-_COORDINATORS = (SavePlanner._cached_all_plans, SavePlanner._cached_global_plan, SavePlanner._cached_metadata)
+_cache_states: dict[tuple[str, int], _CacheState] = {}  # by class name of the planner (DCP's key) and number of ranks
+_COORDINATOR_CACHES = (SavePlanner._cached_all_plans, SavePlanner._cached_global_plan, SavePlanner._cached_metadata)
 
 
-def _known_of(key: str, ranks: int) -> _Known:
-    return _known.setdefault((key, ranks), _Known())
+def _get_cache_state(key: str, ranks: int) -> _CacheState:
+    return _cache_states.setdefault((key, ranks), _CacheState())
 
 
 class CachedPlan:
     """The plan of this rank in a save whose planner caches plans.
 
     Attributes:
-        items: all items of the present local plan, which DCP sends only if they differ from its cached ones.
+        items: all items of the current local plan; DCP sends them only if they differ from its cached ones.
     """
 
     def __init__(self, planner: DefaultSavePlanner, call: SaveCall) -> None:
-        self._planner, self._call, self._state = planner, call, ""
-        self._key, self._known = planner._cached_plans_key, _known_of(planner._cached_plans_key, call.ranks)
+        self._planner, self._call, self._digest = planner, call, ""
+        self._key = planner._cached_plans_key
+        self._cache_state = _get_cache_state(self._key, call.ranks)
         self.items: list[WriteItem] = planner.plan.items
 
     @classmethod
-    def of_stack(cls, plan: SavePlan) -> CachedPlan | None:
+    def from_stack(cls, plan: SavePlan) -> CachedPlan | None:
         """Return the plan of the save on this thread's stack; None: its planner does not cache plans.
 
         Raises:
-            SaveFailed: the plan is cached, in a way that is not known here.
+            SaveFailed: the plan is cached in an unknown way.
         """
-        call = SaveCall.of_stack()
-        if call is not None and _caches_as_usual(call.planner):
+        call = SaveCall.from_stack()
+        if call is not None and _caches_like_default(call.planner):
             assert isinstance(call.planner, DefaultSavePlanner)
             return cls(call.planner, call)
         if not getattr(plan, "usable", True):
             raise SaveFailed(PLAN_CACHING)
         return None
 
-    def offered(self, plan: SavePlan, offer: Offer) -> SavePlan:
-        """Return what this rank sends to the coordinator, full unless DCP and this package know it from the last save.
+    def attach_data(self, plan: SavePlan, data: LocalPlanData) -> SavePlan:
+        """Return the plan to send to the coordinator; it is empty if DCP and this package know it from the last save.
 
         Args:
             plan: local plan by the planner.
-            offer: settings and layout of this rank.
+            data: settings and layout of this rank.
         """
         if self._call.is_coordinator:
-            self._exchange()
-        assert isinstance(offer.content, Layout)
-        self._state = _digest(self.items, self._planner.plan.planner_data, offer.content, self._call.ranks)
-        before, self._known.state = self._known.state, None
+            self._swap_caches()
+        assert isinstance(data.content, Layout)
+        self._digest = _compute_digest(self.items, self._planner.plan.planner_data, data.content, self._call.ranks)
+        before, self._cache_state.digest = self._cache_state.digest, None
         final = SavePlanner._cached_final_save_plan.get(self._key)
         origin = None if final is None else final.storage_data
-        held = origin.save_id if isinstance(origin, SaveContext) else None  # else it is of another writer
-        offer = offer._replace(state=self._state, held=held)
-        if plan.usable or before != self._state:
-            return replace(self._planner.plan, storage_data=offer)
-        return replace(plan, storage_data=offer._replace(content=None))
+        cached_save_id = origin.save_id if isinstance(origin, SaveContext) else None  # else another writer sent it
+        data = data._replace(digest=self._digest, cached_save_id=cached_save_id)
+        if plan.usable or before != self._digest:
+            return replace(self._planner.plan, storage_data=data)
+        return replace(plan, storage_data=data._replace(content=None))
 
-    def arrived(self, plan: SavePlan) -> SaveContext | None:
-        """Return the context that came with this rank's plan; called once, when all ranks have theirs.
+    def receive_context(self, plan: SavePlan) -> SaveContext | None:
+        """Return the context that was sent with this rank's plan. Call it once, when all ranks have received theirs.
 
         Args:
-            plan: final plan by the planner, which came with the context of an earlier save if it was cached.
+            plan: final plan by the planner; a cached one has the context of an earlier save.
         """
-        self._known.state = self._state
-        call = SaveCall.of_stack()
-        found = (plan if call is None or call.scattered is None else call.scattered).storage_data
-        if isinstance(found, _Shortened) and isinstance(plan.storage_data, SaveContext):
+        self._cache_state.digest = self._digest
+        call = SaveCall.from_stack()
+        found = (plan if call is None or call.central_plan is None else call.central_plan).storage_data
+        if isinstance(found, _ContextWithoutLayout) and isinstance(plan.storage_data, SaveContext):
             return replace(found.context, layout=plan.storage_data.layout)
         return found if isinstance(found, SaveContext) else None
 
-    def _exchange(self) -> None:
-        """Put what DCP has cached for another number of ranks aside, for which it would plan again."""
+    def _swap_caches(self) -> None:
+        """Swap DCP's cached plans for those of this number of ranks, which it would otherwise plan again."""
         cached = SavePlanner._cached_all_plans.get(self._key)
         if cached is None or len(cached) == self._call.ranks:
             return
-        _known_of(self._key, len(cached)).planned = [cache.pop(self._key, None) for cache in _COORDINATORS]
-        for cache, planned in zip(_COORDINATORS, self._known.planned, strict=False):
-            cache[self._key] = planned  # type: ignore[index]
+        swapped_plans = [cache.pop(self._key, None) for cache in _COORDINATOR_CACHES]
+        _get_cache_state(self._key, len(cached)).swapped_plans = swapped_plans
+        for cache, entry in zip(_COORDINATOR_CACHES, self._cache_state.swapped_plans, strict=False):
+            cache[self._key] = entry  # type: ignore[index]
 
 
 class GlobalPlan(NamedTuple):
@@ -148,85 +150,89 @@ class GlobalPlan(NamedTuple):
 
     Attributes:
         plans: full plans.
-        offers: messages of the ranks; layouts that are cached are filled in.
-        scattered: plans to be sent by the planner, which are empty where it takes them for cached.
-        known: the last save of as many ranks; None: the planner does not cache plans.
+        rank_data: data of all ranks, in rank order, with cached layouts filled in.
+        sent: plans to be sent by the planner; empty for ranks that have them cached.
+        cache_state: the last save of as many ranks; None: the planner does not cache plans.
     """
 
     plans: list[SavePlan]
-    offers: list[Offer]
-    scattered: list[SavePlan]
-    known: _Known | None = None
+    rank_data: list[LocalPlanData]
+    sent: list[SavePlan]
+    cache_state: _CacheState | None = None
 
     @classmethod
-    def of_stack(cls, plans: list[SavePlan], tied: bool = True) -> GlobalPlan:
+    def from_stack(cls, plans: list[SavePlan], tied: bool = True) -> GlobalPlan:
         """Return the plans of the save on this thread's stack.
 
         Args:
-            plans: global plan by the planner, in which plans that did not change are empty.
-            tied: whether tied weights that the planner dealt to several ranks are to be written by one.
+            plans: global plan by the planner; plans that did not change are empty.
+            tied: whether tied weights that the planner assigned to several ranks are to be written by one.
 
         Raises:
-            SaveFailed: a cached plan is not that of this save.
+            SaveFailed: a cached plan belongs to another save.
         """
-        call = SaveCall.of_stack()
-        messages = [] if call is None or call.gathered is None else [plan.storage_data for plan in call.gathered]
-        ours = all(isinstance(offer, Offer) and offer.state is not None for offer in messages)
-        if call is None or not messages or not ours or not _caches_as_usual(call.planner):
-            offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-            if len(offers) != len(plans):
+        call = SaveCall.from_stack()
+        messages = [] if call is None or call.local_plans is None else [plan.storage_data for plan in call.local_plans]
+        ours = all(isinstance(data, LocalPlanData) and data.digest is not None for data in messages)
+        if call is None or not messages or not ours or not _caches_like_default(call.planner):
+            rank_data = [plan.storage_data for plan in plans if isinstance(plan.storage_data, LocalPlanData)]
+            if len(rank_data) != len(plans):
                 raise SaveFailed(PLAN_CACHING)
-            if call is not None and call.gathered and type(call.planner) in DEFAULT_PLANNERS:
-                plans = by_lowest_rank(plans, call.gathered)
+            if call is not None and call.local_plans and type(call.planner) in DEFAULT_PLANNERS:
+                plans = assign_to_lowest_rank(plans, call.local_plans)
                 if tied:
-                    plans = together(plans, call.gathered, call.planner.state_dict)  # type: ignore[attr-defined]
-            return cls(plans, offers, plans)
+                    state_dict = call.planner.state_dict  # type: ignore[attr-defined]
+                    plans = assign_tied_together(plans, call.local_plans, state_dict)
+            return cls(plans, rank_data, plans)
         assert isinstance(call.planner, DefaultSavePlanner)
         key, whole = call.planner._cached_plans_key, call.planner.global_plan
         sources = SavePlanner._cached_all_plans[key]
         if not len(whole) == len(sources) == len(plans) == len(messages):
-            raise SaveFailed(_stale(f"it is of {len(sources)} rank(s), not {len(messages)}", call.planner))
-        offers = []
+            problem = f"it is of {len(sources)} rank(s), not {len(messages)}"
+            raise SaveFailed(_describe_stale_plan(problem, call.planner))
+        rank_data = []
         for rank, (own, source) in enumerate(zip(messages, sources, strict=True)):
-            planned = source.storage_data if source.usable else None
-            if not isinstance(planned, Offer) or planned.state != own.state:
-                raise SaveFailed(_stale(f"that of rank {rank} is of another state or writer", call.planner))
-            offers.append(own._replace(content=planned.content))
-        known = _known_of(key, len(plans))
-        if known.dealt[0] is not whole:
-            known.dealt = whole, by_lowest_rank(whole, sources)
-        return cls(known.dealt[1], offers, plans, known)
+            data = source.storage_data if source.usable else None
+            if not isinstance(data, LocalPlanData) or data.digest != own.digest:
+                problem = f"that of rank {rank} is of another state or writer"
+                raise SaveFailed(_describe_stale_plan(problem, call.planner))
+            rank_data.append(own._replace(content=data.content))
+        cache_state = _get_cache_state(key, len(plans))
+        if cache_state.deduplicated[0] is not whole:
+            cache_state.deduplicated = whole, assign_to_lowest_rank(whole, sources)
+        return cls(cache_state.deduplicated[1], rank_data, plans, cache_state)
 
-    def agreed(self) -> Layout | None:
-        """Return the layout that the ranks agreed on for the same plans; None: they are others."""
-        same = self.known is not None and self.known.states == [offer.state for offer in self.offers]
-        return self.known.layout if self.known is not None and same else None
+    def get_agreed_layout(self) -> Layout | None:
+        """Return the layout of the last save if the plans have not changed, else None."""
+        same = self.cache_state is not None and self.cache_state.digests == [data.digest for data in self.rank_data]
+        return self.cache_state.layout if self.cache_state is not None and same else None
 
     def with_context(self, context: SaveContext) -> list[SavePlan]:
-        """Return the plans to be sent, each with the context; full ones where a rank has no such plan cached."""
-        known = self.known
-        if known is None:
-            return [replace(plan, storage_data=context) for plan in self.scattered]
-        sent, given = [], []
-        before = known.given or [_Given("", SavePlan([]), None)] * len(self.plans)
-        shortened = _Shortened(replace(context, layout=_NO_LAYOUT))
-        for plan, whole, offer, last in zip(self.scattered, self.plans, self.offers, before, strict=True):
-            # By DCP's comparison a plan of other dtypes is as before.
-            if not plan.usable and offer.held == last.save_id and _same(whole, last.plan):
-                given.append(last._replace(plan=whole))
+        """Return the plans to send, each with the context; full plans for ranks that do not have them cached."""
+        cache_state = self.cache_state
+        if cache_state is None:
+            return [replace(plan, storage_data=context) for plan in self.sent]
+        sent, sent_plans = [], []
+        before = cache_state.sent_plans or [_SentPlan("", SavePlan([]), None)] * len(self.plans)
+        shortened = _ContextWithoutLayout(replace(context, layout=_NO_LAYOUT))
+        for plan, whole, data, last in zip(self.sent, self.plans, self.rank_data, before, strict=True):
+            # DCP's comparison ignores dtypes.
+            if not plan.usable and data.cached_save_id == last.save_id and _is_same_plan(whole, last.plan):
+                sent_plans.append(last._replace(plan=whole))
                 sent.append(replace(plan, storage_data=shortened if last.layout == context.layout else context))
             else:
-                given.append(_Given(context.save_id, whole, context.layout))
+                sent_plans.append(_SentPlan(context.save_id, whole, context.layout))
                 sent.append(replace(whole, storage_data=context))
-        known.given, known.states, known.layout = given, [offer.state for offer in self.offers], context.layout
+        cache_state.sent_plans, cache_state.layout = sent_plans, context.layout
+        cache_state.digests = [data.digest for data in self.rank_data]
         return sent
 
 
-def _same(one: SavePlan, other: SavePlan) -> bool:
+def _is_same_plan(one: SavePlan, other: SavePlan) -> bool:
     return one.items is other.items or one.items == other.items
 
 
-def _caches_as_usual(planner: SavePlanner) -> bool:
+def _caches_like_default(planner: SavePlanner) -> bool:
     """Return whether a planner caches plans as `DefaultSavePlanner` does."""
     if not isinstance(planner, DefaultSavePlanner) or not getattr(planner, "_enable_plan_caching", False):
         return False
@@ -236,7 +242,7 @@ def _caches_as_usual(planner: SavePlanner) -> bool:
     )
 
 
-def _digest(items: Sequence[WriteItem], planner_data: object, layout: Layout, ranks: int) -> str:
+def _compute_digest(items: Sequence[WriteItem], planner_data: object, layout: Layout, ranks: int) -> str:
     rows = []
     for item in items:
         data = item.tensor_data
@@ -247,7 +253,7 @@ def _digest(items: Sequence[WriteItem], planner_data: object, layout: Layout, ra
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def _stale(problem: str, planner: SavePlanner) -> str:
+def _describe_stale_plan(problem: str, planner: SavePlanner) -> str:
     name = type(planner).__name__
     return (
         f"the plan that {name}(enable_plan_caching=True) has cached is not that of this save: {problem}. DCP keeps one "

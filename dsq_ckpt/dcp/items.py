@@ -1,4 +1,4 @@
-"""Conversions between DCP's items, metadata and results and those of a save."""
+"""Conversions between DCP's items, metadata and results and those of this package."""
 
 from __future__ import annotations
 
@@ -17,51 +17,54 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsq_ckpt.core.tensor_subclasses import name_object_errors
-from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.engine.commit import SaveContents
-from dsq_ckpt.engine.local import LocalShard
+from dsq_ckpt.engine.local_state import LocalShard
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 
 _Result = TypeVar("_Result")
-_LOOK_UP = ("resolve_data", "lookup_object", "transform_object")
-"""Methods by which DCP's planner, and `NestedSavePlanner`, give tensors of the state dict as they are."""
+_LOOKUP_METHODS = ("resolve_data", "lookup_object", "transform_object")
+"""Methods by which DCP's planner and `NestedSavePlanner` return tensors of the state dict unchanged."""
 
 
-def key_of(item: WriteItem) -> ChunkKey:
+def get_chunk_key(item: WriteItem) -> ChunkKey:
     """Return name, offsets and shape of an item's chunk."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def name_of(item: WriteItem) -> ChunkKey | str:
-    """Return the chunk of an item, or the name of an object."""
-    return item.index.fqn if item.tensor_data is None else key_of(item)
+def get_item_name(item: WriteItem) -> ChunkKey | str:
+    """Return the chunk key of a tensor's item, or the name of an object."""
+    return item.index.fqn if item.tensor_data is None else get_chunk_key(item)
 
 
-def shards_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[LocalShard]:
+def make_shards(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[LocalShard]:
     """Return the tensor chunks among DCP's items.
 
-    With a planner, `load` returns the local tensor, or what was staged in its place.
+    Args:
+        write_items: items of one rank.
+        planner: planner by which `LocalShard.load` returns the local tensor or its staged payload; None: shards
+            without data.
     """
     kind = type(planner)
     is_view = issubclass(kind, DefaultSavePlanner) and all(
         getattr(kind, name) in (getattr(DefaultSavePlanner, name), getattr(NestedSavePlanner, name))
-        for name in _LOOK_UP
+        for name in _LOOKUP_METHODS
     )
     return [
         LocalShard(
-            key_of(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
-            partial(_resolved, planner, item), partial(_beside, planner, item),
+            get_chunk_key(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
+            partial(_resolve, planner, item), partial(_resolve_chunk_of, planner, item),
             is_view,
         )
         for item in write_items if item.tensor_data is not None
     ]
 
 
-def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
+def _resolve(planner: SavePlanner | None, item: WriteItem) -> Any:
     assert planner is not None and item.tensor_data is not None, "shards that are only planned hold no data"
     try:
         found = planner.resolve_data(item)
@@ -80,11 +83,11 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
     return found
 
 
-def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
-    """Return the same chunk of another tensor, whose replicas the planner may have dealt to another rank."""
+def _resolve_chunk_of(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
+    """Return the same chunk of another tensor, whose replicas the planner may have assigned to another rank."""
     assert planner is not None, "shards that are only planned hold no data"
     try:
-        _expect_chunk(planner, key_of(item)._replace(fqn=fqn))
+        _check_chunk_is_local(planner, get_chunk_key(item)._replace(fqn=fqn))
         return planner.resolve_data(replace(item, index=replace(item.index, fqn=fqn)))
     except Exception as error:
         raise SaveFailed(
@@ -94,22 +97,22 @@ def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
         ) from error
 
 
-def _expect_chunk(planner: SavePlanner, key: ChunkKey) -> None:
-    """Check that a chunk lies on this rank: of a DTensor, planners give the local shard wherever a chunk begins.
+def _check_chunk_is_local(planner: SavePlanner, key: ChunkKey) -> None:
+    """Raise if a chunk is not on this rank: for a DTensor planners return the local shard whatever the offsets.
 
     Raises:
-        LookupError: the chunks of the tensor here are others.
+        LookupError: this rank has other chunks of the tensor.
     """
     state = getattr(planner, "state_dict", None)
     if isinstance(state, Mapping) and isinstance(state.get(key.fqn), DTensor):
         items = create_default_local_save_plan({key.fqn: state[key.fqn]}, True).items
-        here = [key_of(item) for item in items if item.tensor_data is not None]
+        here = [get_chunk_key(item) for item in items if item.tensor_data is not None]
         if key not in here:
             at = ", ".join(f"{one.offsets} of shape {one.shape}" for one in here) or "nowhere"
             raise LookupError(f"this rank has it at {at}, and not at {key.offsets} of shape {key.shape}")
 
 
-def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
+def iterate_objects(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
     """Yield names and bytes of objects.
 
     Raises:
@@ -122,25 +125,25 @@ def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterat
             yield item.index.fqn, data
 
 
-def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
+def make_write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
     """Return DCP's result of each item; the first one carries the `RankResult`."""
     results: list[WriteResult] = []
     for item in items:
-        written = result.written[name_of(item)]
+        written = result.written[get_item_name(item)]
         data = {"rank": result} if not results else {}
         results.append(WriteResult(item.index, written.base + written.refinement, data))
     return results
 
 
-def finished(result: _Result) -> Future[_Result]:
-    """Return the future that DCP waits for, of what is done already."""
+def done_future(result: _Result) -> Future[_Result]:
+    """Return a completed future, as DCP requires."""
     future: Future[_Result] = Future()
     future.set_result(result)
     return future
 
 
-def contents_of(metadata: Metadata, nesting: dict[str, Any], results: list[RankResult]) -> SaveContents:
-    """Return the contents of a whole save."""
+def make_contents(metadata: Metadata, nesting: dict[str, Any], results: list[RankResult]) -> SaveContents:
+    """Return the contents of a save of all ranks."""
     tensors, objects = {}, []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -153,18 +156,18 @@ def contents_of(metadata: Metadata, nesting: dict[str, Any], results: list[RankR
     return SaveContents(results, tensors, objects, nesting)
 
 
-def check_promised(contents: SaveContents, planner: str) -> None:
-    """Check that the metadata of a save names everything that was written.
+def check_metadata_complete(contents: SaveContents, planner: str) -> None:
+    """Raise if the metadata of a save lacks a written chunk or object.
 
-    Whether all that it names was written is for `commit`, which serves other integrations too.
+    The reverse is checked by `commit`, which other integrations use too.
 
     Raises:
         SaveFailed: there is such a chunk or object.
     """
-    promised: set[ChunkKey | str] = set(contents.objects)
-    promised.update(chunk for tensor in contents.tensors.values() for chunk in tensor["chunks"])
+    planned: set[ChunkKey | str] = set(contents.objects)
+    planned.update(chunk for tensor in contents.tensors.values() for chunk in tensor["chunks"])
     for result in contents.results:
-        for name in result.written.keys() - promised:
+        for name in result.written.keys() - planned:
             raise SaveFailed(
                 f"{name!r} was written by rank {result.rank}, but the metadata that {planner} made of the global plan "
                 "lacks it, so that it could not be loaded; nothing was committed"

@@ -1,4 +1,4 @@
-"""Planner data of DCP's metadata, as JSON for the index of a checkpoint."""
+"""Conversion of planner data in DCP's metadata to and from JSON, for the index of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from dsq_ckpt.core.nesting import Nesting
 
 
-class NotPlain(Exception):
-    """Raised for a value that is no plain data; the text names its type."""
+class NotPlainData(Exception):
+    """A value is no plain data; the text names its type."""
 
 
-def planner_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, Any], str | None]:
-    """Return the keys of the index that hold planner data, and why it is left out (None where it is not).
+def planner_data_to_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, Any], str | None]:
+    """Return the keys of the index that hold planner data, and the reason if it is omitted, else None.
 
-    DCP's own planners keep the path to each of the names that are saved in the nested state dict, which has a key of
-    its own; any other plain data is stored beside it.
+    DCP's own planners keep the path of each saved name in the nested state dict, which has its own key in the index.
+    Other plain data is stored in another key.
     """
     if isinstance(planner_data, dict) and planner_data.keys() >= set(names):
         if isinstance(planner_data, Nesting):
@@ -30,8 +30,8 @@ def planner_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, A
     if planner_data is None:
         return unknown, None
     try:
-        return {**unknown, "planner_data": encoded(planner_data)}, None
-    except NotPlain as error:
+        return {**unknown, "planner_data": encode(planner_data)}, None
+    except NotPlainData as error:
         return unknown, str(error)
     except RecursionError:
         return unknown, "it is nested too deeply"
@@ -44,11 +44,11 @@ def _is_path(entry: tuple[Any, Any]) -> bool:
     )
 
 
-def encoded(value: Any) -> Any:
-    """Return plain data as JSON; a type that JSON lacks becomes an object with one key, the name of the type.
+def encode(value: Any) -> Any:
+    """Return plain data as JSON; a value of a type that JSON lacks becomes an object with the type's name as its key.
 
     Raises:
-        NotPlain: it is more than None, booleans, numbers, strings, bytes, and lists, tuples and dicts of these.
+        NotPlainData: it has other values than None, booleans, numbers, strings, bytes, lists, tuples and dicts.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
@@ -58,36 +58,36 @@ def encoded(value: Any) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is list:
-        return [encoded(entry) for entry in value]
+        return [encode(entry) for entry in value]
     if kind is tuple:
-        return {"tuple": [encoded(entry) for entry in value]}
+        return {"tuple": [encode(entry) for entry in value]}
     if kind is dict:
-        return {"dict": [[encoded(key), encoded(entry)] for key, entry in value.items()]}
-    raise NotPlain(f"a {kind.__module__}.{kind.__qualname__} is in it")
+        return {"dict": [[encode(key), encode(entry)] for key, entry in value.items()]}
+    raise NotPlainData(f"a {kind.__module__}.{kind.__qualname__} is in it")
 
 
-def decoded(tree: Any) -> Any:
+def decode(tree: Any) -> Any:
     """Return the value that `encoded` was given.
 
     Raises:
         TypeError, KeyError: it is not as documented.
     """
     try:
-        return _decoded(tree)
+        return _decode_tree(tree)
     except ValueError as error:
         raise TypeError(f"planner_data: {error}") from error
 
 
-def _decoded(tree: Any) -> Any:
+def _decode_tree(tree: Any) -> Any:
     if isinstance(tree, list):
-        return [_decoded(entry) for entry in tree]
+        return [_decode_tree(entry) for entry in tree]
     if not isinstance(tree, dict):
         return tree
     (kind, content), = tree.items()
     if kind == "tuple":
-        return tuple(_decoded(entry) for entry in content)
+        return tuple(_decode_tree(entry) for entry in content)
     if kind == "dict":
-        return {_decoded(key): _decoded(entry) for key, entry in content}
+        return {_decode_tree(key): _decode_tree(entry) for key, entry in content}
     if kind == "bytes":
         return base64.b64decode(content, validate=True)
     if kind == "float":

@@ -1,4 +1,4 @@
-"""DCP's plans, read with the options of a save: layouts, items, and tensors that other ranks write."""
+"""Conversion of DCP's plans with the options of a save: to layouts, items and replicas."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from dsq_ckpt.dcp.calls import SaveCall
-from dsq_ckpt.dcp.items import name_of, shards_of
+from dsq_ckpt.dcp.call_stack import SaveCall
+from dsq_ckpt.dcp.items import get_item_name, make_shards
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.local import SaveItem, items_of, layout_of
+from dsq_ckpt.engine.local_state import SaveItem, make_items, make_layout
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.layout import Layout
 
 
-def layout_of_plan(
-    write_items: list[WriteItem], options: SaveOptions, averaged: bool, others: Iterable[WriteItem] = (),
+def make_plan_layout(
+    write_items: list[WriteItem], options: SaveOptions, has_gradients: bool, others: Iterable[WriteItem] = (),
     values: Mapping[str, Any] | None = None,
 ) -> Layout:
-    """Return the lossy tensors among DCP's items, and their settings.
+    """Return the layout of DCP's items of one rank.
 
     Args:
         write_items: items of one rank.
         options: options of the save.
-        averaged: whether weights come with averaged gradients.
+        has_gradients: whether weights come with averaged gradients.
         others: items of other ranks in the same save.
         values: the flat state dict, as far as it is known.
     """
-    shards, others = shards_of(write_items), list(others)
-    chunks = {shard.key: shard.dtype for shard in shards_of(others)} if shards else {}
-    # Of all ranks, which are dealt settings of one optimizer: a part of them would look like another optimizer's.
+    shards, others = make_shards(write_items), list(others)
+    chunks = {shard.key: shard.dtype for shard in make_shards(others)} if shards else {}
+    # Of all ranks: settings of an optimizer are distributed over ranks, and a part of them would look like another one.
     names = [item.index.fqn for item in (*write_items, *others) if item.tensor_data is None]
     objects = {name: None if values is None else values.get(name) for name in names}
-    return layout_of(shards, options, averaged, chunks, objects)
+    return make_layout(shards, options, has_gradients, chunks, objects)
 
 
-def layout_of_own_plan(write_items: list[WriteItem], options: SaveOptions, averaged: bool) -> Layout:
-    """Return the layout of this rank's items in the save on this thread's stack, whose planner has the values."""
-    call = SaveCall.of_stack()
+def make_own_layout(write_items: list[WriteItem], options: SaveOptions, has_gradients: bool) -> Layout:
+    """Return the layout of this rank's items, with the values of the planner of the save on this thread's stack."""
+    call = SaveCall.from_stack()
     values = None if call is None else getattr(call.planner, "state_dict", None)
-    return layout_of_plan(write_items, options, averaged, values=values if isinstance(values, Mapping) else None)
+    return make_plan_layout(write_items, options, has_gradients, values=values if isinstance(values, Mapping) else None)
 
 
-def items_of_plan(
+def make_plan_items(
     write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, layout: Layout | None = None
 ) -> list[SaveItem]:
-    """Return the tensors among DCP's items.
+    """Return the tensors among DCP's items, with their settings.
 
     Args:
         write_items: items of this rank.
-        planner: resolves their data.
+        planner: planner that resolves their data.
         options: options of the save.
-        layout: agreed layout of all ranks, once there is one.
+        layout: layout of all ranks; None: not yet known.
     """
-    return items_of(shards_of(write_items, planner), options, layout)
+    return make_items(make_shards(write_items, planner), options, layout)
 
 
-def items_beside(
+def make_replica_items(
     write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, context: SaveContext
 ) -> list[SaveItem]:
-    """Return tensors of this rank's state dict that another rank writes; none if the planner is not DCP's."""
-    if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or apart(planner.state_dict):
+    """Return the replicas: tensors of this rank's state dict that another rank writes; none with a custom planner."""
+    if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or has_no_shared_memory(planner.state_dict):
         return []
-    whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
+    whole = DefaultSavePlanner()  # not the planner of the save, whose hooks are called only as often as DCP calls them
     whole.set_up_planner(planner.state_dict)
-    mine = set(map(name_of, write_items))
-    others = [item for item in whole.create_local_plan().items if name_of(item) not in mine]
-    return items_of_plan(others, whole, options, context.layout)
+    mine = set(map(get_item_name, write_items))
+    others = [item for item in whole.create_local_plan().items if get_item_name(item) not in mine]
+    return make_plan_items(others, whole, options, context.layout)
 
 
-def apart(state: Any) -> bool:
-    """Return whether no two tensors of a state can share memory, so that it need not be planned again as a whole."""
+def has_no_shared_memory(state: Any) -> bool:
+    """Return whether no two tensors of a state share memory; then replicas need not be planned for tied weights."""
     seen: set[int] = set()
     left = [state]
     while left:

@@ -1,4 +1,4 @@
-"""Staging that quantizes on the training thread, for saves that are planned as DCP does it by default."""
+"""Staging that quantizes on the training thread, for saves that are planned by DCP's default planner."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.tensor_subclasses import check_storable
-from dsq_ckpt.dcp.differing import digests, warn_of_differing
-from dsq_ckpt.dcp.items import key_of, name_of
-from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
-from dsq_ckpt.dcp.small_plans import by_lowest_rank
-from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
+from dsq_ckpt.dcp.items import get_chunk_key, get_item_name
+from dsq_ckpt.dcp.plans import make_plan_items, make_plan_layout
+from dsq_ckpt.dcp.rank_differences import compute_digests, warn_of_differences
+from dsq_ckpt.dcp.replica_assignment import assign_to_lowest_rank
+from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, make_staged_state_dict
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
-from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, exact_values
+from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, copy_exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
-from dsq_ckpt.engine.local import LocalItems
+from dsq_ckpt.engine.local_state import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -43,54 +43,56 @@ def stage_codes(
         comm: communicator of the ranks that save.
 
     Returns:
-        A state dict of codes that training can no longer change, and what the background save compares with its plans.
+        A state dict of codes that training can no longer change, and the staged save.
 
     Raises:
-        DSQError: on all ranks, when any rank failed.
+        DSQError: on all ranks, if any rank failed.
     """
     planner, options = DefaultSavePlanner(), pipeline.options
 
     def plan_untied() -> tuple[SavePlan, Layout, TiedItems, dict[Place, int]]:
-        """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
+        """Find tied items before replicas are assigned to ranks: else two ranks could get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         for fqn, value in planner.state_dict.items():
             check_storable(fqn, value)
         whole = replace(planner.create_local_plan(), planner_data=None)
-        found = TiedItems.of(items_of_plan(whole.items, planner, options))
-        items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
-        others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
-        of_model = layout_of_plan(whole.items, options, False, values=planner.state_dict).of_model()
+        found = TiedItems.find(make_plan_items(whole.items, planner, options))
+        items, others = list[WriteItem](), list[WriteItem]()
+        for item in whole.items:
+            is_tied = item.tensor_data is not None and get_chunk_key(item) in found.primary_keys
+            (others if is_tied else items).append(item)
+        of_model = make_plan_layout(whole.items, options, False, values=planner.state_dict).of_model()
         tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
-        told = digests(tensors) if comm.size > 1 else {}  # planners are given codes
-        return replace(whole, items=items, storage_data=others), of_model, found, told
+        digests = compute_digests(tensors) if comm.size > 1 else {}  # planners see codes, not tensors
+        return replace(whole, items=items, storage_data=others), of_model, found, digests
 
-    own_plan, of_model, tied_items, told = run_on_all_ranks(comm, plan_untied)
+    own_plan, of_model, tied_items, digests = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    found = gather_from_all_ranks(comm, lambda: (own_plan, of_model, told))
+    found = gather_from_all_ranks(comm, lambda: (own_plan, of_model, digests))
     plans = [plan for plan, *_ in found]
-    plans = by_lowest_rank(dedup_save_plans(plans), plans)  # as a save without staging: each replica is coded once
-    written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
-    tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
-    mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
+    plans = assign_to_lowest_rank(dedup_save_plans(plans), plans)  # as without staging: each replica is coded once
+    written = {get_chunk_key(item) for item in plans[comm.rank].items if item.tensor_data is not None}
+    tied = {key: first for key, first in tied_items.primary_keys.items() if first in written}
+    mine = [*plans[comm.rank].items, *(item for item in others if get_chunk_key(item) in tied)]
 
-    def agreed() -> SaveContext | None:
+    def agree() -> SaveContext | None:
         if comm.rank:
             return None
-        warn_of_differing(own for *_, own in found)
+        warn_of_differences(own for *_, own in found)
         whole = [item for plan in plans for item in plan.items]
-        unknown = replace(options, frozen=FrozenTensors(), rounding={})  # each rank knows of its own
-        layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
+        unknown = replace(options, frozen=FrozenTensors(), rounding={})  # those of each rank are in its own layout
+        layouts = [make_plan_layout(plan.items, unknown, bool(gradients), whole) for plan in plans]
         layouts += [of_model for _, of_model, _ in found]
         return pipeline.agree(len(plans), layouts, staged=True)
 
-    context = gather_from_all_ranks(comm, agreed)[0]
+    context = gather_from_all_ranks(comm, agree)[0]
     assert context is not None
 
-    def quantized() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
-        items = tied_items.stored(items_of_plan(mine, planner, options, context.layout))
+    def quantize() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
+        items = tied_items.select_stored(make_plan_items(mine, planner, options, context.layout))
         own = {item.key for item in items}
-        replicas = tied_items.stored(items_of_plan(local, planner, options, context.layout))
+        replicas = tied_items.select_stored(make_plan_items(local, planner, options, context.layout))
         replicas = [item for item in replicas if item.key not in own]
         payloads: dict[ChunkKey, Payload] = {}
         cache = ChunkCache()
@@ -100,17 +102,17 @@ def stage_codes(
             for item, values in zip(found.unquantized, exact, strict=True):
                 payloads[item.key] = ExactCopy(values, item.config)
             for chunk in found.chunks:
-                payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
-                if chunk.base is None or not context.shared:
+                payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.parent_record)
+                if chunk.parent_record is None or not context.reuses_parent:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
-            cache.values |= exact_values(found.unquantized, context.layout)
+            cache.values |= copy_exact_values(found.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
-        objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
-        names = frozenset(map(name_of, [*mine, *objects]))
-        staged = StagedCodes(context, found.plan, names, found.alone, found.related)
-        state = staged_state_dict(state_dict, mine, payloads)
+        objects = [item for item in local if item.tensor_data is None]  # any rank may be assigned them
+        names = frozenset(map(get_item_name, [*mine, *objects]))
+        staged = StagedCodes(context, found.plan, names, found.is_self_contained, found.related)
+        state = make_staged_state_dict(state_dict, mine, payloads)
         return state, staged, cache
 
-    state, staged, cache = run_on_all_ranks(comm, quantized)
-    pipeline.remember(context, cache)
+    state, staged, cache = run_on_all_ranks(comm, quantize)
+    pipeline.add_to_history(context, cache)
     return state, staged

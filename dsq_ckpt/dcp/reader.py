@@ -38,17 +38,17 @@ from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.dcp.items import finished
-from dsq_ckpt.dcp.left_out import warn_of_left_out
-from dsq_ckpt.dcp.located import Located
-from dsq_ckpt.dcp.nested import NestedLoadPlanner
-from dsq_ckpt.dcp.planner_data import decoded
-from dsq_ckpt.dcp.steps import step_of_dcp
+from dsq_ckpt.dcp.checkpoint_location import CheckpointLocation
+from dsq_ckpt.dcp.items import done_future
+from dsq_ckpt.dcp.load_warnings import warn_of_unloaded
+from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner
+from dsq_ckpt.dcp.planner_data import decode
+from dsq_ckpt.dcp.steps import dcp_step
 from dsq_ckpt.dcp.tied_targets import TiedTargets
-from dsq_ckpt.distributed.comm import keep_groups
-from dsq_ckpt.distributed.job import size_of_job
+from dsq_ckpt.distributed.comm import extend_group_lifetimes
+from dsq_ckpt.distributed.job import get_job_size
 from dsq_ckpt.engine import warmup
-from dsq_ckpt.engine.chain import what_the_base_costs
+from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -64,7 +64,7 @@ from dsq_ckpt.storage.shard import RecordRef
 logger = logging.getLogger(__name__)
 
 
-class DSQStorageReader(Located, StorageReader):
+class DSQStorageReader(CheckpointLocation, StorageReader):
     """A reader of compressed checkpoints, for `dcp.load`.
 
     Each stored chunk is decoded once, as far as this rank reads it, and sliced. The checkpoint becomes the parent of
@@ -109,118 +109,119 @@ class DSQStorageReader(Located, StorageReader):
         expect("history", history, SaveHistory | None, "a SaveHistory")
         self._history = default_history() if history is None else history
         self._save_id: str | None = None
-        self._level = logging.INFO
-        self._asked: set[str] | None = None
-        """Names that all ranks of the job ask for, on the coordinator; None where others may load by themselves."""
-        self._opened: Checkpoint | None = None
-        """The checkpoint as this load opened it first; closed, and kept for its index."""
-        self.unreadable: DSQError | None = None
-        """Why the last load could not begin; DCP itself passes on the text alone."""
+        self._log_level = logging.INFO
+        self._requested_names: set[str] | None = None
+        """On the coordinator, names that are requested by all ranks of the job; None: others may load separately."""
+        self._last_checkpoint: Checkpoint | None = None
+        """The checkpoint as first opened by this load; closed, and kept for its index."""
+        self.read_error: DSQError | None = None
+        """The error of `read_metadata` in the last load; DCP itself only passes on its text."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._save_id = None
 
-    # No **kwargs: DCP would take them for leave to read on without the other ranks when this fails.
+    # No **kwargs: with them DCP would continue without the other ranks if this fails.
     def read_metadata(self) -> Metadata:
-        self._save_id = self.unreadable = None  # a reader may be used again, and the checkpoint replaced in between
+        self._save_id = self.read_error = None  # a reader may be reused after the checkpoint was replaced
         try:
             with self._open() as checkpoint:
                 self._save_id = checkpoint.manifest.save_id
-                return metadata_of(checkpoint)
+                return make_metadata(checkpoint)
         except DSQError as error:
-            self.unreadable = error
+            self.read_error = error
             if isinstance(error, CorruptCheckpoint):
-                self._history.doubt()
+                self._history.mark_suspect()
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._level = logging.INFO if is_coordinator else logging.DEBUG  # of the line about what this rank read
+        self._log_level = logging.INFO if is_coordinator else logging.DEBUG  # of the message on this rank's load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        keep_groups()  # DCP's collectives may be the last of this process
+        extend_group_lifetimes()  # DCP's collectives may be the last of this process
         return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Decide for all ranks whether the refinement is used, since it may be dropped at any moment."""
-        # A planner that rebuilds the plans drops a reader's storage_data.
-        _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
-        together = len(plans) >= size_of_job()
-        self._asked = {item.storage_index.fqn for plan in plans for item in plan.items} if together else None
+        """Decide for all ranks whether the refinement is used, since it may be dropped at any time."""
+        # A planner that rebuilds the plans drops the storage_data of a reader.
+        _check_same_save([plan.storage_data for plan in plans if plan.storage_data is not None])
+        together = len(plans) >= get_job_size()
+        self._requested_names = {item.storage_index.fqn for plan in plans for item in plan.items} if together else None
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
-            refined = self._refined(checkpoint)
+            refined = self._uses_refinement(checkpoint)
             if not refined and self._refinement == "auto" and checkpoint.manifest.refinement == "dropped":
                 warn(
-                    f"{what_the_base_costs(checkpoint.directory, checkpoint.manifest)}. Where the base layer is meant, "
+                    f"{describe_base_loss(checkpoint.directory, checkpoint.manifest)}. Where the base layer is meant, "
                     "pass refinement=False (to dsq_ckpt.load, Compressor.load or DSQStorageReader)"
                 )
         return [replace(plan, storage_data=refined) for plan in plans]
 
-    @step_of_dcp(LoadFailed)
+    @dcp_step(LoadFailed)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return self._read(plan, planner)
         except CorruptCheckpoint:
-            self._history.doubt()
+            self._history.mark_suspect()
             raise
         finally:
-            self._opened = None
+            self._last_checkpoint = None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         began = time.monotonic()
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         cache = ChunkCache()
-        every = Workers(self._storage.thread_count(), self._storage.block_elements)
-        with self._open() as checkpoint, every.for_elements(sum(math.prod(i.lengths) for i in plan.items)) as workers:
+        threads = Workers(self._storage.thread_count(), self._storage.block_elements)
+        with self._open() as checkpoint, threads.for_elements(sum(math.prod(i.lengths) for i in plan.items)) as workers:
             if checkpoint.manifest.lossy:
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner):
-                alone = {one.storage_index.fqn for one in plan.items} == self._asked  # other ranks have nothing else
-                warn_of_left_out(planner, checkpoint, 0 if self._level == logging.INFO else 1, alone)
+                # Whether no other rank requests other entries.
+                alone = {one.storage_index.fqn for one in plan.items} == self._requested_names
+                warn_of_unloaded(planner, checkpoint, 0 if self._log_level == logging.INFO else 1, alone)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)
                 else:
                     wanted[item.storage_index].append(item)
-            refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._refined(checkpoint)
+            refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._uses_refinement(checkpoint)
             if refined and checkpoint.manifest.refinement == "dropped":
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             self._read_chunks(checkpoint, wanted, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
             record_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in wanted})
             logger.log(
-                self._level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
+                self._log_level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
                 "base and refinement" if refined else "base layer alone" if checkpoint.manifest.lossy else "exact",
                 checkpoint.manifest.depth, time.monotonic() - began,
             )
-        return finished(None)
+        return done_future(None)
 
     def _read_chunks(
         self, checkpoint: Checkpoint, wanted: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner,
         refined: bool, workers: Workers, cache: ChunkCache,
     ) -> None:
-        """Decode chunks side by side; the planner is asked in one thread, and told of each chunk in its turn."""
-        begun: deque[_Begun] = deque()
+        """Decode chunks in parallel; the planner is called in one thread, chunk by chunk in order."""
+        begun: deque[_PendingChunk] = deque()
         taken, tied, known = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
-            for index, ref in _in_order(checkpoint, wanted):
+            for index, ref in _sort_by_dependency(checkpoint, wanted):
                 run_pending_handlers()
                 record, items = checkpoint.read_record(ref), wanted[index]
                 self._check_lossy(index.fqn, record)
                 key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
                 targets = [planner.resolve_tensor(item).detach() for item in items]
-                # One target that is the whole chunk is decoded in place, unless another one has the same memory, as of
-                # tied tensors: they would be written at the same time. Anything else is sliced from a copy.
+                # A target that is the whole chunk is decoded in place, unless another target has the same memory, as
+                # for tied tensors, which would be written concurrently. Other targets are sliced from a copy.
                 apart = [target.device.type == "cpu" and taken.add(*address_range(target)) for target in targets]
                 into = alias_of(targets[0]) if apart == [True] else None
                 load = checkpoint.prepare_load(
-                    ref, refined, workers, into, _span(items, key.shape),
-                    _whole(items, key) and "residual" not in record, known,
+                    ref, refined, workers, into, _get_element_range(items, key.shape),
+                    _is_whole_chunk(items, key) and "residual" not in record, known,
                 )
                 self._check_dtypes(index.fqn, load.tensor.dtype, targets)
-                begun.append(_Begun(ref, key, items, targets, into))
+                begun.append(_PendingChunk(ref, key, items, targets, into))
                 yield load
 
         for load in decode_all(loads(), workers):
@@ -234,12 +235,12 @@ class DSQStorageReader(Located, StorageReader):
                     piece = piece.narrow(dim, start, length)
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
-                if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may give memory of their own
+                if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may return their own memory
                     tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
                 if load.tensor is not into:
                     target.copy_(piece)
                 elif not target.is_inference():
-                    increment_version(target)  # for a backward pass that needs what was there
+                    increment_version(target)  # for a backward pass that needs the former values
                 planner.commit_tensor(item, target)
         tied.warn(checkpoint.directory)
 
@@ -264,13 +265,13 @@ class DSQStorageReader(Located, StorageReader):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise LoadFailed(f"exact: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
 
-    def _refined(self, checkpoint: Checkpoint) -> bool:
+    def _uses_refinement(self, checkpoint: Checkpoint) -> bool:
         return uses_refinement(checkpoint.manifest, self._refinement, checkpoint.directory)
 
     def _open(self) -> Checkpoint:
         if self.path is None:
             raise CheckpointNotFound("no path: give it to DSQStorageReader or as checkpoint_id")
-        checkpoint = self._opened = Checkpoint(self.path, known=self._opened)
+        checkpoint = self._last_checkpoint = Checkpoint(self.path, known=self._last_checkpoint)
         if self._save_id not in (None, checkpoint.manifest.save_id):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
@@ -281,7 +282,7 @@ def _is_lossy(record: dict[str, Any]) -> bool:
     return record["type"] in ("coded", "merged") or "stored" in record
 
 
-class _Begun(NamedTuple):
+class _PendingChunk(NamedTuple):
     """A chunk whose blocks are being decoded."""
 
     ref: RecordRef
@@ -291,12 +292,12 @@ class _Begun(NamedTuple):
     into: torch.Tensor | None
 
 
-def _in_order(
+def _sort_by_dependency(
     checkpoint: Checkpoint, wanted: Iterable[MetadataIndex]
 ) -> list[tuple[MetadataIndex, RecordRef]]:
-    """Return chunks with their records, second moments before the first moments that are measured by them.
+    """Return chunks with their records, second moments before the first moments that are scaled by them.
 
-    The codes of second moments are then decoded once for both.
+    So the codes of second moments are decoded only once.
     """
     found, measures = [], set[str]()
     for index in wanted:
@@ -308,14 +309,14 @@ def _in_order(
     return sorted(found, key=lambda pair: pair[0].fqn not in measures)
 
 
-def _refuse_different(opened: Sequence[Any]) -> None:
-    """Check that all ranks load the same save.
+def _check_same_save(opened: Sequence[Any]) -> None:
+    """Raise if ranks load different saves.
 
     Args:
-        opened: save ids and paths of what they opened, in rank order.
+        opened: save ids and paths of the opened checkpoints, in rank order.
 
     Raises:
-        LoadFailed: they do not.
+        LoadFailed: the save ids differ.
     """
     for rank, (save_id, path) in enumerate(opened):
         if save_id != opened[0][0]:
@@ -340,8 +341,8 @@ def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -
         ) from error
 
 
-def metadata_of(checkpoint: Checkpoint) -> Metadata:
-    """Return DCP's metadata, rebuilt from the index without unpickling."""
+def make_metadata(checkpoint: Checkpoint) -> Metadata:
+    """Return DCP's metadata, made from the index without unpickling."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     with checkpoint.translate_errors():
         for fqn, tensor in checkpoint.index["tensors"].items():
@@ -354,23 +355,23 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
             )
         for fqn in checkpoint.index["objects"]:
             entries[fqn] = BytesStorageMetadata()
-        planner: Any = paths_of(checkpoint)
+        planner: Any = read_paths(checkpoint)
         if planner is None:
-            planner = decoded(checkpoint.index.get("planner_data"))
+            planner = decode(checkpoint.index.get("planner_data"))
     return Metadata(
         entries, planner_data=planner,
         storage_meta=StorageMeta(checkpoint_id=str(checkpoint.directory), save_id=checkpoint.manifest.save_id),
     )
 
 
-def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the path to each name in the nested state dict; None if the planner of the save kept none."""
+def read_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
+    """Return the path of each name in the nested state dict; None if the planner of the save kept none."""
     paths = checkpoint.index["planner"]
     return None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
 
 
-def _span(items: Sequence[ReadItem], shape: Sequence[int]) -> tuple[int, int]:
-    """Return from which element of a chunk to which, exclusive, this rank reads."""
+def _get_element_range(items: Sequence[ReadItem], shape: Sequence[int]) -> tuple[int, int]:
+    """Return the range of elements of a chunk that this rank reads, the end exclusive."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts, stops = [], []
     for item in items:
@@ -381,6 +382,6 @@ def _span(items: Sequence[ReadItem], shape: Sequence[int]) -> tuple[int, int]:
     return min(starts, default=0), max(stops, default=0)
 
 
-def _whole(items: list[ReadItem], key: ChunkKey) -> bool:
-    """Return whether this rank reads a chunk completely, so that its codes are worth keeping for its next save."""
+def _is_whole_chunk(items: list[ReadItem], key: ChunkKey) -> bool:
+    """Return whether this rank reads a whole chunk, whose codes are then cached for its next save."""
     return any(tuple(item.lengths) == key.shape for item in items)

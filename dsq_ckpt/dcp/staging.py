@@ -1,4 +1,4 @@
-"""State dicts that asynchronous saves leave to DCP: codes in place of tensors if the planner is known, else copies."""
+"""Staged state dicts of asynchronous saves: codes in place of tensors if the planner is known, else copies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.dcp.calls import AsyncCall
-from dsq_ckpt.dcp.copies import rebuilt
-from dsq_ckpt.dcp.items import key_of, name_of
+from dsq_ckpt.dcp.call_stack import AsyncCall
+from dsq_ckpt.dcp.copies import rebuild_state_dict
+from dsq_ckpt.dcp.items import get_chunk_key, get_item_name
 from dsq_ckpt.engine.chunks import QuantizedChunk
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import KnownCheckpoint, Outline, SaveHistory
-from dsq_ckpt.engine.local import SaveItem
+from dsq_ckpt.engine.local_state import SaveItem
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -29,24 +29,24 @@ from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 
 
-class ReadyWhenStaged:
-    """An `AsyncStager`, which runs on the training thread of an asynchronous save; training may go on after `stage`."""
+class SynchronousStager:
+    """An `AsyncStager` that stages on the training thread; training may continue when `stage` returns."""
 
     _synchronize_after_execute = False
     _staged: StagedCodes | StagedCopy | None
-    _used: str | None
+    _last_save_id: str | None
 
     @property
     def save_id(self) -> str | None:
-        """Id of the save that was begun last, as far as this process knows it."""
-        return self._used if self._staged is None else self._staged.save_id
+        """Id of the save that was started last, as far as this process knows it."""
+        return self._last_save_id if self._staged is None else self._staged.save_id
 
     @property
     def should_synchronize_after_execute(self) -> bool:
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """Do nothing: `stage` returns when training may go on."""
+        """Do nothing: `stage` has finished when it returns."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -63,21 +63,20 @@ class ExactCopy:
 Payload = QuantizedChunk | ExactCopy
 
 
-class Offer(NamedTuple):
-    """The message of a rank to the coordinator, with its plan.
+class LocalPlanData(NamedTuple):
+    """The data of a rank for the coordinator, sent with its local plan.
 
     Attributes:
-        settings: path and configuration that it was given.
-        content: layout of its tensors, or chunks and names of objects that were staged; None: the layout is that of the
-            cached plan.
-        state: digest of its plan and layout, where the planner caches plans.
-        held: id of the save that gave this rank the final plan that its planner has cached; None: it has none of ours.
+        settings: path and configuration of the rank.
+        content: layout of its tensors, or staged chunks and names of objects; None: the layout of the cached plan.
+        digest: digest of its plan and layout; None: the planner does not cache plans.
+        cached_save_id: id of the save that sent the final plan in the planner's cache; None: no plan of this package.
     """
 
     settings: RankSettings
     content: Layout | frozenset[ChunkKey | str] | None
-    state: str | None = None
-    held: str | None = None
+    digest: str | None = None
+    cached_save_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,15 @@ class StagedCodes:
 
     Attributes:
         context: context of the save.
-        plan: how the state is stored.
-        staged: chunks and names of objects of this rank.
-        alone: whether it may need no file of a parent; see `QuantizedState`.
-        related: whether its weights depend on the checkpoint before; see `QuantizedState`.
+        plan: quantization plan.
+        items: chunks and names of objects of this rank.
+        is_self_contained, related: see `QuantizedState`.
     """
 
     context: SaveContext
     plan: QuantizationPlan
-    staged: frozenset[ChunkKey | str]
-    alone: bool
+    items: frozenset[ChunkKey | str]
+    is_self_contained: bool
     related: bool | None
 
     @property
@@ -106,34 +104,34 @@ class StagedCodes:
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """A save whose state dict was copied, and no more; the rest is done in the background.
+    """A save whose state dict was only copied; all other steps run in the background.
 
     Attributes:
         save_id: id of the save, if this rank coordinates.
-        history: checkpoints that the save may come after.
-        known: these checkpoints, for another process.
-        failure: why the state dict was not copied; raised where DCP tells the other ranks.
+        history: earlier checkpoints that the save may continue.
+        outline: outline of the history, for another process.
+        failure: why the state dict was not copied; raised in a step that DCP propagates to the other ranks.
         process: id of the training process.
     """
 
     save_id: str
     history: SaveHistory
-    known: Outline
+    outline: Outline
     failure: str | None
     process: int = field(default_factory=os.getpid)
 
     @classmethod
-    def begun(
+    def create(
         cls, call: AsyncCall | None, save_id: str, history: SaveHistory, path: Path, failure: str | None
     ) -> StagedCopy:
-        """Return the save to `path` that a call begins; None: the call is not known."""
-        made = cls(save_id, history, history.outline(), failure)
-        if call is None or call.processes:  # this process learns in no other way what was saved
+        """Return the staged save to `path` that is started by a call; None: an unknown call."""
+        staged = cls(save_id, history, history.outline(), failure)
+        if call is None or call.processes:  # else the save itself adds the checkpoint
             history.add_pending(KnownCheckpoint(save_id, path.absolute()))
-        return made
+        return staged
 
-    def begin(self) -> None:
-        """Begin the background save.
+    def start(self) -> None:
+        """Start the save in the background.
 
         Raises:
             SaveFailed: the state dict was not copied.
@@ -141,14 +139,14 @@ class StagedCopy:
         if self.failure is not None:
             raise SaveFailed(f"the state dict cannot be copied for a save in the background: {self.failure}")
         if self.process != os.getpid():
-            self.history.adopt(self.known)
+            self.history.adopt(self.outline)
 
 
 class StagedTensor(torch.Tensor):
-    """A tensor of logical shape and dtype whose local chunks are codes, or copies where they are exact.
+    """A tensor of logical shape and dtype whose local chunks are codes, or copies if they are exact.
 
-    It has no storage. DCP's planner asks it for its write items and hands its payloads to the storage writer, by the
-    protocol that DTensor uses too (`torch.distributed.checkpoint._checkpointable`).
+    It has no storage. DCP's planner gets its write items and passes its payloads to the storage writer, by the same
+    protocol as for DTensor (`torch.distributed.checkpoint._checkpointable`).
     """
 
     items: list[WriteItem]
@@ -190,7 +188,7 @@ class StagedTensor(torch.Tensor):
         raise TypeError(f"a staged tensor only travels to storage; {func} is not defined on it")
 
 
-def staged_state_dict(
+def make_staged_state_dict(
     state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
 ) -> dict[str, Any]:
     """Return the state dict with every tensor replaced by its staged chunks and every object copied."""
@@ -200,19 +198,19 @@ def staged_state_dict(
             by_name.setdefault(item.index.fqn, []).append(item)
 
     def codes(fqn: str, value: torch.Tensor) -> StagedTensor:
-        mine = by_name.get(fqn, [])  # none where another rank writes it: its place must remain
-        return StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
+        mine = by_name.get(fqn, [])  # none if another rank writes it; its entry in the state dict must remain
+        return StagedTensor(value.size(), value.dtype, mine, [payloads[get_chunk_key(item)] for item in mine])
 
-    return rebuilt(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
+    return rebuild_state_dict(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
 
 
-def staged_payloads(
+def collect_staged_payloads(
     items: list[SaveItem], staged: StagedCodes, objects: Iterable[tuple[str, bytes]], save_id: str
 ) -> QuantizedState:
-    """Return the items as they were staged for a save, with the objects of this rank.
+    """Return the staged payloads of items, with the objects of this rank.
 
     Raises:
-        SaveFailed: an item is not as it was staged, or was staged for another save.
+        SaveFailed: an item is not a staged payload, or was staged for another save.
     """
     if staged.context.save_id != save_id:
         raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
@@ -223,13 +221,13 @@ def staged_payloads(
     alive: list[Any] = []
     for item in items:
         payload: Any = item.load()
-        alive.append(payload)  # else its identity may be given to the next
+        alive.append(payload)  # else its id() could be reused
         if (first := seen.setdefault(id(payload), item.key)) != item.key:
             tied[item.key] = first
         elif isinstance(payload, QuantizedChunk):
             chunks.append(payload)
         elif isinstance(payload, ExactCopy):
-            exact.append(replace(item, load=partial(_tensor, payload), config=payload.config))
+            exact.append(replace(item, load=partial(_get_tensor, payload), config=payload.config))
         else:
             raise SaveFailed(
                 f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
@@ -237,48 +235,50 @@ def staged_payloads(
             )
     own = {item.key: item for item in items}
     return QuantizedState(
-        iter(chunks), exact, staged.plan, own, tied, objects, staged=True, alone=staged.alone,
-        related=staged.related,
+        iter(chunks), exact, staged.plan, own, tied, objects, is_staged=True,
+        is_self_contained=staged.is_self_contained, related=staged.related,
     )
 
 
-def _tensor(payload: ExactCopy) -> torch.Tensor:
+def _get_tensor(payload: ExactCopy) -> torch.Tensor:
     return payload.tensor
 
 
-def refuse_mixed(alike: int, ranks: int) -> None:
-    """Refuse a save that some ranks staged and others did not."""
-    if alike != ranks:
+def check_all_staged(same: int, ranks: int) -> None:
+    """Raise if only `same` of all ranks called the same function (a staged save, or a synchronous one)."""
+    if same != ranks:
         raise SaveFailed("some ranks called dcp.async_save and others dcp.save: all must call the same")
 
 
-def check_arrival(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:
-    """Check that every staged chunk and object is planned exactly once, on the rank that staged it.
+def check_staged_items(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:
+    """Raise unless every staged chunk and object is planned exactly once, on the rank that staged it.
 
     Raises:
-        SaveFailed: it does not; the first tensor or object is named.
+        SaveFailed: one is not; the message names it.
     """
-    arrived: dict[ChunkKey | str, int] = {}
+    planned: dict[ChunkKey | str, int] = {}
     for rank, (mine, plan) in enumerate(zip(staged, plans, strict=True)):
-        for name in map(name_of, plan.items):
+        for name in map(get_item_name, plan.items):
             if name not in mine:
-                raise SaveFailed(f"{_named(name)} was planned for rank {rank}, which did not stage it; {_CHANGED}")
-            if arrived.setdefault(name, rank) != rank:
-                raise SaveFailed(f"{_named(name)} was planned for ranks {arrived[name]} and {rank}; {_CHANGED}")
-        if len(plan.items) != len(set(map(name_of, plan.items))):
-            names = [name_of(item) for item in plan.items]
+                problem = f"was planned for rank {rank}, which did not stage it"
+                raise SaveFailed(f"{_format_item(name)} {problem}; {_WRONG_PLANNER}")
+            if planned.setdefault(name, rank) != rank:
+                problem = f"was planned for ranks {planned[name]} and {rank}"
+                raise SaveFailed(f"{_format_item(name)} {problem}; {_WRONG_PLANNER}")
+        if len(plan.items) != len(set(map(get_item_name, plan.items))):
+            names = [get_item_name(item) for item in plan.items]
             twice = next(name for name in names if names.count(name) > 1)
-            raise SaveFailed(f"{_named(twice)} was planned twice for rank {rank}; {_CHANGED}")
+            raise SaveFailed(f"{_format_item(twice)} was planned twice for rank {rank}; {_WRONG_PLANNER}")
     for rank, mine in enumerate(staged):
-        for name in sorted(mine - arrived.keys(), key=str):
-            raise SaveFailed(f"{_named(name)}, staged by rank {rank}, is in no rank's plan; {_CHANGED}")
+        for name in sorted(mine - planned.keys(), key=str):
+            raise SaveFailed(f"{_format_item(name)}, staged by rank {rank}, is in no rank's plan; {_WRONG_PLANNER}")
 
 
-_CHANGED = (
+_WRONG_PLANNER = (
     "the planner of the save is not the one that tensors were staged for, or changed its mind; nothing was committed. "
     "Pass the planner to dcp.async_save itself, or save synchronously"
 )
 
 
-def _named(name: ChunkKey | str) -> str:
+def _format_item(name: ChunkKey | str) -> str:
     return f"object '{name}'" if isinstance(name, str) else f"'{name.fqn}' at {name.offsets}"

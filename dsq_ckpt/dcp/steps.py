@@ -1,4 +1,4 @@
-"""Steps of a save or a load that DCP calls, and whose errors it sends to the other ranks."""
+"""Steps of a save or a load that DCP calls and whose errors it sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from dsq_ckpt.errors import DSQError, described
 
 
 @contextmanager
-def step_of_dcp(otherwise: type[DSQError]) -> Iterator[None]:
-    """Hold signals, and raise `otherwise` in place of what cannot be sent, as of a handler's own class.
+def dcp_step(error_type: type[DSQError]) -> Iterator[None]:
+    """Hold signals, and replace an exception that cannot be pickled, such as that of a signal handler.
 
-    DCP pickles what is raised here, and the other ranks would wait for one that fails at that.
+    DCP pickles the exception for the other ranks, which would wait forever if that failed.
+
+    Args:
+        error_type: type of the replacement.
     """
     try:
         with hold_signals():
             yield
     except BaseException as error:
-        if not (dist.is_available() and dist.is_initialized()) or _sendable(error):
+        if not (dist.is_available() and dist.is_initialized()) or _is_picklable(error):
             raise
-        raise otherwise(described(error)) from error
+        raise error_type(described(error)) from error
 
 
-def _sendable(error: BaseException) -> bool:
+def _is_picklable(error: BaseException) -> bool:
     try:
         return isinstance(pickle.loads(pickle.dumps(error)), BaseException)
-    except Exception:  # a class in a function, or one that takes other arguments than its text
+    except Exception:  # a local class, or a constructor with other arguments than the text
         return False

@@ -30,7 +30,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_folds, expect_on_save
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed.tags import tags_in
-from dsq_ckpt.distributed.comm import TorchCommunicator, timeout_of
+from dsq_ckpt.distributed.comm import TorchCommunicator, get_group_timeout
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
@@ -138,7 +138,7 @@ def attach(
     if isinstance(inner, DSQCheckpointEngine):
         group, inner = inner.group, inner.inner
     else:
-        group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+        group = dist.new_group(backend="gloo", timeout=get_group_timeout(dist.group.WORLD))
     agree(evaluate, check, TorchCommunicator(group), lambda: None)
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:

@@ -28,10 +28,10 @@ from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, own_latest, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
-from dsq_ckpt.engine.chain import what_the_base_costs
+from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.history import ChunkCache, default_history
-from dsq_ckpt.engine.local import Attachment, LocalState
+from dsq_ckpt.engine.local_state import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
@@ -205,10 +205,10 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         found = [problem for several in gather_from_all_ranks(self._comm, checked, LoadFailed) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
-            self._history.doubt()
+            self._history.mark_suspect()
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
-            warn(what_the_base_costs(directory, manifest), rank=self._comm.rank)
+            warn(describe_base_loss(directory, manifest), rank=self._comm.rank)
         buffers = inventory(self._engine).buffers  # without moments before the first step
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)

@@ -13,7 +13,7 @@ import torch
 
 from dsq_ckpt.core.flat_ranges import split_range
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, ParameterSlice
-from dsq_ckpt.engine.local import LocalShard
+from dsq_ckpt.engine.local_state import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
 

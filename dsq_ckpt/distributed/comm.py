@@ -1,6 +1,6 @@
-"""Communication of ranks: the three collectives of a save, and a status in them, so that one failure fails all.
+"""Communicators with the three collectives of a save, and error propagation: if one rank fails, all ranks raise.
 
-`dsq_ckpt.distributed.mpi` has the communicator for MPI.
+The communicator for MPI is in `dsq_ckpt.distributed.mpi`.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ import torch.distributed as dist
 
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import propagate_handler_errors
-from dsq_ckpt.distributed.lasting import keep
+from dsq_ckpt.distributed.gloo_lifetime import extend_lifetime
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
 _T = TypeVar("_T")
-_HEAD, _SHORT = 8, 4088
-"""Bytes of a length, and of a pickle that is gathered or broadcast in one round; a longer one takes a second."""
-_FREED_WITHIN = 0.2  # seconds; other backends may keep tensors for longer
+_LENGTH_BYTES, _FIRST_ROUND_BYTES = 8, 4088
+"""Bytes of a length, and of a pickle in the first round of a gather or broadcast; a longer one takes a second round."""
+_RELEASE_TIMEOUT = 0.2  # seconds; other backends may keep tensors for longer
 
 
-class Elsewhere(DSQError):
-    """Another rank failed; the error of that rank, where it is known, says more."""
+class RemoteFailure(DSQError):
+    """Another rank failed; the error on that rank has the details."""
 
 
-class FailedElsewhere(Elsewhere, SaveFailed):
+class FailedElsewhere(RemoteFailure, SaveFailed):
     """A save failed on another rank."""
 
 
-class LoadFailedElsewhere(Elsewhere, LoadFailed):
+class LoadFailedElsewhere(RemoteFailure, LoadFailed):
     """A load failed on another rank."""
 
 
 class RankUnreachable(SaveFailed, LoadFailed):
-    """A collective, which may be one of a save or of a load, failed: another rank, or its host, is gone or did not come
-    in time; or none can be reached from this process.
+    """A collective of a save or a load failed: another rank or its host is gone or did not respond in time, or no rank
+    can be reached from this process.
     """
 
 
 class Communicator(Protocol):
-    """The collectives a save needs. All ranks call the same ones in the same order; each waits for all of them."""
+    """The collectives of a save. All ranks must call the same ones in the same order."""
 
     rank: int
     size: int
@@ -57,14 +57,14 @@ class Communicator(Protocol):
         """Sum a contiguous int64 array of the same shape over all ranks, in place."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on every rank; a value is anything that can be pickled."""
+        """Return the values of all ranks, in rank order, on every rank; values must be picklable."""
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank; the arguments of other ranks are ignored."""
 
 
 class SingleProcess:
-    """The communicator of a process alone."""
+    """The communicator of a single process."""
 
     rank = 0
     size = 1
@@ -80,7 +80,7 @@ class SingleProcess:
 
 
 class TorchCommunicator:
-    """torch.distributed, over `group` (None: the default group), on the device its backend wants."""
+    """A communicator over a process group (None: the default group), on the device that its backend requires."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -90,9 +90,9 @@ class TorchCommunicator:
     def sum(self, counts: Counts) -> None:
         device = self._device()
         tensor = torch.from_numpy(counts)
-        with self._reaching():
+        with self._raise_unreachable():
             if device.type == "cpu":
-                with _lent(tensor):
+                with _wait_until_released(tensor):
                     dist.all_reduce(tensor, group=self.group)
             else:
                 on_device = tensor.to(device)
@@ -101,52 +101,52 @@ class TorchCommunicator:
 
     def gather(self, value: Any) -> list[Any]:
         data = pickle.dumps(value)
-        with self._reaching():
-            found = self._all_gather(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
-            sizes = [int.from_bytes(one[:_HEAD], "little") for one in found]
-            if (longest := max(sizes)) > _SHORT:  # all ranks see that alike
-                rest = self._all_gather(data[_SHORT:], longest - _SHORT)
+        with self._raise_unreachable():
+            found = self._all_gather(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
+            sizes = [int.from_bytes(one[:_LENGTH_BYTES], "little") for one in found]
+            if (longest := max(sizes)) > _FIRST_ROUND_BYTES:  # equal on all ranks
+                rest = self._all_gather(data[_FIRST_ROUND_BYTES:], longest - _FIRST_ROUND_BYTES)
                 found = [one + more for one, more in zip(found, rest, strict=True)]
-        return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in zip(found, sizes, strict=True)]
+        return [pickle.loads(one[_LENGTH_BYTES : _LENGTH_BYTES + size]) for one, size in zip(found, sizes, strict=True)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
-        """Return what each rank gives, padded to `size` bytes, in rank order; collective."""
+        """Return the data of all ranks, padded to `size` bytes, in rank order; collective."""
         device = self._device()
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
         everything = [torch.empty_like(own) for _ in range(self.size)]
-        with _lent(own, *everything) if device.type == "cpu" else nullcontext():
+        with _wait_until_released(own, *everything) if device.type == "cpu" else nullcontext():
             dist.all_gather(everything, own, group=self.group)
         return [one.cpu().numpy().tobytes() for one in everything]
 
     def _device(self) -> torch.device:
-        kinds = [device.type for device in self._used()._device_types]
+        kinds = [device.type for device in self._get_group()._device_types]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
         data = pickle.dumps(value) if self.rank == 0 else b""
-        with self._reaching():
-            found = self._broadcast(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
-            size = int.from_bytes(found[:_HEAD], "little")
-            if size > _SHORT:
-                found += self._broadcast(data[_SHORT:], size - _SHORT)
-        return value if self.rank == 0 else pickle.loads(found[_HEAD : _HEAD + size])
+        with self._raise_unreachable():
+            found = self._broadcast(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
+            size = int.from_bytes(found[:_LENGTH_BYTES], "little")
+            if size > _FIRST_ROUND_BYTES:
+                found += self._broadcast(data[_FIRST_ROUND_BYTES:], size - _FIRST_ROUND_BYTES)
+        return value if self.rank == 0 else pickle.loads(found[_LENGTH_BYTES : _LENGTH_BYTES + size])
 
     def _broadcast(self, data: bytes, size: int) -> bytes:
-        """Return what rank 0 gives, padded to `size` bytes; collective."""
+        """Return the data of rank 0, padded to `size` bytes; collective."""
         device = self._device()
         tensor = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-        with _lent(tensor) if device.type == "cpu" else nullcontext():
+        with _wait_until_released(tensor) if device.type == "cpu" else nullcontext():
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.cpu().numpy().tobytes()
 
-    def _used(self) -> dist.ProcessGroup:
+    def _get_group(self) -> dist.ProcessGroup:
         group = self.group if self.group is not None else dist.group.WORLD
         assert group is not None
         return group
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        keep(self._used())
+    def _raise_unreachable(self) -> Iterator[None]:
+        extend_lifetime(self._get_group())
         try:
             yield
         except RuntimeError as error:
@@ -156,50 +156,54 @@ class TorchCommunicator:
             ) from error
 
 
-@contextmanager
-def _lent(*tensors: torch.Tensor) -> Iterator[None]:
-    """Wait, after a collective, until the thread of gloo that ran it has let go of its tensors too.
+def _make_first_round(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_FIRST_ROUND_BYTES]
 
-    It signals the end before it frees them, and needs the interpreter for that. A process that exits meanwhile, as
-    after a last save, aborts (pytorch/pytorch#190489).
+
+@contextmanager
+def _wait_until_released(*tensors: torch.Tensor) -> Iterator[None]:
+    """Wait, after a collective, until the gloo thread that ran it has released its tensors.
+
+    The thread signals completion before it releases them, for which it needs the interpreter. A process that exits
+    meanwhile, as after a last save, aborts (pytorch/pytorch#190489).
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
     try:
         yield
     finally:
-        deadline = time.monotonic() + _FREED_WITHIN
+        deadline = time.monotonic() + _RELEASE_TIMEOUT
         while [sys.getrefcount(tensor) for tensor in tensors] > before and time.monotonic() < deadline:
             time.sleep(0)
 
 
-_inherited: dist.ProcessGroup | None = None  # the default group of the process that this one was forked from
+_parent_group: dist.ProcessGroup | None = None  # default group of the process from which this one was forked
 
 
-def _forked() -> None:
-    global _inherited
-    here.depth = 0
+def _reset_after_fork() -> None:
+    global _parent_group
+    work_depth.depth = 0
     if dist.is_available() and dist.is_initialized():
-        _inherited = dist.group.WORLD
+        _parent_group = dist.group.WORLD
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
-    """Return the communicator of a save of `ranks` ranks (None: as many as the group has).
+    """Return the communicator of a save of `ranks` ranks (None: the size of the group).
 
-    DCP never tells a writer which group it plans on; the number of plans it gathered is the only evidence, and it is
-    compared with the group here, since a collective on the wrong group would hang.
+    DCP does not pass the process group of a save to the writer. Only the number of gathered plans is known. It is
+    compared with the size of the group, since a collective on the wrong group would hang.
 
     Raises:
-        SaveFailed: the group given to the writer has another size than the save.
-        RankUnreachable: this process is a fork of one that is a rank.
+        SaveFailed: the group of the writer has another size than the save.
+        RankUnreachable: this process was forked from a rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     if ranks == 1:
-        return _alone()
-    if dist.group.WORLD is _inherited:
+        return _make_single_process()
+    if dist.group.WORLD is _parent_group:
         raise RankUnreachable(
             f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
             "in a fork: pass no_dist=True, so that it saves or loads alone, or start it with the method 'spawn'"
@@ -210,28 +214,28 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
             f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {found}: "
             "pass the same process_group to DSQStorageWriter and to dcp.save"
         )
-    return _alone() if found == 1 else TorchCommunicator(group)
+    return _make_single_process() if found == 1 else TorchCommunicator(group)
 
 
-def _alone() -> SingleProcess:
-    """Return the communicator of a rank alone, which needs no group; but DCP does collectives on it all the same."""
-    keep_groups()
+def _make_single_process() -> SingleProcess:
+    """Return the communicator of a single rank. It needs no group, but DCP still calls collectives on one."""
+    extend_group_lifetimes()
     return SingleProcess()
 
 
-def keep_groups() -> None:
-    """Keep gloo's side of all groups for a moment longer than the groups: DCP does not tell on which it works."""
-    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not _inherited:
+def extend_group_lifetimes() -> None:
+    """Extend the lifetime of the gloo backends of all groups, since the group that DCP uses is unknown."""
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not _parent_group:
         for group in list(dist.distributed_c10d._world.pg_map):
-            keep(group)
+            extend_lifetime(group)
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:
-    """Return the sum of `counts` over all ranks; a rank that failed takes part too, and then every rank raises.
+    """Return the sum of `counts` over all ranks. A failed rank takes part too, and then every rank raises.
 
     Raises:
-        DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
-        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
+        DSQError: on every rank if one failed: its own error there, `FailedElsewhere` on the others.
+        BaseException: an exception that is no `Exception`, such as KeyboardInterrupt, unchanged on its rank.
     """
 
     def status() -> Counts:
@@ -239,13 +243,13 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
             raise failure
         return counts.flatten()
 
-    total = run_on_all_ranks(comm, status)  # first: a rank that failed may not know what the others sum up
+    total = run_on_all_ranks(comm, status)  # before the sum: a failed rank may not know the shape of the array
     comm.sum(total)
     return total
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Return how long collectives of a group wait; None: not known."""
+def get_group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout of the collectives of a group; None: unknown."""
     if group is None:
         return None
     for device in group._device_types:
@@ -255,99 +259,100 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
+def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], error_type: type[DSQError] = SaveFailed) -> _T:
     """Return the result of local work that must succeed on all ranks or fail on all; collective.
 
     Args:
         comm: communicator of the ranks.
         work: called on each rank.
-        otherwise: what an error that is none of ours becomes; `LoadFailed` for the work of a load.
+        error_type: type that replaces an exception that is no `DSQError`; `LoadFailed` for a load.
 
     Raises:
-        DSQError: on every rank as soon as one failed: its own error there, on the others `FailedElsewhere`, or
+        DSQError: on every rank if one failed: its own error there, on the others `FailedElsewhere`, or
             `LoadFailedElsewhere` for a load.
-        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
+        BaseException: an exception that is no `Exception`, such as KeyboardInterrupt, unchanged on its rank.
     """
     results: list[_T] = []
-    gather_from_all_ranks(comm, lambda: results.append(work()), otherwise)
+    gather_from_all_ranks(comm, lambda: results.append(work()), error_type)
     return results[0]
 
 
 @propagate_handler_errors()
 def gather_from_all_ranks(
-    comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed
+    comm: Communicator, work: Callable[[], _T], error_type: type[DSQError] = SaveFailed
 ) -> list[_T]:
-    """Do work that must succeed on all ranks or fail on all, and return the results of all, in rank order; collective.
+    """Run work that must succeed on all ranks or fail on all, and return all results, in rank order; collective.
 
-    As `together`, which it saves a collective after it. Results can be pickled.
+    As `run_on_all_ranks`, but without a further collective to gather the results. Results must be picklable.
     """
     failure: BaseException | None = None
     result: _T | None = None
-    before = here.depth
+    before = work_depth.depth
     try:
-        here.depth = before + 1
+        work_depth.depth = before + 1
         result = work()
     except RankUnreachable:
         raise  # no rank can be notified
     except BaseException as error:
         failure = error
     finally:
-        here.depth = before
-    heard, everywhere = isinstance(failure, Elsewhere), told(comm, failure, result)
-    if failure is not None and not heard:
+        work_depth.depth = before
+    is_secondary, statuses = isinstance(failure, RemoteFailure), gather_status(comm, failure, result)
+    if failure is not None and not is_secondary:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
-        raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
-    failed = [(rank, status.heard, status.text) for rank, status in enumerate(everywhere) if status.text is not None]
-    culprits = [one for one in failed if not one[1]] or failed
+        raise error_type((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
+    failed = [(rank, status) for rank, status in enumerate(statuses) if status.error is not None]
+    culprits = [(rank, status) for rank, status in failed if not status.is_secondary] or failed
     if culprits:
-        elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere
-        raise elsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
-    return [status.result for status in everywhere]
+        elsewhere = LoadFailedElsewhere if issubclass(error_type, LoadFailed) else FailedElsewhere
+        raise elsewhere("; ".join(f"rank {rank} failed: {one.error}" for rank, one in culprits[:3])) from failure
+    return [status.result for status in statuses]
 
 
-class _Depth(threading.local):
-    """How many works that must succeed on all ranks this thread is in, one in the other.
+class _WorkDepth(threading.local):
+    """The nesting depth of works that must succeed on all ranks, in this thread.
 
-    Whoever changes it puts back what it was, in a `finally` of its own: an interrupt can come between a context
-    manager's entry and the block, and a depth that stays behind has all later works of this process mismatch.
+    Restore it in an explicit `finally`, not in a context manager: an interrupt can come between the entry of a context
+    manager and its block, and with a wrong depth all later works of this process would mismatch those of other ranks.
     """
 
     depth = 0
 
 
-here = _Depth()
+work_depth = _WorkDepth()
 
 
 class Status(NamedTuple):
-    """How the work of a rank ended.
+    """The outcome of the work of a rank.
 
     Attributes:
-        depth: of the work.
-        heard: whether the rank was only notified of a failure, in a collective within the work; it receives its text
-            once more.
-        text: text of a failure; None: there was none.
+        depth: nesting depth of the work.
+        is_secondary: whether the rank failed only because it was notified of another failure, in a collective within
+            the work.
+        error: text of the failure; None: the work succeeded.
         result: result of the work.
     """
 
     depth: int
-    heard: bool
-    text: str | None
+    is_secondary: bool
+    error: str | None
     result: Any
 
 
-def told(comm: Communicator, failure: BaseException | None, result: Any = None) -> list[Status]:
-    """Tell all ranks how the work of this one ended, and return how that of each did, in rank order; collective.
+def gather_status(comm: Communicator, failure: BaseException | None, result: Any = None) -> list[Status]:
+    """Gather the outcome of the work of all ranks, in rank order; collective.
 
-    A rank that failed between two collectives within its work comes here while the others are still in such a one, and
-    fails that; so it tells them again, until they come here too. So no work calls `gather` or `broadcast` of a
-    communicator but in a work of its own, and `sum` after one.
+    A rank that fails between two collectives of its work gets here while the others are still in an inner collective,
+    which then fails for them. It gathers again until they get here too. So within a work, `gather` and `broadcast` of a
+    communicator must be called in a nested work, and `sum` only after one.
     """
     cause = None if failure is None else failure.__cause__
-    if cause is not None and str(failure) == f"rank {comm.rank}: {described(cause)}":  # made of it by a work within
+    if cause is not None and str(failure) == f"rank {comm.rank}: {described(cause)}":  # wrapped by a nested work
         failure = cause
-    own = Status(here.depth, isinstance(failure, Elsewhere), None if failure is None else described(failure), result)
-    everywhere = comm.gather(own)
-    while any(status.depth > own.depth for status in everywhere):
-        everywhere = comm.gather(own)
-    return everywhere
+    error = None if failure is None else described(failure)
+    own = Status(work_depth.depth, isinstance(failure, RemoteFailure), error, result)
+    statuses = comm.gather(own)
+    while any(status.depth > own.depth for status in statuses):
+        statuses = comm.gather(own)
+    return statuses

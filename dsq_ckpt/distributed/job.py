@@ -1,4 +1,4 @@
-"""How many processes a job has, and which of them this one is, whichever of them save or load together."""
+"""Size of the job and rank of this process in it, whichever processes save or load together."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 
 import torch.distributed as dist
 
-from dsq_ckpt.distributed.mpi import launched
+from dsq_ckpt.distributed.mpi import read_launcher_rank
 
 
-def size_of_job() -> int:
-    """Return how many processes were started together, as far as this one knows."""
+def get_job_size() -> int:
+    """Return the number of processes that were started together, as far as this process knows."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")
-    return max(launched(slurm=True).size, int(told) if told.isdecimal() else 1)
+    size = os.environ.get("WORLD_SIZE", "")
+    return max(read_launcher_rank(slurm=True).size, int(size) if size.isdecimal() else 1)
 
 
-def rank_in_job() -> int:
-    """Return the rank of this process, as far as it knows; 0 where no launcher tells.
+def get_job_rank() -> int:
+    """Return the rank of this process in the job; 0 if no launcher has set one.
 
-    Slurm's is not asked for before there is a group: its processes may have nothing to do with each other.
+    Slurm's rank is not used, since its processes may be independent of each other.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    told = os.environ.get("RANK", "")
-    return int(told) if told.isdecimal() else launched().rank
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else read_launcher_rank().rank

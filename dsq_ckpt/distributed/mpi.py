@@ -1,4 +1,4 @@
-"""Ranks of MPI, by way of mpi4py, which is imported when a communicator is made and not before."""
+"""Communicator for MPI. mpi4py is imported when a communicator is created, not before."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.errors import SaveFailed
 
-# Environment variables of launchers. Slurm sets its own for all processes, whether they use MPI or not.
+# Environment variables of launchers. Slurm sets its variables for all processes, with or without MPI.
 _LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
-class Launched(NamedTuple):
-    """Rank and number of processes, as the launcher has set them."""
+class LauncherRank(NamedTuple):
+    """Rank and number of processes, as set by the launcher."""
 
     rank: int
     size: int
 
 
-def launched(*, slurm: bool = False) -> Launched:
+def read_launcher_rank(*, slurm: bool = False) -> LauncherRank:
     """Return rank and size from the environment variables of an MPI launcher: Open MPI, MPICH and derivatives.
 
     Args:
-        slurm: read Slurm's variables too, which it also sets for processes without MPI.
+        slurm: read the variables of Slurm too, which are also set for processes without MPI.
 
     Returns:
         Rank and number of processes; (0, 1) without a launcher.
@@ -35,8 +35,8 @@ def launched(*, slurm: bool = False) -> Launched:
     for names in (*_LAUNCHERS, *((_SLURM,) if slurm else ())):
         rank, size = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal():
-            return Launched(int(rank), int(size))
-    return Launched(0, 1)
+            return LauncherRank(int(rank), int(size))
+    return LauncherRank(0, 1)
 
 
 class MPICommunicator:
@@ -46,14 +46,14 @@ class MPICommunicator:
         comm: an intracommunicator; None: all processes of the job.
 
     Raises:
-        SaveFailed: mpi4py is not installed, finds no MPI library, or finds one that is not that of the launcher.
+        SaveFailed: mpi4py is not installed, finds no MPI library, or finds another library than that of the launcher.
     """
 
     limit = 1 << 30
-    """Bytes in one call: counts of MPI are C integers, below 2**31."""
+    """Most bytes in one call: counts of MPI are C integers, below 2**31."""
 
     def __init__(self, comm: Any = None) -> None:
-        self._mpi = _library()
+        self._mpi = _import_mpi()
         self._comm = comm
         if comm is None:
             self._comm = self._mpi.COMM_WORLD
@@ -68,12 +68,12 @@ class MPICommunicator:
             self._comm.Allreduce(self._mpi.IN_PLACE, [flat[start : start + step], self._mpi.INT64_T], self._mpi.SUM)
 
     def gather(self, value: Any) -> list[Any]:
-        own = _pickled(value)
+        own = _to_pickle(value)
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather([np.array([own.size]), self._mpi.INT64_T], [sizes, self._mpi.INT64_T])
         everywhere = [np.empty(size, np.uint8) for size in sizes]
         step = self.limit // self.size
-        for start in range(0, int(sizes.max()), step):  # once, unless values are large
+        for start in range(0, int(sizes.max()), step):  # a single round, unless values are large
             counts = np.clip(sizes - start, 0, step)
             received = np.empty(counts.sum(), np.uint8)
             self._comm.Allgatherv(
@@ -84,7 +84,7 @@ class MPICommunicator:
         return [pickle.loads(whole.data) for whole in everywhere]
 
     def broadcast(self, value: Any) -> Any:
-        data = _pickled(value) if self.rank == 0 else np.empty(0, np.uint8)
+        data = _to_pickle(value) if self.rank == 0 else np.empty(0, np.uint8)
         size = np.array([data.size])
         self._comm.Bcast([size, self._mpi.INT64_T])
         if self.rank:
@@ -94,16 +94,16 @@ class MPICommunicator:
         return pickle.loads(data.data)
 
     def abort(self) -> None:
-        """End all processes, as one does that cannot go on while the others wait for it."""
+        """End all processes, for a rank that cannot continue while the others wait for it."""
         self._comm.Abort(1)
 
 
-def _pickled(value: Any) -> Any:
+def _to_pickle(value: Any) -> Any:
     """Return the pickle of a value, uint8, flat."""
     return np.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), np.uint8)
 
 
-def _library() -> Any:
+def _import_mpi() -> Any:
     """Return mpi4py's module `MPI`; importing it starts MPI."""
     try:
         from mpi4py import MPI
@@ -119,8 +119,8 @@ def _library() -> Any:
 
 
 def _check_size(found: int, library: str) -> None:
-    """Refuse to run as one of several jobs of one rank, as which one MPI's launcher starts another's processes."""
-    expected = launched(slurm=True).size
+    """Raise if MPI knows fewer processes than were started: with the launcher of another MPI each is its own job."""
+    expected = read_launcher_rank(slurm=True).size
     if found != expected and expected > 1:
         raise SaveFailed(
             f"{expected} processes were started, but the MPI library of mpi4py knows of {found}: the launcher is that "

@@ -1,4 +1,4 @@
-"""Chains of checkpoints: the parent of a save, its codes and values, the latest one."""
+"""Chains of checkpoints: the parent of a save, its codes and values, and the latest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.job import rank_in_job
-from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, has_shapes
+from dsq_ckpt.distributed.job import get_job_rank
+from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
 from dsq_ckpt.engine.other_jobs import is_own
-from dsq_ckpt.engine.removed_ancestors import a_keyframe_pays
-from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of, shared
+from dsq_ckpt.engine.removed_ancestors import should_write_keyframe
+from dsq_ckpt.engine.shapes import Shapes, count_shared_elements, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
@@ -34,27 +34,27 @@ from dsq_ckpt.storage.record_fields import FACTORS, parse_dtype
 from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_directory
 from dsq_ckpt.storage.shard import RecordRef
 
-_told: set[Path] = set()  # run directories that were said to hold several states
+_warned_runs: set[Path] = set()  # run directories with several states
 
 
 class Lineage(NamedTuple):
-    """The checkpoints that a state to be saved comes after.
+    """The earlier checkpoints of a state to be saved.
 
     Attributes:
-        previous: the checkpoint that it comes after in its run, whether it is coded against it or not.
-        base: the checkpoint that it may be coded against.
-        lossy_resumes: how often the run was restored from lossy state before.
+        previous: the previous checkpoint of the run, whether the new one is coded against it or not.
+        candidate: the checkpoint that the new one may be coded against.
+        lossy_resumes: number of restores of the run from lossy state before.
     """
 
     previous: ParentRef | None = None
-    base: ParentRef | None = None
+    candidate: ParentRef | None = None
     lossy_resumes: int = 0
 
 
-def lineage(
+def find_lineage(
     path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes, history: SaveHistory, siblings: int = 1
 ) -> Lineage:
-    """Return the checkpoints that a save to `path` comes after.
+    """Return the earlier checkpoints of a state that is saved to `path`.
 
     Args:
         path: the new checkpoint.
@@ -62,33 +62,35 @@ def lineage(
             else the path of a complete checkpoint.
         shapes: shapes of all tensors of the state, by name.
         history: checkpoints that this process committed or loaded.
-        siblings: how many checkpoints in a row are to be coded against the same one.
+        siblings: number of consecutive checkpoints that are coded against the same parent.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
     run = get_run(path)
     if parent is None or parent == "auto":
-        last = _last(run, shapes, history, warns=parent is not None)
+        last = _find_last(run, shapes, history, warns=parent is not None)
         if last is None:
-            return Lineage(lossy_resumes=_resumes(run, history))
-        own = last._replace(place=0) if expand_path(last.path) == path.absolute() else last  # which is overwritten
-        return Lineage(last, _shared(last, history, siblings) or own, last.lossy_resumes)
+            return Lineage(lossy_resumes=_count_resumes(run, history))
+        overwritten = expand_path(last.path) == path.absolute()
+        candidate = last._replace(position=0) if overwritten else last
+        return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, last.lossy_resumes)
     named = resolve_checkpoint_path(parent)
     with CheckpointFiles(named) as files:
-        manifest, older = files.manifest, shapes_of(files)
-    # Whatever it is coded against, the state comes from what this process saved or loaded last.
-    origin = _last(run, shapes, history) or _last(get_run(named), shapes, history)
+        manifest, older = files.manifest, read_shapes(files)
+    # Whatever the parent, the state continues the checkpoint that this process saved or loaded last.
+    origin = _find_last(run, shapes, history) or _find_last(get_run(named), shapes, history)
     resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
-    base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes, place=0)
-    return Lineage(base if continues(shapes, older) else None, base, resumes)
+    candidate = ParentRef(manifest.save_id, str(named), manifest.depth, resumes, position=0)
+    return Lineage(candidate if is_continuation(shapes, older) else None, candidate, resumes)
 
 
-def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) -> ParentRef | None:
-    """Return the last checkpoint of a state in a run directory, counting a load of it as a resume if it is lossy."""
-    candidates = [(one, one.shapes) for one in history.checkpoints(run) if has_shapes(one) and one.shapes is not None]
-    older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
-    # A part of the state may have been saved by itself since: of both, the whole is what is continued.
+def _find_last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) -> ParentRef | None:
+    """Return the last checkpoint of a state in a run directory; a load of it counts as a resume if it is lossy."""
+    known = [one for one in history.checkpoints(run) if ensure_shapes(one)]
+    candidates = [(one, one.shapes) for one in known if one.shapes is not None]
+    older = [(count_shared_elements(shapes, other), one) for one, other in candidates if is_continuation(shapes, other)]
+    # A part of the state may have been saved by itself since: the checkpoint that shares most elements is continued.
     for _, one in sorted(older, key=lambda pair: -pair[0]):
         problem = "is gone or was replaced"
         try:
@@ -103,20 +105,20 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) 
                 return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
             if not is_own(manifest.save_id):
                 problem = "was replaced by another process (two jobs need two directories)"
-        if one.complete:  # else it is of a save that failed, or is still under way
+        if one.complete:  # else its save failed, or is still under way
             if warns:
                 warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")
             return None
-    if others := [one.path for one, other in candidates if one.complete and not continues(shapes, other)]:
-        _tell_apart(run, others[0])
+    if others := [one.path for one, other in candidates if one.complete and not is_continuation(shapes, other)]:
+        _warn_of_other_state(run, others[0])
     return None
 
 
-def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef | None:
-    """Return the checkpoint that the last one is coded against, if the next one is to be coded against it, too.
+def _find_shared_parent(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef | None:
+    """Return the parent of the last checkpoint, if the next checkpoint is to have the same parent, else None.
 
-    None: it is not, or it is gone; or the last one was loaded, so that its codes are in memory and not that one's; or
-    most of the last one has no codes there that it could be coded given, and the next one would have none either.
+    None also if that parent is gone; if the last checkpoint was loaded, so that only its own codes are in memory; or
+    if most codes of the last checkpoint have no counterpart in the parent, so that those of the next would have none.
     """
     path, known = expand_path(last.path), history.find(last.save_id)
     with suppress(DSQError):
@@ -124,24 +126,24 @@ def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef |
         if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
             return None
         older = Manifest.read(path.parent / manifest.parent_name)
-        if older.save_id == manifest.parent and not _mostly_new(manifest, older):
+        if older.save_id == manifest.parent and not _is_mostly_new(manifest, older):
             place = str(path.parent / manifest.parent_name)
             return ParentRef(older.save_id, place, older.depth, last.lossy_resumes, manifest.siblings + 1)
     return None
 
 
-def _mostly_new(manifest: Manifest, older: Manifest) -> bool:
-    """Return whether most codes of a checkpoint are of groups that an older one has nothing of but zeros, if at all.
+def _is_mostly_new(manifest: Manifest, older: Manifest) -> bool:
+    """Return whether most bits of a checkpoint belong to groups that an older one lacks, or holds only zeros of.
 
-    Such are moments, if the older one was saved before the first step.
+    Moments are such groups if the older checkpoint was saved before the first step.
     """
-    taught = {name for name, report in older.groups.items() if report.delta or report.bits_per_element}
+    nonzero = {name for name, report in older.groups.items() if report.delta or report.bits_per_element}
     bits = {name: report.elements * report.bits_per_element for name, report in manifest.groups.items()}
-    return 2 * sum(bits[name] for name in bits.keys() - taught) > sum(bits.values())
+    return 2 * sum(bits[name] for name in bits.keys() - nonzero) > sum(bits.values())
 
 
-def _resumes(run: Path, history: SaveHistory) -> int:
-    """Return how often any state of a run was restored, for a state whose tensors have new names."""
+def _count_resumes(run: Path, history: SaveHistory) -> int:
+    """Return the most lossy resumes of any state of a run, for a state whose tensors have new names."""
     counts = [0]
     for one in history.checkpoints(run):
         with suppress(DSQError):
@@ -150,10 +152,10 @@ def _resumes(run: Path, history: SaveHistory) -> int:
     return max(counts)
 
 
-def _tell_apart(run: Path, other: Path) -> None:
+def _warn_of_other_state(run: Path, other: Path) -> None:
     """Warn, once for a run directory, that several states are saved in it."""
-    if run not in _told:
-        _told.add(run)
+    if run not in _warned_runs:
+        _warned_runs.add(run)
         warn(
             f"what is saved in '{run}' now has less than half of '{other.name}', the checkpoint before it, by the same "
             "names and shapes: it is taken for another state, which starts with a keyframe and keeps its refinement "
@@ -162,18 +164,18 @@ def _tell_apart(run: Path, other: Path) -> None:
 
 
 def choose_parent(
-    base: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
+    candidate: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
 ) -> ParentRef | None:
-    """Return `base` if a delta against it is wanted and possible, else None; on the coordinator.
+    """Return `candidate` if a delta against it is wanted and possible, else None; on the coordinator.
 
     Args:
-        base: see `lineage`.
-        parent: None asks for a keyframe.
-        config: chain length and whether deltas are made at all.
+        candidate: see `Lineage`.
+        parent: the caller's argument; None requests a keyframe.
+        config: defines whether deltas are made, and the longest chain.
     """
-    if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.most_links:
+    if candidate is None or parent is None or not config.delta.enabled or candidate.depth >= config.delta.most_links:
         return None
-    path = expand_path(base.path)
+    path = expand_path(candidate.path)
     manifest = Manifest.read(path)
     needed = {file.path_in(path): file for file in manifest.files if file.role in ("own", "ancestor")}
     found = read_sizes(needed)
@@ -188,16 +190,17 @@ def choose_parent(
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    return None if parent == "auto" and a_keyframe_pays(path, manifest) else base
+    return None if parent == "auto" and should_write_keyframe(path, manifest) else candidate
 
 
-class BaseRecord(NamedTuple):
+class ParentRecord(NamedTuple):
     """The record of the parent that a chunk is coded against.
 
     Attributes:
         ref: a record of the parent.
-        requires: all files that record needs.
-        residual: the chunk is added to that record's values; otherwise its codes are coded given that record's.
+        requires: names of all files that the record needs.
+        residual: whether the chunk is a difference to the record's values; else its codes are coded given the
+            record's codes.
     """
 
     ref: RecordRef
@@ -206,21 +209,21 @@ class BaseRecord(NamedTuple):
 
 
 class Parent:
-    """The parent checkpoint on one rank; codes and values come from memory if they are cached, else from disk.
+    """The parent checkpoint on one rank. Codes and values are read from memory if they are cached, else from disk.
 
     Args:
         ref: the parent.
         model: codebooks and scales of the parent.
         workers: threads.
         history: checkpoints that this process committed or loaded.
-        shared: whether the next save is to be coded against it, too, and needs what is cached.
+        shared: whether the next save has the same parent and needs the cached codes too.
     """
 
     def __init__(
         self, ref: ParentRef, model: ParentModel, workers: Workers, history: SaveHistory, shared: bool = False
     ) -> None:
         self.ref = ref
-        self._shared = shared
+        self._is_shared = shared
         self.model = model
         self._workers = workers
         with explain_parent_errors(expand_path(ref.path), ref.save_id):
@@ -239,8 +242,8 @@ class Parent:
     def close(self) -> None:
         self.checkpoint.close()
 
-    def codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
-        """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet).
+    def codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
+        """Return the previous codes of a chunk, None if they cannot be used (other sharding, group or alphabet).
 
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
@@ -248,8 +251,8 @@ class Parent:
         with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
             return self._codes(key, group)
 
-    def _codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
-        book, ref = self.model.books.get(group), self._find(key)
+    def _codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
+        book, ref = self.model.books.get(group), self._find_ref(key)
         if ref is None:
             return None
         record = self.checkpoint.read_record(ref)
@@ -264,15 +267,15 @@ class Parent:
         codes = self._cache.codes.get(key)
         if codes is None:
             codes = self.checkpoint.decode_codes(ref, self._workers)
-        return BaseRecord(ref, self.checkpoint.required_files(ref.file)), codes
+        return ParentRecord(ref, self.checkpoint.required_files(ref.file)), codes
 
     def device_codes(self, key: ChunkKey) -> torch.Tensor | None:
-        """Return the previous codes of a chunk in device memory, None if they are not there; removed unless shared."""
+        """Return the previous codes of a chunk in device memory, else None; drop them unless the parent is shared."""
         codes = self._cache.device_codes
-        return codes.get(key) if self._shared else codes.pop(key, None)
+        return codes.get(key) if self._is_shared else codes.pop(key, None)
 
-    def values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
-        """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers).
+    def values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
+        """Return the decoded values of a chunk, flat, None if they cannot be used (other sharding, or no numbers).
 
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
@@ -280,31 +283,31 @@ class Parent:
         with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
             return self._values(key)
 
-    def _values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
-        ref = self._find(key)
+    def _values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
+        ref = self._find_ref(key)
         if ref is None:
             return None
         record = self.checkpoint.read_record(ref)
         if tuple(record["shape"]) != key.shape or parse_dtype(record["dtype"]) not in QUANTIZABLE:
             return None
-        if not FACTORS.isdisjoint(record):  # its codes stand for values in units that change
+        if not FACTORS.isdisjoint(record):  # its codes are in units that change from save to save
             return None
         values = self._cache.values.get(key)
         if values is None:
             values = self.checkpoint.decode_values(ref, self._workers)
-        return BaseRecord(ref, self.checkpoint.required_files(ref.file), residual=True), values
+        return ParentRecord(ref, self.checkpoint.required_files(ref.file), residual=True), values
 
-    def _find(self, key: ChunkKey) -> RecordRef | None:
+    def _find_ref(self, key: ChunkKey) -> RecordRef | None:
         return self.checkpoint.find_chunk(key, self._cache.refs)
 
 
-def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
-    """Return a message on what is lost when a checkpoint without its refinement is loaded."""
+def describe_base_loss(directory: Path, manifest: Manifest) -> str:
+    """Return a message on the error of a checkpoint that is loaded without its refinement."""
     errors: dict[str, float] = {}
     for group, report in manifest.groups.items():
         kind = group.partition("/")[0]
         errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
-    # What is known of differences says nothing about the values that they add up to.
+    # The relative error of differences says nothing about the values that they add up to.
     against = manifest.get_setting("delta", "against")
     rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error >= 5e-5}
     lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
@@ -343,7 +346,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     """
     expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
     problems: list[tuple[Path, DSQError]] = []
-    rank = rank_in_job()
+    rank = get_job_rank()
     directory = resolve_run(run, rank)
     found = list(iter_checkpoints(directory, lambda path, error: problems.append((path, error))))
     older = set[str]().union(*(manifest.get_older_save_ids() for _, manifest in found))

@@ -1,4 +1,4 @@
-"""From a `SaveItem` to a chunk, and from a chunk to its codes."""
+"""Conversion of a `SaveItem` to a chunk, and of a chunk to its codes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.chain import BaseRecord, Parent
+from dsq_ckpt.engine.chain import Parent, ParentRecord
 from dsq_ckpt.engine.history import ChunkCache
-from dsq_ckpt.engine.local import SaveItem
+from dsq_ckpt.engine.local_state import SaveItem
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
@@ -41,10 +41,10 @@ _Load = Callable[[], torch.Tensor]
 
 @dataclass
 class QuantizedChunk:
-    """A chunk ready to be entropy-coded: its codes, and the record that they are coded against."""
+    """A chunk ready to be entropy-coded: its codes, and the record of the parent that they are coded against."""
 
     codes: CodeSource
-    base: BaseRecord | None
+    parent_record: ParentRecord | None
 
 
 class ChunkLoader:
@@ -57,56 +57,56 @@ class ChunkLoader:
         workers: threads.
 
     Attributes:
-        bases: the record that each chunk loaded so far is coded against.
+        parent_records: the record of the parent that a chunk is coded against, by chunk loaded so far.
     """
 
     def __init__(
         self, parent: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool, workers: Workers
     ) -> None:
         self._parent, self._gradients, self._residual, self._workers = parent, gradients, residual, workers
-        self.bases: dict[ChunkKey, BaseRecord] = {}
+        self.parent_records: dict[ChunkKey, ParentRecord] = {}
 
     def load(self, item: SaveItem) -> Chunk | None:
         """Return the chunk of an item.
 
-        None: differences are coded, and the parent has no values for it or they are too far off, so that it is stored
-        exactly.
+        Return None if differences are coded and the chunk is stored exactly, because the parent has no values for it or
+        its values are too far off.
         """
         assert item.config is not None
         tensor = item.load()
         chunk = Chunk(
             item.key, tensor, item.group, item.config.refinement_bits, gradient=self._gradients.get(item.key),
-            on_device=item.on_device, frame=_frame(item, tensor, self._workers),
+            on_device=item.on_device, frame=_make_frame(item, tensor, self._workers),
         )
-        return self._with_values(chunk) if self._residual else self._with_codes(chunk)
+        return self._attach_parent_values(chunk) if self._residual else self._attach_parent_codes(chunk)
 
-    def _with_codes(self, chunk: Chunk) -> Chunk:
+    def _attach_parent_codes(self, chunk: Chunk) -> Chunk:
         parent = self._parent
         previous = None if parent is None else parent.codes(chunk.key, chunk.group)
         if parent is None or previous is None:
             return chunk
-        self.bases[chunk.key] = previous[0]
+        self.parent_records[chunk.key] = previous[0]
         if device.serves(chunk):
             near = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
             with suppress(torch.OutOfMemoryError):
                 return replace(near, device_codes=parent_on_device(near))
         return replace(chunk, parent=previous[1], on_device=False)
 
-    def _with_values(self, chunk: Chunk) -> Chunk | None:
+    def _attach_parent_values(self, chunk: Chunk) -> Chunk | None:
         known = None if self._parent is None else self._parent.values(chunk.key)
         if known is not None:
             difference = replace(chunk, base_values=known[1])
             if brings_nearer(difference):
-                self.bases[chunk.key] = known[0]
+                self.parent_records[chunk.key] = known[0]
                 return difference
-        return None if all_finite(chunk) else chunk  # NaN and Inf are for the global sketch to find
+        return None if all_finite(chunk) else chunk  # the global sketch reports NaN and Inf
 
 
-def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
-    """Return items, of which small ones in device memory are copied to the host, so that it is waited for once.
+def copy_small_to_host(items: Iterable[SaveItem]) -> list[SaveItem]:
+    """Return items with small chunks copied from device memory to the host, with a single synchronization.
 
-    The calls of kernels for a small chunk take longer than the host takes to quantize it. Copies have `QUEUED_TOGETHER`
-    bytes at most; the other chunks stay on the device.
+    Launching kernels for a small chunk takes longer than quantizing it on the host. At most `QUEUED_TOGETHER` bytes are
+    copied; the other chunks stay on the device.
     """
     items, room = list(items), transfer.QUEUED_TOGETHER
     if not device.may_hold_tensors():
@@ -120,27 +120,27 @@ def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
                 small[item.load] = None
                 room -= tensor.nbytes
     loaded |= zip(small, transfer.host_copies([loaded[load] for load in small]), strict=True)
-    loads: dict[_Load, _Load] = {load: partial(_same, tensor) for load, tensor in loaded.items()}
-    return [_loaded_by(item, loads, item.load in small) for item in items]
+    loads: dict[_Load, _Load] = {load: partial(_return, tensor) for load, tensor in loaded.items()}
+    return [_replace_loads(item, loads, item.load in small) for item in items]
 
 
-def _loaded_by(item: SaveItem, loads: Mapping[_Load, _Load], on_host: bool) -> SaveItem:
+def _replace_loads(item: SaveItem, loads: Mapping[_Load, _Load], on_host: bool) -> SaveItem:
     second = item.second_moment
     if second is not None:
         second = replace(second, load=loads.get(second.load, second.load))
-    on_device = item.on_device and not on_host  # where tests call the host a device
+    on_device = item.on_device and not on_host  # tests use the host as a device
     return replace(item, load=loads.get(item.load, item.load), on_device=on_device, second_moment=second)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _return(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | None:
-    """Return the coordinates that an item is quantized in; None for its own values.
+def _make_frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | None:
+    """Return the coordinates in which an item is quantized; None: its own values.
 
     Raises:
-        SaveFailed: the chunk of its second moments is of another shape.
+        SaveFailed: the chunk of its second moments has another shape.
     """
     if item.config is not None and item.config.codebook.coordinates == "octaves":
         return ScaledFrame(MatrixScales.fit(tensor, workers))
@@ -156,11 +156,11 @@ def _frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | No
     return UpdateFrame(item.second_moment.fqn, squares)
 
 
-def quantized_lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
-    """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
+def quantize_lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
+    """Yield quantized chunks one by one; each chunk and its previous codes on a device are released afterwards."""
     fitted = plan.analysis.fitted
     chunks = deque(chunk for chunk in sketches.chunks if chunk.group in fitted)
-    bases, tables = loader.bases, DeviceTableCache()
+    parent_records, tables = loader.parent_records, DeviceTableCache()
 
     def generate() -> Iterator[QuantizedChunk]:
         while chunks:
@@ -169,15 +169,15 @@ def quantized_lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: Quantiza
             bits, compensation = fitted[chunk.group].refinement_bits, plan.compensations.get(chunk.key)
             if bits != chunk.refinement_bits or compensation is not None:
                 chunk = replace(chunk, refinement_bits=bits, compensation=compensation)
-            yield _quantized(chunk, bases, plan.analysis, tables)
+            yield _quantize_chunk(chunk, parent_records, plan.analysis, tables)
 
     return generate()
 
 
-def _quantized(
-    chunk: Chunk, bases: Mapping[ChunkKey, BaseRecord], analysis: Analysis, tables: DeviceTableCache
+def _quantize_chunk(
+    chunk: Chunk, parent_records: Mapping[ChunkKey, ParentRecord], analysis: Analysis, tables: DeviceTableCache
 ) -> QuantizedChunk:
-    """Return a chunk's codes, made as they are written, or on its device."""
+    """Return the codes of a chunk: computed on its device, or lazily as they are written."""
     fitted = analysis.fitted[chunk.group]
     source: CodeSource | None = None
     if device.serves(chunk) and fitted.turn is None:
@@ -185,11 +185,11 @@ def _quantized(
             source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
     source = source or QuantizingChunk(chunk, fitted)
     coded = source.parent is not None or chunk.base_values is not None
-    return QuantizedChunk(source, bases.get(chunk.key) if coded else None)
+    return QuantizedChunk(source, parent_records.get(chunk.key) if coded else None)
 
 
 def cache_chunk(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
-    """Cache the codes or values of a chunk for the next save; call it once all its blocks are written.
+    """Cache the codes or values of a chunk for the next save. Call it once all its blocks are written.
 
     Args:
         cache: cache of the checkpoint.
@@ -204,10 +204,10 @@ def cache_chunk(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
         cache.device_codes[source.key] = source.device_codes
 
 
-def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, F32]:
-    """Return the values of exact chunks that the next save takes differences to; float32, flat.
+def copy_exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, F32]:
+    """Return copies of the values of exact chunks to which the next save takes differences; float32, flat.
 
-    They are copies: training goes on in the tensors, and staged ones may move to shared memory under a view.
+    Copies are needed since training changes the tensors, and staged ones may move to shared memory under a view.
     """
     wanted = (item for item in exact if layout.residual and item.key.fqn in layout.tensors)
     return {item.key: flat_values(item.load()).copy() for item in wanted}

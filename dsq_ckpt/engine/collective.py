@@ -1,7 +1,7 @@
-"""A save over a `Communicator`: shards of named tensors from every rank, into one checkpoint directory.
+"""Saves over a `Communicator`: shards of named tensors of every rank are written to one checkpoint directory.
 
-DCP plans and gathers for the storage writer. For DeepSpeed, MPI, gradient logs and `compress` the ranks do that
-themselves, around the same `SavePipeline`.
+DCP plans and gathers for the storage writer. For DeepSpeed, MPI, gradient logs and `compress` this module does, around
+the same `SavePipeline`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.nesting import Path as NestedPath
 from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.commit import SaveContents
-from dsq_ckpt.engine.consistency import RankSettings, refuse_different
+from dsq_ckpt.engine.consistency import RankSettings, check_same_settings
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.local import LocalItems, LocalShard, LocalState, items_of, layout_of
+from dsq_ckpt.engine.local_state import LocalItems, LocalShard, LocalState, make_items, make_layout
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
@@ -38,7 +38,7 @@ from dsq_ckpt.storage.index import find_coverage_error
 
 @dataclass
 class _RankReport:
-    """The result of one rank, for the coordinator; pickled."""
+    """The result of one rank, sent to the coordinator."""
 
     result: RankResult
     tensors: dict[str, dict[str, Any]]
@@ -51,39 +51,39 @@ class _RankReport:
 def save_collectively(
     path: Path, state: Callable[[], LocalState], options: SaveOptions, comm: Communicator
 ) -> QuantizationPlan:
-    """Save the shards of all ranks; collective over `comm`. The checkpoint is complete on return, or was never there.
+    """Save the shards of all ranks; collective over `comm`. On return the checkpoint is complete; on error none exists.
 
     Args:
         path: the checkpoint directory, absolute, on storage that all ranks share.
-        state: returns what this rank saves; called in here so that its failure reaches the other ranks.
-        options: the same on all ranks, except for configuration keys that `consistency` leaves to each.
+        state: returns the state of this rank; called within a collective so that its failure reaches the other ranks.
+        options: equal on all ranks, except for the configuration keys that `consistency` exempts.
         comm: communicator of the ranks that save.
 
     Returns:
-        How the state was stored.
+        The quantization plan of the checkpoint.
 
     Raises:
-        DSQError: on all ranks, when any failed; earlier checkpoints are untouched.
+        DSQError: on all ranks, if any rank failed; earlier checkpoints are untouched.
     """
     return _CollectiveSave(path, options, comm).run(state)
 
 
 class _CollectiveSave:
-    """One save over a communicator: the steps of its pipeline, and the messages of the ranks in between."""
+    """One save over a communicator: the steps of its pipeline, and the collectives between them."""
 
     def __init__(self, path: Path, options: SaveOptions, comm: Communicator) -> None:
         self._pipeline, self._comm = SavePipeline(path, options), comm
         self._path, self._fsync = path, options.config.storage.fsync
         self._state: LocalState
         self._items: LocalItems
-        self._hidden: dict[str, Path] = {}
+        self._temporary_paths: dict[str, Path] = {}
         """Temporary names of this rank's attachments."""
 
     def run(self, state: Callable[[], LocalState]) -> QuantizationPlan:
         comm, pipeline = self._comm, self._pipeline
-        offers = gather_from_all_ranks(comm, lambda: self._prepare(state))
-        refuse_different([settings for settings, _ in offers])
-        layouts = [layout for _, layout in offers]
+        prepared = gather_from_all_ranks(comm, lambda: self._prepare(state))
+        check_same_settings([settings for settings, _ in prepared])
+        layouts = [layout for _, layout in prepared]
         context: SaveContext | None = None
         try:
             context = gather_from_all_ranks(comm, lambda: None if comm.rank else self._agree(layouts))[0]
@@ -93,11 +93,11 @@ class _CollectiveSave:
         except BaseException as error:
             if context is not None:
                 pipeline.options.history.remove(context.save_id)
-            if not isinstance(error, RankUnreachable):  # else others may still write
+            if not isinstance(error, RankUnreachable):  # else other ranks may still write
                 pipeline.discard()
             raise
         finally:
-            for temporary in self._hidden.values():
+            for temporary in self._temporary_paths.values():
                 temporary.unlink(missing_ok=True)
         pipeline.options.history.add_committed(self._path, context.save_id)
         pipeline.announce()
@@ -107,13 +107,14 @@ class _CollectiveSave:
     def _prepare(self, state: Callable[[], LocalState]) -> tuple[RankSettings, Layout]:
         options, own = self._pipeline.options, state()
         run_pending_handlers()
-        items, replicas = items_of(own.shards, options), items_of(own.replicas, options)
-        tied = TiedItems.of(items, replicas)
+        items, replicas = make_items(own.shards, options), make_items(own.replicas, options)
+        tied = TiedItems.find(items, replicas)
         self._state = own
         self._items = LocalItems(
-            tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients, own.objects.items()
+            tied.select_stored(items), tied.select_stored(replicas), tied.primary_keys, own.gradients,
+            own.objects.items(),
         )
-        return self._pipeline.settings, layout_of(
+        return self._pipeline.settings, make_layout(
             own.shards, options, bool(own.gradients), objects={**dict.fromkeys(own.objects), **own.settings}
         )
 
@@ -125,7 +126,7 @@ class _CollectiveSave:
         return context
 
     def _write(self, context: SaveContext) -> _RankReport:
-        """Quantize and write the files of this rank, and its attachments under temporary names."""
+        """Quantize and write the files of this rank; write its attachments under temporary names."""
         own, pipeline, rank = self._state, self._pipeline, self._comm.rank
         with pipeline.workers() as workers:
             quantized = pipeline.quantize(context, self._items, self._comm, workers)
@@ -134,24 +135,24 @@ class _CollectiveSave:
         files = []
         for name, write in own.attachments.items():
             temporary = hidden_name(self._path / name, context.save_id[:8])
-            self._hidden[name] = temporary
+            self._temporary_paths[name] = temporary
             attachment_files.write_attachment(temporary, partial(write, save_id=context.save_id), self._fsync)
             files.append(FileInfo(name, *checksum_file(temporary)))
         attachment_files.write_journal(self._path, context.save_id, rank, files, self._fsync)
         nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
-        return _RankReport(result, _inventory(own.shards), list(own.objects), nesting, files)
+        return _RankReport(result, _list_tensors(own.shards), list(own.objects), nesting, files)
 
     def _commit(self, context: SaveContext, reports: Sequence[_RankReport]) -> None:
         """Publish the attachments, then write index and manifest."""
         comm, contents = self._comm, list[SaveContents]()
 
         def publish() -> None:
-            contents.append(_contents(reports))  # fails on all ranks alike, before any gives a name to anything
-            attachment_files.publish_attachments(self._path, self._hidden, self._fsync)
+            contents.append(_merge_reports(reports))  # fails on all ranks alike, before any file is renamed
+            attachment_files.publish_attachments(self._path, self._temporary_paths, self._fsync)
 
         def commit() -> None:
             if comm.rank == 0:
-                self._commit_alone(context, contents[0] if contents else _contents(reports))
+                self._commit_on_coordinator(context, contents[0] if contents else _merge_reports(reports))
 
         try:
             if any(report.attachments for report in reports):
@@ -163,21 +164,21 @@ class _CollectiveSave:
                     attachment_files.restore_backups(self._path, context.save_id)
             raise
 
-    def _commit_alone(self, context: SaveContext, contents: SaveContents) -> None:
+    def _commit_on_coordinator(self, context: SaveContext, contents: SaveContents) -> None:
         committed = self._pipeline.commit(context, contents)
         if not committed.flushed:
             return
         attachment_files.remove_backups(self._path, [file.name for file in contents.attachments])
         self._pipeline.retire()
-        with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
+        with suppress(OSError):  # files of an interrupted save to this path; younger ones belong to another save
             gc.collect_directory(self._path, time.time() - context.started)
 
 
-def _contents(reports: Sequence[_RankReport]) -> SaveContents:
+def _merge_reports(reports: Sequence[_RankReport]) -> SaveContents:
     """Return the contents of the checkpoint, from the reports of all ranks.
 
     Raises:
-        SaveFailed: it is not whole tensors, or two ranks wrote the same.
+        SaveFailed: a tensor is not covered by its chunks, or two ranks wrote the same chunk or object.
     """
     tensors: dict[str, dict[str, Any]] = {}
     paths: dict[str, NestedPath] = {}
@@ -185,12 +186,12 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
     for rank, report in enumerate(reports):
         paths.update(report.nesting)
         for name in report.objects:
-            _once(seen, name, rank)
+            _add_unique(seen, name, rank)
         for fqn, tensor in report.tensors.items():
             known = tensors.setdefault(fqn, {**tensor, "chunks": []})
-            _alike(fqn, known, tensor)
+            _check_same(fqn, known, tensor)
             for key in tensor["chunks"]:
-                _once(seen, key, rank)
+                _add_unique(seen, key, rank)
             known["chunks"] += tensor["chunks"]
     for fqn, tensor in tensors.items():
         if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
@@ -202,24 +203,24 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
     )
 
 
-def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
+def _add_unique(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
     if key in seen:
         raise SaveFailed(f"{key} was given by rank {seen[key]} and by rank {rank}; only one of them may write it")
     seen[key] = rank
 
 
-def _inventory(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:
+def _list_tensors(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:
     tensors: dict[str, dict[str, Any]] = {}
     for shard in shards:
         dtype = str(shard.dtype).removeprefix("torch.")
         tensor = {"dtype": dtype, "shape": list(shard.size), "chunks": [shard.key]}
         known = tensors.setdefault(shard.key.fqn, {**tensor, "chunks": []})
-        _alike(shard.key.fqn, known, tensor)
+        _check_same(shard.key.fqn, known, tensor)
         known["chunks"].append(shard.key)
     return tensors
 
 
-def _alike(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
+def _check_same(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
     for what in ("dtype", "shape"):
         if known[what] != tensor[what]:
             raise SaveFailed(f"parts of '{fqn}' were given with {what} {known[what]} and {tensor[what]}")

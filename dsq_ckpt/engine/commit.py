@@ -1,4 +1,4 @@
-"""The last step of a save, on the coordinator: check that everything is there, write index and manifest."""
+"""The commit of a save, on the coordinator: check that all files exist, then write index and manifest."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from dsq_ckpt.storage.runs import get_run
 from dsq_ckpt.storage.shard import WrittenRecord
 from dsq_ckpt.version import __version__
 
-_told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
+_warned: set[tuple[Path, str]] = set()  # run directories and the rules and groups that were warned of
 
 
-class Committed(NamedTuple):
+class CommitResult(NamedTuple):
     """A complete checkpoint.
 
     Attributes:
         manifest: its manifest.
         flushed: whether its name is on the device, so that older files may be deleted.
-        model: what its index tells a child.
+        model: codebooks and scales that a child is coded with.
     """
 
     manifest: Manifest
@@ -62,13 +62,13 @@ class Committed(NamedTuple):
 
 @dataclass
 class SaveContents:
-    """The contents of a checkpoint, from all ranks: what was planned, and what was written of it.
+    """The planned and the written contents of a checkpoint, of all ranks.
 
     Attributes:
         results: results of all ranks, in rank order.
-        tensors: {name: {"dtype", "shape", "chunks": [ChunkKey, ...]}} of all tensors.
-        objects: names of all objects.
-        nesting: keys of the index that tell how the state dict was nested.
+        tensors: {name: {"dtype", "shape", "chunks": [ChunkKey, ...]}} of all planned tensors.
+        objects: names of all planned objects.
+        nesting: keys of the index that define the nesting of the state dict.
         attachments: files of other formats that lie beside the data files and belong to the checkpoint.
     """
 
@@ -89,53 +89,53 @@ class SaveContents:
         return sorted({name for result in self.results for name in result.requires})
 
     @property
-    def is_of_another_training(self) -> bool:
-        """Whether its weights have nothing in common with those of the checkpoint before."""
+    def is_other_training(self) -> bool:
+        """Whether its weights are unrelated to those of the previous checkpoint."""
         return {result.related for result in self.results} - {None} == {False}
 
 
 def commit(
     path: Path, options: SaveOptions, context: SaveContext, contents: SaveContents, plan: QuantizationPlan,
     parent: Manifest | None = None,
-) -> Committed:
-    """Check that everything is there, write index and manifest; on the coordinator.
+) -> CommitResult:
+    """Check that all files exist, then write index and manifest; on the coordinator.
 
     Args:
         path: directory of the checkpoint.
         options: options of the save.
         context: context of the save.
         contents: contents of the checkpoint.
-        plan: how it was stored.
-        parent: manifest of the checkpoint that it is coded against; None: it is read.
+        plan: quantization plan of the save.
+        parent: manifest of the parent; None: it is read.
 
     Raises:
-        SaveFailed: a planned item was not written, or chunks do not make a whole tensor; it stays invisible.
+        SaveFailed: a planned item was not written, or chunks do not cover a tensor; the checkpoint stays invisible.
         CheckpointExists: another save completed a checkpoint here meanwhile.
     """
     config = plan.config
     _check_complete(path, contents)
-    files = _data_files(path, context, contents, parent)
+    files = _list_data_files(path, context, contents, parent)
     places = [file.path_in(path) for file in files]
     found = read_sizes(places)
     absent = [file for file, place in zip(files, places, strict=True) if found[place] != file.size]
     if absent:
-        raise SaveFailed(_incomplete(path, absent, contents.results))
-    index = _index(context, contents, plan)
+        raise SaveFailed(_describe_missing_files(path, absent, contents.results))
+    index = _make_index(context, contents, plan)
     files.append(ManifestFile.from_info(write_index(path, context.save_id, index, config.storage.fsync), "index"))
-    manifest = _manifest(path, options, context, contents, plan, files)
+    manifest = _make_manifest(path, options, context, contents, plan, files)
     model = ParentModel.of_index(index, manifest.depth)
     flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required else None)
-    if contents.is_of_another_training and context.previous is not None:
-        _tell_of_another(get_run(path), expand_path(context.previous.path))
-    _warn_of_idle(path, config, contents.tensors, context.layout.settings)
-    return Committed(manifest, flushed, model)
+    if contents.is_other_training and context.previous is not None:
+        _warn_of_other_training(get_run(path), expand_path(context.previous.path))
+    _warn_of_unused_settings(path, config, contents.tensors, context.layout.settings)
+    return CommitResult(manifest, flushed, model)
 
 
 def _check_complete(path: Path, contents: SaveContents) -> None:
-    """Compare what is planned with what was written.
+    """Check that all planned chunks and objects were written, and that chunks cover their tensors.
 
     Raises:
-        SaveFailed: a chunk or an object is missing.
+        SaveFailed: they were not, or a chunk that measures a first moment is missing.
     """
     planned = [key for tensor in contents.tensors.values() for key in tensor["chunks"]] + list(contents.objects)
     if not planned and not contents.attachments:
@@ -157,10 +157,10 @@ def _check_complete(path: Path, contents: SaveContents) -> None:
         )
 
 
-def _data_files(
+def _list_data_files(
     path: Path, context: SaveContext, contents: SaveContents, manifest: Manifest | None
 ) -> list[ManifestFile]:
-    """Return all files of the checkpoint but the index."""
+    """Return all files of the checkpoint except the index."""
     files = [ManifestFile.from_info(file, "own") for result in contents.results for file in result.files]
     files += [
         ManifestFile.from_info(result.refinement, "refinement") for result in contents.results if result.refinement
@@ -177,13 +177,13 @@ def _data_files(
     return files
 
 
-def _index(context: SaveContext, contents: SaveContents, plan: QuantizationPlan) -> dict[str, Any]:
+def _make_index(context: SaveContext, contents: SaveContents, plan: QuantizationPlan) -> dict[str, Any]:
     written, analysis = contents.written, plan.analysis
     names = [file.name for result in contents.results for file in result.files]
     place = {name: number for number, name in enumerate(names)}
     nesting = contents.nesting
     if not {*contents.tensors, *contents.objects} <= set(nesting["planner"] or ()):
-        nesting = {**nesting, "planner": None}  # paths to a part of it would lose the rest
+        nesting = {**nesting, "planner": None}  # with paths for a part of the names the others would be lost
     return {
         "files": names,
         "tensors": {
@@ -194,36 +194,37 @@ def _index(context: SaveContext, contents: SaveContents, plan: QuantizationPlan)
         },
         "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in contents.objects},
         "codebooks": {
-            # A group of zeros teaches nothing to the next checkpoint.
+            # The codebook of a group of zeros is of no use to the next checkpoint.
             name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
             if fitted.mean_square > 0 and not context.layout.residual
         },
         "exponents": {} if context.layout.residual else analysis.exponents,
-        "tied": _tied(contents.results),
+        "tied": _resolve_tied(contents.results),
         "planner_data": None, **nesting,
     }
 
 
-def _manifest(
+def _make_manifest(
     path: Path, options: SaveOptions, context: SaveContext, contents: SaveContents, plan: QuantizationPlan,
     files: list[ManifestFile],
 ) -> Manifest:
     analysis, config, results = plan.analysis, plan.config, contents.results
     parent = context.parent if contents.required else None
-    before = None if contents.is_of_another_training else context.previous
+    before = None if contents.is_other_training else context.previous
     if context.previous is None and options.after is not None:
         before = options.after()
-    previous, previous_name = _previous(path, before)
+    previous, previous_name = _get_previous(path, before)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
-        parent=parent.save_id if parent else None, parent_name=_name_of(expand_path(parent.path)) if parent else None,
+        parent=parent.save_id if parent else None,
+        parent_name=_to_plain_name(expand_path(parent.path)) if parent else None,
         previous=previous, previous_name=previous_name, replaced=list_replaced(path) if options.overwrite else [],
         depth=parent.depth + 1 if parent else 0,
-        siblings=parent.place if parent else 0,
+        siblings=parent.position if parent else 0,
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
-        files=files, kinds=_kinds(results),
+        files=files, kinds=_sum_kinds(results),
         groups={
-            name: _report(fitted, context.layout.residual, analysis.worst.get(name))
+            name: _make_group_report(fitted, context.layout.residual, analysis.worst.get(name))
             for name, fitted in analysis.fitted.items()
             if fitted.counts.any()
         },
@@ -234,10 +235,10 @@ def _manifest(
     )
 
 
-def _tell_of_another(run: Path, before: Path) -> None:
-    """Warn, once for a run directory, that checkpoints of several trainings come after each other in it."""
-    if (run, "") not in _told:
-        _told.add((run, ""))
+def _warn_of_other_training(run: Path, before: Path) -> None:
+    """Warn, once per run directory, that it has consecutive checkpoints of several trainings."""
+    if (run, "") not in _warned:
+        _warned.add((run, ""))
         warn_safely(
             f"the weights saved in '{run}' now have nothing in common with those of '{before.name}', the checkpoint "
             "before it: they are taken for another training of the same names and shapes (or they changed entirely), "
@@ -247,7 +248,7 @@ def _tell_of_another(run: Path, before: Path) -> None:
         )
 
 
-def _kinds(results: Sequence[RankResult]) -> dict[str, KindSizes]:
+def _sum_kinds(results: Sequence[RankResult]) -> dict[str, KindSizes]:
     kinds: dict[str, KindSizes] = {}
     for result in results:
         for kind, own in result.kinds.items():
@@ -263,20 +264,20 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
 
     Raises:
         CheckpointExists: another save completed a checkpoint here meanwhile.
-        SaveFailed: the parent was removed meanwhile, and with it perhaps files that the checkpoint needs.
+        SaveFailed: the parent was removed meanwhile, perhaps with files that the checkpoint needs.
     """
     if is_remote(path):
         against = None if parent is None else (expand_path(parent.path), parent.save_id)
         references.commit_manifest(path, manifest, overwrite, against)
         return True
-    replaced = _replaced(path, manifest.files) if overwrite else []
+    replaced = _find_replaced_files(path, manifest.files) if overwrite else []
     if config.storage.fsync:
         sync_directory(path)
     try:
         manifest.write(path, exclusive=not overwrite, fsync=config.storage.fsync)
     except FileExistsError as error:
         raise CheckpointExists(format_concurrent_save(path)) from error
-    except ManifestNotFlushed as error:  # visible to everybody; taking it back could fail as well
+    except ManifestNotFlushed as error:  # the checkpoint is visible, and removing it could fail as well
         warn_safely(
             f"'{path}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
             "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
@@ -290,8 +291,10 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
     return True
 
 
-def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:
-    """Warn, once for a run, of rules and groups that match no tensor, as a typo in them leaves tensors lossy."""
+def _warn_of_unused_settings(
+    directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]
+) -> None:
+    """Warn, once per run, of rules and groups that match no tensor: a typo in them leaves tensors lossy."""
     texts = []
     for pattern, earlier in without_effect(config.quantize.rules, names).items():
         text = f"quantize.rules: the pattern '{pattern}' matches no tensor"
@@ -308,13 +311,13 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
         texts.append("storage.replicate_keyframes: it has no effect on an object store, which keeps copies by itself")
     for text in texts:
         key = get_run(directory), text.partition(";")[0]
-        if key not in _told:
-            _told.add(key)
+        if key not in _warned:
+            _warned.add(key)
             warn_safely(text)
 
 
-def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
-    """Return a message on files that ranks wrote and the coordinator does not see."""
+def _describe_missing_files(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
+    """Return a message on files that ranks wrote but the coordinator does not see."""
     here = platform.node()
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
     shown = []
@@ -330,8 +333,8 @@ def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequen
     return text + "the checkpoint was not committed"
 
 
-def _tied(results: Sequence[RankResult]) -> dict[str, str]:
-    """Return, for each tied name, the one under which it is stored, joined over the tied items of all ranks."""
+def _resolve_tied(results: Sequence[RankResult]) -> dict[str, str]:
+    """Return the stored name by tied name, merged over the tied items of all ranks."""
     one: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -347,10 +350,10 @@ def _tied(results: Sequence[RankResult]) -> dict[str, str]:
     return {name: find(name) for name in one}
 
 
-def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:
+def _get_previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:
     """Return the save id of the previous checkpoint, and its name if it lies in the same run directory.
 
-    A checkpoint saved over itself comes after what its predecessor came after, which nothing else would remember.
+    If the new checkpoint overwrites the previous one, its predecessor is returned, which only its manifest names.
     """
     if previous is None:
         return None, None
@@ -360,26 +363,26 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     if path.absolute().name == directory.absolute().name:
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name
-    return previous.save_id, _name_of(path)
+    return previous.save_id, _to_plain_name(path)
 
 
-def _name_of(path: Path) -> str | None:
+def _to_plain_name(path: Path) -> str | None:
     """Return the name of a directory as text, with undecodable bytes as question marks; None if it has a backslash."""
     name = path.name.encode("utf-8", "replace").decode()
     return name if is_plain_name(name) else None
 
 
-def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
-    """Return files of the overwritten checkpoint that the new one does not need."""
+def _find_replaced_files(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
+    """Return the files of the overwritten checkpoint that the new one does not need."""
     kept = {file.name for file in files}
     try:
         names = [file.name for file in Manifest.read(directory).files if file.name not in kept and file.held_by is None]
         return [directory / name for name in set(names) - references.find_held_files(directory)]
-    except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+    except DSQError:  # no checkpoint, or no readable manifest: leave the files to `dsq gc`
         return []
 
 
-def _report(fitted: Fitted, residual: bool, worst: WorstTensor | None) -> GroupReport:
+def _make_group_report(fitted: Fitted, residual: bool, worst: WorstTensor | None) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     base, refined = (worst.plain, worst.plain_refined) if worst else (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""`SaveContext`: the decisions of the coordinator about a save, before any rank reads its tensors."""
+"""`SaveContext`: the decisions of the coordinator about a save, made before any rank reads its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.engine import chain
-from dsq_ckpt.engine.chain import Lineage
 from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError
@@ -24,20 +23,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveContext:
-    """The decisions that all ranks of a save follow; plain data, which travels in DCP's plans.
+    """The decisions that all ranks of a save follow; plain data, sent in DCP's plans.
 
     Attributes:
         save_id: id of the save, of 16 hexadecimal digits.
         ranks: number of ranks that save.
-        previous: the checkpoint that it comes after in its run.
-        parent: the checkpoint that it is coded against; None for a keyframe.
+        previous: the previous checkpoint of the run.
+        parent: the checkpoint that this one is coded against; None for a keyframe.
         model: codebooks and scales of the parent.
         layout: the lossy tensors of all ranks, and how each is stored.
-        exact: whether everything is stored exactly, whatever the configuration says; see `too_many_resumes`.
-        lossy_resumes: how often the run was restored from a lossy checkpoint before.
-        started: when the save began on the coordinator, in seconds since the epoch.
-        shared: whether the next save is to be coded against the same parent, so that codes are not kept that have one.
-        appeared: names of weights that are lossy, and were not in the previous checkpoint, where this process saved it.
+        exact: whether everything is stored exactly, whatever the configuration says; see `check_resume_limit`.
+        lossy_resumes: number of restores of the run from a lossy checkpoint before.
+        started: start of the save on the coordinator, in seconds since the epoch.
+        reuses_parent: whether the next save is coded against the same parent; the codes of chunks that have a record
+            in the parent are then not cached.
+        new_weights: names of weights that are lossy and were not lossy in the previous checkpoint; empty unless this
+            process saved that.
     """
 
     save_id: str
@@ -49,14 +50,14 @@ class SaveContext:
     exact: bool = False
     lossy_resumes: int = 0
     started: float = 0.0
-    shared: bool = False
-    appeared: frozenset[str] = frozenset()
+    reuses_parent: bool = False
+    new_weights: frozenset[str] = frozenset()
 
 
-def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
-    """Decide what a checkpoint comes after and what it is coded against; on the coordinator.
+def make_context(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
+    """Choose the previous checkpoint and the parent of a save; on the coordinator.
 
-    The coordinator alone reads the parent's codebooks, since the shape of the all-reduce follows from them.
+    Only the coordinator reads the parent's codebooks, because they define the shape of the all-reduce.
 
     Args:
         path: directory of the new checkpoint.
@@ -69,37 +70,34 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
     """
     layout = Layout.union(layouts)
     siblings = options.config.delta.siblings
-    lineage = chain.lineage(path, options.parent, layout.shapes, options.history, siblings)
-    exact = too_many_resumes(lineage.lossy_resumes, options.config)
+    lineage = chain.find_lineage(path, options.parent, layout.shapes, options.history, siblings)
+    exact = check_resume_limit(lineage.lossy_resumes, options.config)
     if exact is not None:
         warn(exact)
 
-    def context(lineage: Lineage, parent: ParentRef | None) -> SaveContext:
-        model = None if parent is None else _model(parent, layout, options.history)
+    def with_parent(parent: ParentRef | None) -> SaveContext:
+        model = None if parent is None else _load_parent_model(parent, layout, options.history)
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
-            lineage.lossy_resumes, shared=parent is not None and 0 < parent.place < siblings,
-            appeared=_appeared(layout, lineage.previous, options.history),
+            lineage.lossy_resumes, reuses_parent=parent is not None and 0 < parent.position < siblings,
+            new_weights=_find_new_weights(layout, lineage.previous, options.history),
         )
 
     if exact is not None:
-        return context(lineage, None)
+        return with_parent(None)
     try:
-        parent = chain.choose_parent(lineage.base, options.parent, options.config)
+        parent = chain.choose_parent(lineage.candidate, options.parent, options.config)
         logger.debug("%s: %s", path.name, "a keyframe" if parent is None else f"a delta against '{parent.path}'")
-        return context(lineage, parent)
+        return with_parent(parent)
     except DSQError as error:
         if options.parent != "auto":
             raise
         warn(f"the parent checkpoint cannot be read; writing a keyframe instead of a delta: {error}")
-        return context(lineage, None)
+        return with_parent(None)
 
 
-def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
-    """Return a warning if the run was restored from lossy state so often that it is to be stored exactly from now on.
-
-    None: it was not.
-    """
+def check_resume_limit(resumes: int, config: DSQConfig) -> str | None:
+    """Return a warning if the run has had so many lossy restores that it is now stored exactly, else None."""
     limit = config.search.max_lossy_resumes
     if limit is None or resumes < limit:
         return None
@@ -109,18 +107,18 @@ def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
     )
 
 
-def _appeared(layout: Layout, previous: ParentRef | None, history: SaveHistory) -> frozenset[str]:
+def _find_new_weights(layout: Layout, previous: ParentRef | None, history: SaveHistory) -> frozenset[str]:
     known = None if previous is None else history.find(previous.save_id)
     return frozenset() if known is None or known.lossy is None else layout.weights() - known.lossy
 
 
-def _model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:
+def _load_parent_model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:
     known = history.find(parent.save_id)
     with Checkpoint(expand_path(parent.path), lazy=True) as checkpoint:
         if known is None or known.model is None or checkpoint.manifest.save_id != parent.save_id:
             model = checkpoint.to_parent_model()
         else:
             model = known.model
-            checkpoint.read_index_bytes()  # which a load of the parent needs, if not this save
-        # Codebooks of values do not fit differences, and those of other differences have other sizes.
+            checkpoint.read_index_bytes()  # checks the index, which a load of the parent needs
+        # Codebooks of values do not fit differences, and differences of two saves have different magnitudes.
         return ParentModel({}, {}, parent.depth) if layout.residual else model.usable_for(layout)

@@ -2,8 +2,8 @@
 
 A process may train several states, such as a generator and its discriminator, and save them in one run directory or in
 several. A `SaveHistory` is a short list of checkpoints, newest first, each with the names and shapes of its tensors,
-which tell the states apart. Unless an owner passes one of its own, everything in a process shares the default history,
-so that `dsq_ckpt.load` and a `Compressor` know of each other.
+which identify the state. All callers in a process share the default history unless they pass their own, so that
+`dsq_ckpt.load` and a `Compressor` know the same checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.engine import other_jobs
-from dsq_ckpt.engine.shapes import Shapes, continues, shapes_of
+from dsq_ckpt.engine.shapes import Shapes, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
@@ -31,22 +31,22 @@ from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
 from dsq_ckpt.storage.runs import get_run
 from dsq_ckpt.storage.shard import RecordRef
 
-_MOST = 64
-"""Checkpoints known at once, over all run directories; the next save of a state beyond them is a keyframe."""
-_MOST_CACHES = 4
-"""How many of these keep codes and codebooks in memory; those of others are read from their files when needed."""
+_MAX_CHECKPOINTS = 64
+"""Most checkpoints in a history, over all run directories; the next save of a state beyond them is a keyframe."""
+_MAX_CACHES = 4
+"""Most checkpoints that keep codes and codebooks in memory; those of others are read from files when needed."""
 
 
 class ParentRef(NamedTuple):
-    """A checkpoint to code against; plain strings and numbers, so that DCP can carry it in a plan."""
+    """A checkpoint to code against; plain strings and numbers, so that DCP can send it in a plan."""
 
     save_id: str
     path: str
     depth: int
     lossy_resumes: int = 0
-    """Of the checkpoint that comes after it: its own, and one more if this process loaded it and it is lossy."""
-    place: int = 1
-    """Position, from 1 on, of the next checkpoint among those in a row with this parent; 0: none is to share it."""
+    """Lossy resumes of the next checkpoint: one more than before if this process loaded this one and it is lossy."""
+    position: int = 1
+    """Position of the next checkpoint, from 1, among consecutive ones with this parent; 0: the parent is not shared."""
 
 
 @dataclass
@@ -54,10 +54,10 @@ class ChunkCache:
     """Chunks of a checkpoint that this rank keeps in memory for its next save.
 
     Attributes:
-        codes: codes of each chunk, where `delta.against` is "codes"; 1 byte per element.
-        values: decoded base layer of each chunk, where `delta.against` is "values"; float32, flat.
+        codes: codes of each chunk, if `delta.against` is "codes"; 1 byte per element.
+        values: decoded base layer of each chunk, if `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
-        refs: the record of each chunk, so that the index, which names those of all ranks, need not be read for them.
+        refs: the record of each chunk, so that the index, which has the chunks of all ranks, need not be read.
     """
 
     codes: dict[ChunkKey, Codes] = field(default_factory=dict)
@@ -76,17 +76,17 @@ class KnownCheckpoint:
     Attributes:
         save_id: id of the save that wrote it.
         path: its directory.
-        shapes: shapes of its tensors; None until its files tell them.
+        shapes: shapes of its tensors; None until they are read from its files.
         cache: its chunks on this rank.
-        previous: save id of the checkpoint it came after.
-        follows: whether that checkpoint lies in the same run directory, so that the run is in use.
-        shares: save id of the checkpoint it is coded against, if the next one is to be, too; it has no cache then.
+        previous: save id of the previous checkpoint.
+        follows_in_run: whether the previous checkpoint lies in the same run directory, so that the run is in use.
+        shared_parent: save id of its parent, if the next checkpoint is to have the same one; then it has no cache.
         loaded: whether it was loaded, so that the next save comes from a restored state.
-        complete: whether it is known to be committed; otherwise its manifest tells.
+        complete: whether it is known to be committed; otherwise its manifest must be read.
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
-        model: what its index tells a child, where this process wrote that; None: the index is to be read.
-        lossy: names of its lossy weights, where this process saved it.
-        watch: what was seen of its training, at it and at those before it.
+        model: codebooks and scales for a child, if this process wrote the index; None: the index must be read.
+        lossy: names of its lossy weights, if this process saved it.
+        watch: observations of its training, up to this checkpoint.
     """
 
     save_id: str
@@ -94,8 +94,8 @@ class KnownCheckpoint:
     shapes: Shapes | None = None
     cache: ChunkCache = field(default_factory=ChunkCache)
     previous: str | None = None
-    follows: bool = False
-    shares: str | None = None
+    follows_in_run: bool = False
+    shared_parent: str | None = None
     loaded: bool = False
     complete: bool = False
     suspect: bool = False
@@ -113,12 +113,12 @@ Outline = list[KnownCheckpoint]
 
 
 class SaveHistory:
-    """The checkpoints that a training process wrote or read, which its next saves may come after.
+    """The checkpoints that a training process wrote or read, and that its next saves may continue.
 
-    Pass one to `DSQStorageWriter`, `DSQStorageReader`, `save`, `load` or `Compressor` to train two runs in one process
-    that are to know nothing of each other, even in the same directory; otherwise all share one history.
+    Pass one to `DSQStorageWriter`, `DSQStorageReader`, `save`, `load` or `Compressor` to train independent runs in one
+    process, even in the same directory; by default all share one history.
 
-    It is pickled as a reference: in another process it is the history that was passed there before, or a new one.
+    It is pickled as a reference: in another process it becomes the history that was passed there before, or a new one.
 
     Example:
         >>> history = dsq_ckpt.SaveHistory()
@@ -133,21 +133,21 @@ class SaveHistory:
         self._key = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._known: list[KnownCheckpoint] = []
-        self.told: dict[str, bool] = {}
+        self.warned_since_keyframe: dict[str, bool] = {}
         """Names of tensors that the user was warned of since the last keyframe, and whether they were exact then."""
-        self.said = set[str]()
-        """Groups whose next update breaks its bound, and rounded weights, that a save spoke of since the run began."""
+        self.warned_in_run = set[str]()
+        """Groups whose update error exceeds its bound, and rounded weights, that were warned of since the run began."""
         _histories[self._key] = self
 
     @classmethod
     def _with_key(cls, key: str) -> SaveHistory:
-        made = cls()
-        made._key = key
-        _histories[key] = made
-        return made
+        history = cls()
+        history._key = key
+        _histories[key] = history
+        return history
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_key, (self._key,)
+        return _get_by_key, (self._key,)
 
     def __repr__(self) -> str:
         return f"SaveHistory({len(self._known)} checkpoints)"
@@ -164,47 +164,55 @@ class SaveHistory:
     def add_pending(
         self, new: KnownCheckpoint, previous: ParentRef | None = None, parent: str | None = None
     ) -> None:
-        """Add the checkpoint of a save under way; it counts once its manifest is there.
+        """Add the checkpoint of a save under way; it takes effect once its manifest exists.
 
         Args:
             new: the checkpoint.
-            previous: the checkpoint it comes after.
-            parent: save id of the checkpoint it is coded against.
+            previous: the previous checkpoint.
+            parent: save id of the parent.
         """
-        other_jobs.note_own(new.path, new.save_id)
+        other_jobs.add_own(new.path, new.save_id)
         new.watch.save_ids.add(new.save_id)
         with self._lock:
             self._known[:] = [one for one in self._known if one.save_id != new.save_id]
             for other in self.checkpoints(new.run):
-                if other.shapes is None and has_shapes(other):
-                    self._complete(other)  # by another process
+                if other.shapes is None and ensure_shapes(other):
+                    self._mark_complete(other)  # another process committed it
             if previous is not None:
-                new.previous, new.follows = previous.save_id, get_run(expand_path(previous.path)) == new.run
+                new.previous, new.follows_in_run = previous.save_id, get_run(expand_path(previous.path)) == new.run
                 if (before := self.find(previous.save_id)) is not None:
-                    self._complete(before)  # the coordinator read its manifest
+                    self._mark_complete(before)  # the coordinator read its manifest
             for other in self.checkpoints():
-                # Where each checkpoint has a run directory of its own, no later save would free these caches.
-                passed_by = other.run == new.run or not other.follows
-                if other.cache and other.save_id not in (new.previous, parent) and passed_by and _same(new, other):
+                # If each checkpoint has a run directory of its own, no later save would free these caches.
+                if not other.cache or other.save_id in (new.previous, parent) or not _is_same_state(new, other):
+                    continue
+                if other.run == new.run or not other.follows_in_run:
                     other.cache = ChunkCache()
             self._known.insert(0, new)
-            self._bound()
+            self._trim()
 
     def add_committed(self, path: Path, save_id: str, model: ParentModel | None = None) -> None:
-        """Mark a checkpoint as committed: it is the parent of the next save of its state in its run; see `model`."""
-        other_jobs.note_own(path, save_id)
+        """Mark a checkpoint as committed: the next save of its state in its run is coded against it.
+
+        Args:
+            path: directory of the checkpoint.
+            save_id: id of the save that wrote it.
+            model: see `KnownCheckpoint`.
+        """
+        other_jobs.add_own(path, save_id)
         with self._lock:
             found = self.find(save_id)
             if found is None:
                 with suppress(DSQError):  # without its index, nothing can be coded against it either
-                    self._known.append(found := KnownCheckpoint(save_id, path.absolute(), _shapes_at(path, save_id)))
+                    found = KnownCheckpoint(save_id, path.absolute(), _read_shapes_at(path, save_id))
+                    self._known.append(found)
             if found is not None:
                 found.model = model or found.model
-                self._complete(found)
-            self._bound()
+                self._mark_complete(found)
+            self._trim()
 
     def add_loaded(self, path: Path, save_id: str, cache: ChunkCache, files: CheckpointFiles | None = None) -> None:
-        """Add a checkpoint that was loaded: the parent of the next save of its state, whatever came after it.
+        """Add a loaded checkpoint: the next save of its state is coded against it, whatever was saved after it.
 
         Args:
             path: directory of the checkpoint.
@@ -212,23 +220,24 @@ class SaveHistory:
             cache: chunks of this rank.
             files: the checkpoint, if it is open.
         """
-        other_jobs.note_loaded(path, save_id)
+        other_jobs.add_loaded(path, save_id)
         with self._lock:
             with suppress(DSQError):  # it was replaced since
-                shapes = _shapes_at(path, save_id) if files is None else shapes_of(files)
+                shapes = _read_shapes_at(path, save_id) if files is None else read_shapes(files)
                 new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, loaded=True, complete=True)
                 replaced = [
-                    one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))
+                    one for one in self._known
+                    if one.save_id == save_id or (one.run == new.run and _is_same_state(new, one))
                 ]
                 new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
                 new.watch = next((one.watch for one in replaced if save_id in one.watch.save_ids), new.watch)
                 new.watch.save_ids.add(save_id)
                 new.lossy = next((one.lossy for one in replaced if one.save_id == save_id), None)
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
-            self._bound()
+            self._trim()
 
     def move(self, save_id: str, path: Path) -> None:
-        """Note that the directory of a checkpoint was renamed within its run directory."""
+        """Record that the directory of a checkpoint was renamed within its run directory."""
         with self._lock:
             if (found := self.find(save_id)) is not None:
                 found.path = path.absolute()
@@ -239,21 +248,22 @@ class SaveHistory:
             self._known[:] = [one for one in self._known if one.save_id != save_id]
 
     def outline(self) -> Outline:
-        """Return the known checkpoints without their chunks."""
+        """Return the known checkpoints without their cached chunks."""
         return [replace(one, cache=ChunkCache()) for one in self.checkpoints()]
 
     def adopt(self, outline: Outline) -> None:
-        """Replace the known checkpoints by those of another process; chunks that are cached here stay."""
+        """Replace the known checkpoints by those of another process; keep the chunks that are cached here."""
         with self._lock:
             own = {one.save_id: one for one in self._known}
             adopted = {one.save_id: one for one in outline}
             for save_id in own.keys() & adopted.keys():
                 known = own[save_id]
-                shares = adopted[save_id].shares or known.shares  # the other process does not know what it was
+                shared_parent = adopted[save_id].shared_parent or known.shared_parent  # unknown to the other process
                 adopted[save_id] = replace(
-                    adopted[save_id], cache=known.cache, shares=shares, watch=known.watch, lossy=known.lossy
+                    adopted[save_id], cache=known.cache, shared_parent=shared_parent, watch=known.watch,
+                    lossy=known.lossy,
                 )
-            shared = {one.shares for one in adopted.values()} - {None} - adopted.keys()
+            shared = {one.shared_parent for one in adopted.values()} - {None} - adopted.keys()
             self._known[:] = [*adopted.values(), *(one for one in self._known if one.save_id in shared)]
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -262,13 +272,13 @@ class SaveHistory:
         other_jobs.forget(run)
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
-            self.told.clear()
-            self.said.clear()
+            self.warned_since_keyframe.clear()
+            self.warned_in_run.clear()
 
-    def doubt(self) -> None:
-        """Note that a load met a damaged file: the parent of the next save is checked completely first.
+    def mark_suspect(self) -> None:
+        """Mark all checkpoints as suspect after a load met a damaged file; the next save checks its parent completely.
 
-        All checkpoints are marked, since they share files beyond their run directory too.
+        All are marked because files are shared beyond a run directory too.
         """
         for one in self.checkpoints():
             one.suspect = True
@@ -278,88 +288,88 @@ class SaveHistory:
         for one in self.checkpoints(get_run(path)):
             one.cache.device_codes.clear()
 
-    def _complete(self, new: KnownCheckpoint) -> None:
-        """Drop the checkpoints that a committed one takes the place of: older ones of its state in its run."""
+    def _mark_complete(self, new: KnownCheckpoint) -> None:
+        """Drop the checkpoints that a committed one replaces: older ones of its state in its run."""
         new.complete = True
         place = self._known.index(new)
         for other in self._known[place + 1 :]:
             replaced = other.save_id == new.previous
-            if other.save_id == new.shares:
+            if other.save_id == new.shared_parent:
                 continue
-            if other.run == new.run and (replaced or _same(new, other)):
+            if other.run == new.run and (replaced or _is_same_state(new, other)):
                 self._known.remove(other)
             elif replaced:
                 other.cache = ChunkCache()
 
-    def _bound(self) -> None:
-        del self._known[_MOST:]
-        for one in [one for one in self._known if one.cache][_MOST_CACHES:]:
+    def _trim(self) -> None:
+        del self._known[_MAX_CHECKPOINTS:]
+        for one in [one for one in self._known if one.cache][_MAX_CACHES:]:
             one.cache = ChunkCache()
-        for one in [one for one in self._known if one.model is not None][_MOST_CACHES:]:
+        for one in [one for one in self._known if one.model is not None][_MAX_CACHES:]:
             one.model = None
 
-    def _after_fork(self) -> None:
-        """Renew the lock, which a thread that is not in the child may have held while it filled codes."""
+    def _reset_caches(self) -> None:
+        """Renew the lock, which a thread of the parent may have held while it filled codes, and drop the caches."""
         self._lock = threading.RLock()
         for one in self._known:
-            _inherited.append(one.cache)
+            _parent_caches.append(one.cache)
             one.cache = ChunkCache()
 
 
 _histories: weakref.WeakValueDictionary[str, SaveHistory] = weakref.WeakValueDictionary()
-_unpickled: list[SaveHistory] = []  # of another process, newest last: kept, as its next save is to find them
-_MOST_UNPICKLED = 8
-_inherited: list[ChunkCache] = []  # never freed: a forked child cannot use the device that codes may lie on
-_DEFAULT = SaveHistory._with_key("default")
+_unpickled: list[SaveHistory] = []  # of another process, newest last; kept alive for its next save
+_MAX_UNPICKLED = 8
+_parent_caches: list[ChunkCache] = []  # never freed: a forked child cannot use the device that codes may lie on
+_default_history = SaveHistory._with_key("default")
 
 
 def default_history() -> SaveHistory:
-    """Return the history that everything in this process shares unless it is given another one."""
-    return _DEFAULT
+    """Return the history that all callers in this process share unless they pass another one."""
+    return _default_history
 
 
 def forget(path: str | os.PathLike[str] | None = None) -> None:
     """Clear the default history; see `SaveHistory.clear`."""
-    _DEFAULT.clear(path)
+    _default_history.clear(path)
 
 
-def _of_key(key: str) -> SaveHistory:
-    if key == _DEFAULT._key:
-        return _DEFAULT
+def _get_by_key(key: str) -> SaveHistory:
+    if key == _default_history._key:
+        return _default_history
     found = _histories.get(key)
     if found is None:
         found = SaveHistory._with_key(key)
         _unpickled.append(found)
-        del _unpickled[:-_MOST_UNPICKLED]
+        del _unpickled[:-_MAX_UNPICKLED]
     elif found in _unpickled:
         _unpickled.remove(found)
         _unpickled.append(found)
     return found
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     for one in list(_histories.values()):
-        one._after_fork()
+        one._reset_caches()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _same(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
+def _is_same_state(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
     own, others = one.shapes, other.shapes
-    return own is not None and others is not None and continues(own, others) and continues(others, own)
+    return own is not None and others is not None and is_continuation(own, others) and is_continuation(others, own)
 
 
-def has_shapes(one: KnownCheckpoint) -> bool:
-    """Return whether the shapes of a checkpoint are known, or its files are there by now and tell them."""
+def ensure_shapes(one: KnownCheckpoint) -> bool:
+    """Return whether the shapes of a checkpoint are known; read them from its files if these exist by now."""
     if one.shapes is None:
         with suppress(DSQError):
-            one.shapes = _shapes_at(one.path, one.save_id)
+            one.shapes = _read_shapes_at(one.path, one.save_id)
     return one.shapes is not None
 
 
-def _shapes_at(path: Path, save_id: str) -> Shapes:
+def _read_shapes_at(path: Path, save_id: str) -> Shapes:
     with CheckpointFiles(path) as files:
         if files.manifest.save_id != save_id:
             raise CheckpointNotFound(f"'{path}' is now of save {files.manifest.save_id}, expected {save_id}")
-        return shapes_of(files)
+        return read_shapes(files)

@@ -1,6 +1,6 @@
-"""Files that a new checkpoint has from its parent: links, and of keyframes as many copies as are asked for.
+"""Files of the parent in a new checkpoint: links, and the requested number of copies of keyframe files.
 
-On an object store the manifest names the checkpoint of the run that has a file, so that only files of other runs are
+On an object store the manifest names the checkpoint of the run that holds a file, so only files of other runs are
 copied.
 """
 
@@ -27,14 +27,14 @@ from dsq_ckpt.storage.manifest import ManifestFile
 from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
-def inherit(
+def link_parent_files(
     parent: Path, save_id: str, target: Path, names: frozenset[str], copies: int, fsync: bool,
     previous: Path | None = None,
 ) -> None:
-    """Link the files of the parent that a new checkpoint needs into it; keyframe files may have several copies.
+    """Link the required files of the parent into a new checkpoint; keyframe files may have several copies.
 
-    Of `copies` checkpoints of a chain that follow each other, no two share a keyframe file: each has it from the
-    checkpoint that many before it, or copies it where that one is gone.
+    Of `copies` consecutive checkpoints of a chain no two share a keyframe file: each links it from the checkpoint
+    `copies` before it, or copies it if that one is gone.
 
     Args:
         parent: directory of the parent.
@@ -43,15 +43,15 @@ def inherit(
         names: names of the parent's data files.
         copies: number of copies of each keyframe file on the device; 1: all checkpoints share it.
         fsync: flush copies to the device.
-        previous: directory of the checkpoint that the new one comes after; None: the parent.
+        previous: directory of the previous checkpoint; None: the parent.
 
     Raises:
-        CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
+        CorruptCheckpoint: a file is missing, a name leads elsewhere, or a copy has another checksum.
         SaveFailed: the parent was removed or replaced meanwhile.
     """
     with explain_parent_errors(parent, save_id):
         if is_remote(target):
-            _copy_from_elsewhere(parent, save_id, target, names)
+            _copy_from_other_run(parent, save_id, target, names)
         else:
             _link(parent, target, names, copies, fsync, previous)
 
@@ -63,33 +63,33 @@ def _link(
         with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
             keyframes = {name for name in names & known.keys() if files.required_files(name) == {name}}
-        holders = _newest_first(previous or parent, copies) if keyframes else []
+        holders = _list_newest_first(previous or parent, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
-                _other_copy([one / name for one in holders], parent / name, target / name, known[name], copies, fsync)
+                _link_or_copy([one / name for one in holders], parent / name, target / name, known[name], copies, fsync)
     link_files(parent, target, names, fsync)
 
 
-def _copy_from_elsewhere(parent: Path, save_id: str, target: Path, names: frozenset[str]) -> None:
+def _copy_from_other_run(parent: Path, save_id: str, target: Path, names: frozenset[str]) -> None:
     """Copy files of a parent in another run, or on another backend, to an object store."""
     for file in read_parent_manifest(parent, save_id).files:
         if file.name in names and get_holder(file, parent, target) is None and file.path_in(parent).parent != target:
             copy_between_storages(file.path_in(parent), target / file.name, file)
 
 
-def _newest_first(newest: Path, count: int) -> list[Path]:
-    """Return a checkpoint and its predecessors in the run, as far as they exist."""
+def _list_newest_first(newest: Path, count: int) -> list[Path]:
+    """Return a checkpoint and its existing predecessors in the run, newest first."""
     with suppress(DSQError):
         return [newest, *(path for path, _ in islice(iter_predecessors(newest), count - 1))]
     return []
 
 
-def _other_copy(
+def _link_or_copy(
     holders: list[Path], parent: Path, target: Path, file: ManifestFile, copies: int, fsync: bool
 ) -> None:
     """Link a file from the oldest of `copies` holders if no other holder shares it, else copy it.
 
-    A checkpoint that comes after the parent may not need the file, and not hold it.
+    A checkpoint after the parent may not need the file, and then does not hold it.
     """
     inodes = []
     for path in holders:

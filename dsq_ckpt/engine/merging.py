@@ -1,10 +1,10 @@
-"""Merging chains, which are then faster to read; values stay the same bit for bit, with and without refinement.
+"""Merging of chains, which makes them faster to read. Values stay the same bit for bit, with and without refinement.
 
-A checkpoint needs all records back to its keyframe. Where codes are coded given the parent's, a merged one holds each
-chunk's codes given those of the keyframe, or given none where that is no larger (Inshrinkerator, section 10:
-"intermediate compaction"). Where differences of values are added up, it holds the combinations of their codes as one
-record over the same keyframe, a super-step (LC-Checkpoint, section 3.2; as few as possible: a record holds at most 255
-combinations). The source is not touched.
+A checkpoint needs all records back to its keyframe. If codes are coded given the parent's codes, the merged checkpoint
+holds the codes of each chunk given those of the keyframe, or without a parent if that is no larger (Inshrinkerator,
+section 10: "intermediate compaction"). If differences of values are added up, it holds the combinations of their codes
+as one record over the same keyframe, a super-step (LC-Checkpoint, section 3.2). A record holds at most 255
+combinations, so several super-steps may be needed; as few as possible are written. The source is not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
+from dsq_ckpt.engine.rank_merger import RankMerger, find_parent_chain, find_residual_chain
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage.atomic_io import make_directory
 from dsq_ckpt.storage.attachments import list_attachments
@@ -43,8 +43,8 @@ class Merged:
 
     Attributes:
         path: the new checkpoint.
-        links_before, links: deltas in the longest chain of a chunk, in the source and now.
-        bytes: bytes of the files it wrote; the keyframe's are linked, if it needs them.
+        links_before, links: deltas in the longest chain of a chunk, in the source and in the new checkpoint.
+        bytes: bytes of the written files; files of the keyframe, if needed, are linked.
     """
 
     path: Path
@@ -57,13 +57,13 @@ class Merged:
 def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged:
     """Write a copy of a checkpoint in which chains are merged.
 
-    Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
-    longer, and may be the parent of further saves. In a run it is as old as `source`. Files of others in the
-    directory of `source`, such as Trainer's, are copied.
+    Runs in one process, whatever the number of ranks that saved. `target` does not need `source`, and may be the parent
+    of further saves. In a run it is as old as `source`. Files of other programs in the directory of `source`, such as
+    those of Trainer, are copied.
 
     Args:
         source: a checkpoint with a chain.
-        target: the directory to make.
+        target: the directory to create.
         keyframe: write a keyframe, which needs no file of another checkpoint; otherwise codes are written as one delta
             against the keyframe of their chain where that is smaller. Differences of values (`delta.against`) need
             their keyframe.
@@ -94,14 +94,14 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
                 f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
             )
         refs = [ref for _, ref in checkpoint.iter_chunks()]
-        links = [(len(sum_of(checkpoint, ref)) - 1, len(codes_of(checkpoint, ref)) - 1) for ref in refs]
-        added, coded = (max((link[n] for link in links), default=0) for n in (0, 1))
+        added = max((len(find_residual_chain(checkpoint, ref)) - 1 for ref in refs), default=0)
+        coded = max((len(find_parent_chain(checkpoint, ref)) - 1 for ref in refs), default=0)
         if keyframe and added:
             raise SaveFailed(
                 f"'{source}' adds differences of values to its keyframe, and cannot do without it; merge without "
                 "keyframe"
             )
-        exact = max((len(chain) - 1 for chain in _exact(checkpoint)), default=0)
+        exact = max((len(chain) - 1 for chain in _iterate_pack_chains(checkpoint)), default=0)
         if added < 2 and max(coded, exact) < (1 if keyframe else 2):
             raise SaveFailed(
                 f"'{source}' has nothing to merge: "
@@ -112,7 +112,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
         others: list[Path] = []
         try:
             make_directory(goal, fsync=True)
-            ranks = [MergedRank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
+            ranks = [RankMerger(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
             files = [file for rank in ranks for file in rank.write(save_id)]
             named = {file.name for file in checkpoint.manifest.files}
             others.extend(copy_other_files(checkpoint.directory, goal, named))
@@ -125,8 +125,8 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
     return Merged(goal, max(added, coded, exact), max(rank.links for rank in ranks), written)
 
 
-def _exact(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
-    """Yield each pack and the packs that it is coded given, newest first."""
+def _iterate_pack_chains(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
+    """Yield, for each pack, the chain of packs that it is decoded through, newest first."""
     for name in checkpoint.index["files"]:
         with checkpoint.translate_errors(name):
             chains = [
@@ -137,12 +137,12 @@ def _exact(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
 
 
 def _commit(
-    checkpoint: Checkpoint, goal: Path, save_id: str, ranks: list[MergedRank], files: list[ManifestFile], started: float
+    checkpoint: Checkpoint, goal: Path, save_id: str, ranks: list[RankMerger], files: list[ManifestFile], started: float
 ) -> Manifest:
     old = checkpoint.manifest
     kinds = {kind: sizes.model_copy() for kind, sizes in old.kinds.items()}
     for rank in ranks:
-        for kind, change in rank.grown.items():
+        for kind, change in rank.size_changes.items():
             kinds[kind].base += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
     with explain_parent_errors(checkpoint.directory, old.save_id):
@@ -152,27 +152,27 @@ def _commit(
     files.append(ManifestFile.from_info(write_index(goal, save_id, index, True), "index"))
     newest = max(ancestors, key=lambda name: (len(checkpoint.required_files(name)), name), default=None)
     siblings = goal.parent == checkpoint.directory.absolute().parent
-    # It keeps the time of its source: merged from an older checkpoint, it is not the latest of the run.
+    # It keeps the time of its source: a merged older checkpoint must not become the latest of the run.
     manifest = old.model_copy(update={
         "save_id": save_id, "version": FORMAT_VERSION, "files": files, "kinds": kinds,
-        "groups": _reports(old, ranks),
+        "groups": _update_group_reports(old, ranks),
         "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
         "depth": max(rank.depth for rank in ranks), "siblings": 0, "seconds": time.time() - started,
     })
     flush_other_files(goal, {file.name for file in files})
     manifest.write(goal, exclusive=True, fsync=True)
-    with suppress(OSError):  # libraries that remove old checkpoints go by this time
+    with suppress(OSError):  # libraries that remove old checkpoints sort by this time
         shutil.copystat(checkpoint.directory, goal)
     return manifest
 
 
-def _reports(old: Manifest, ranks: Sequence[MergedRank]) -> dict[str, GroupReport]:
-    """Return what the manifest says of groups, with those that were coded anew as they are now."""
+def _update_group_reports(old: Manifest, ranks: Sequence[RankMerger]) -> dict[str, GroupReport]:
+    """Return the group reports of the manifest, updated for groups that were recoded."""
     reports = dict(old.groups)
     for name in {name for rank in ranks for name in rank.recodings} & reports.keys():
-        coded = [rank.coded[name] for rank in ranks if name in rank.coded]
+        group_sizes = [rank.group_sizes[name] for rank in ranks if name in rank.group_sizes]
         reports[name] = reports[name].model_copy(update={
-            "delta": any(given for given, _ in coded),
-            "bits_per_element": 8 * sum(size for _, size in coded) / max(reports[name].elements, 1),
+            "delta": any(uses_parent for uses_parent, _ in group_sizes),
+            "bits_per_element": 8 * sum(size for _, size in group_sizes) / max(reports[name].elements, 1),
         })
     return reports

@@ -19,17 +19,17 @@ class SaveOptions:
     """The arguments of a save, except its path and the state; see `DSQStorageWriter`.
 
     Attributes:
-        config: the configuration, the same on all ranks except for the keys that `consistency` leaves to each.
+        config: the configuration, equal on all ranks except for the keys that `consistency` exempts.
         parent: "auto" (the last checkpoint of this state in `history`), None (a keyframe) or a checkpoint's path.
         overwrite: whether to replace a complete checkpoint.
         pinned: whether to keep its refinement layer for good.
-        layer_types: layer types by tensor name; None: names and shapes tell.
-        frozen: tensors of the model that training leaves as they are, by their names in the module.
-        rounding: whether a module of the model rounds a parameter as it uses it, by name; see `rounding`.
-        policy: chooses the configuration when the global sketch is known.
+        layer_types: layer types by tensor name; None: they are inferred from names and shapes.
+        frozen: tensors of the model that training does not change, by their names in the module.
+        rounding: whether a module of the model rounds a parameter in its forward pass, by name; see `rounding`.
+        policy: chooses the configuration from the global sketch.
         fractions: fractions that the policy may prune and protect by sensitivity.
-        history: checkpoints that the save may come after.
-        after: finds the checkpoint that it comes after where `history` has none; called on the coordinator.
+        history: earlier checkpoints that the save may continue.
+        after: finds the previous checkpoint if `history` has none; called on the coordinator.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
     """
 

@@ -1,9 +1,9 @@
-"""Whether another job saves into a run directory too.
+"""Detection of another job that saves into the same run directory.
 
-`latest` would return the checkpoints of either, and what a trainer removes to keep the newest few may be the other's.
-No clock is asked, since those of hosts differ: another job's are checkpoints that this process neither saved nor
-loaded, and that were not there at its first save. Such may be somebody's exports; two of which one was saved after the
-other, as each names those before it, are of a job.
+`latest` would return the checkpoints of either job, and a trainer that keeps the newest few could remove those of the
+other. Timestamps are not compared, since the clocks of hosts differ. A checkpoint is foreign if this process neither
+saved nor loaded it and it was not there at the first save. A single foreign checkpoint may be an export. Two foreign
+checkpoints, one of which names the other as an earlier checkpoint, come from a job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.distributed.job import size_of_job
+from dsq_ckpt.distributed.job import get_job_size
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import get_storage
@@ -24,71 +24,71 @@ from dsq_ckpt.storage.runs import get_run
 
 
 @dataclass
-class _Watch:
+class _RunWatch:
     """A run directory that this process saves to.
 
     Attributes:
-        names: names in it that need not be looked at: they were there at the first save, or are its own.
-        foreign: save ids of others.
-        told: a warning was given.
+        names: entries that are not checked: present at the first save, or saved by this process.
+        foreign: save ids of foreign checkpoints.
+        warned: whether the user was warned.
     """
 
     names: set[str]
     foreign: set[str] = field(default_factory=set)
-    told: bool = False
+    warned: bool = False
 
 
-_own: set[str] = set()  # save ids of this process, whichever history they are in
-_watched: dict[Path, _Watch] = {}
-_shared: set[Path] = set()  # where checkpointing processes of this job save too
+_own_save_ids: set[str] = set()  # of all histories of this process
+_run_watches: dict[Path, _RunWatch] = {}
+_shared_runs: set[Path] = set()  # checkpointing processes of this job save there too
 
 
-def note_own(path: Path, save_id: str) -> None:
-    """Note a checkpoint that this process saves."""
-    _own.add(save_id)
-    if (watch := _watched.get(get_run(path))) is not None:
+def add_own(path: Path, save_id: str) -> None:
+    """Record a checkpoint that this process saves."""
+    _own_save_ids.add(save_id)
+    if (watch := _run_watches.get(get_run(path))) is not None:
         watch.names.add(path.name)
 
 
 def is_own(save_id: str) -> bool:
-    """Return whether this process made a checkpoint."""
-    return save_id in _own
+    """Return whether this process saved a checkpoint."""
+    return save_id in _own_save_ids
 
 
-def note_loaded(path: Path, save_id: str) -> None:
-    """Note a checkpoint that this process loaded; of another one, this process goes on from what is there now."""
+def add_loaded(path: Path, save_id: str) -> None:
+    """Record a checkpoint that this process loaded; if it is foreign, the run directory is watched anew."""
     if not is_own(save_id):
-        _watched.pop(get_run(path), None)
+        _run_watches.pop(get_run(path), None)
 
 
-def share(run: Path) -> None:
-    """Note that checkpointing processes of this job save into a run directory, too."""
-    _shared.add(get_run(run / "any"))
+def mark_shared(run: Path) -> None:
+    """Record that checkpointing processes of this job save into a run directory too."""
+    _shared_runs.add(get_run(run / "any"))
 
 
 def forget(run: Path | None = None) -> None:
     """Forget a run directory, or all."""
-    for known in [run] if run is not None else list(_watched):
-        _watched.pop(known, None)
+    for known in [run] if run is not None else list(_run_watches):
+        _run_watches.pop(known, None)
 
 
-def look(path: Path, ranks: int) -> None:
+def warn_of_other_job(path: Path, ranks: int) -> None:
     """Warn, once for a run directory, if another job saves there; on the coordinator, before a save.
 
     Args:
         path: directory of the new checkpoint.
-        ranks: number of ranks that save; where they are not the whole job, others of the job may save by themselves.
+        ranks: number of ranks that save; if they are not the whole job, its other processes may save by themselves.
     """
     run = get_run(path)
-    watch = _watched.get(run)
-    if ranks < size_of_job() or run in _shared or (watch is not None and watch.told):
+    watch = _run_watches.get(run)
+    if ranks < get_job_size() or run in _shared_runs or (watch is not None and watch.warned):
         return
     try:
-        names = _names(run)
+        names = _list_names(run)
     except OSError:
         return
     if watch is None:
-        _watched[run] = _Watch(names | {path.name})
+        _run_watches[run] = _RunWatch(names | {path.name})
         return
     others: dict[str, Manifest] = {}
     for name in sorted(names - watch.names):
@@ -103,7 +103,7 @@ def look(path: Path, ranks: int) -> None:
     watch.foreign.update(manifest.save_id for manifest in others.values())
     later = next((name for name, manifest in others.items() if manifest.get_older_save_ids() & watch.foreign), None)
     if later is not None:
-        watch.told = True
+        watch.warned = True
         warn(
             f"another job saves into '{run}' too: its checkpoint '{later}' was not there when this process first "
             "saved, and was not loaded since. `latest` may return either job's, and a trainer that keeps the newest "
@@ -111,8 +111,8 @@ def look(path: Path, ranks: int) -> None:
         )
 
 
-def _names(run: Path) -> set[str]:
-    """Return the names in a run directory, of a local one without a look at each, which may take a round trip."""
+def _list_names(run: Path) -> set[str]:
+    """Return the names of entries in a run directory; a local one is listed without a `stat` of each entry."""
     if is_remote(run):
         names = {entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory}
     else:

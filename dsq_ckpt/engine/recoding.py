@@ -1,7 +1,7 @@
-"""Chains of codes written anew: the codes of a group given those of the keyframe alone, or given none.
+"""Recoding of chains: the codes of a group are coded given those of the keyframe only, or without a parent.
 
-Codes, and so values, stay as they are, and with them codebooks, scales, protected values and refinement, which none of
-this reads. Only what the codes are coded given changes, and the model with it.
+The codes themselves do not change, nor do values, codebooks, scales, protected values and refinement, which are not
+read. Only the parent of the codes changes, and with it the model of the coder.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.shard import RecordRef
 
-_ALONE = 256  # the row of counts of codes that are coded given none
+_NO_PARENT = 256  # row of the counts for codes without a parent
 
 
-class Recoding:
-    """The codes of one group of a file, and the model by which they are written anew.
+class GroupRecoder:
+    """A recoder of the codes of one group of a file.
 
-    Chunks are decoded twice, to be counted and to be coded, so that the codes of one at a time are in memory.
+    Chunks are decoded twice, for counts and for coding, so that only the codes of one chunk are in memory.
 
     Args:
-        checkpoint: the checkpoint that is merged.
-        chains: the records that the codes of each chunk of the group are decoded through, newest first.
-        keyframe: code them given none, whatever that takes; otherwise so where it is no larger.
+        checkpoint: the checkpoint to merge.
+        chains: for each chunk of the group, the records that its codes are decoded through, newest first.
+        keyframe: code without a parent in any case; otherwise only if that is no larger.
         workers: threads.
 
     Attributes:
-        coder: the new model.
-        given: whether codes are coded given those of the oldest record of their chain.
+        coder: the fitted coder.
+        uses_parent: whether codes are coded given those of the oldest record of their chain.
 
     Raises:
         CorruptCheckpoint: a record of a chain is altered, or does not fit.
@@ -44,28 +44,29 @@ class Recoding:
         self, checkpoint: Checkpoint, chains: Sequence[Sequence[RecordRef]], keyframe: bool, workers: Workers
     ) -> None:
         self._checkpoint, self._workers = checkpoint, workers
-        counts = np.zeros((_ALONE + 1, 256), np.int64)
+        counts = np.zeros((_NO_PARENT + 1, 256), np.int64)
         for chain in chains:
-            codes, before = self._codes(chain)
+            codes, before = self._decode_chain(chain)
             for where in workers.blocks(len(codes)):  # without a parent a count takes eight bytes for each code
                 if before is None:
-                    counts[_ALONE] += np.bincount(codes[where], minlength=256)
+                    counts[_NO_PARENT] += np.bincount(codes[where], minlength=256)
                 else:
-                    counts[:_ALONE] += count_pairs(before[where], codes[where])
+                    counts[:_NO_PARENT] += count_pairs(before[where], codes[where])
         symbols = checkpoint.read_codebook(chains[0][0]).symbols
         contexts = max((checkpoint.read_codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
-        if counts[:, symbols:].any() or counts[contexts:_ALONE].any():
+        if counts[:, symbols:].any() or counts[contexts:_NO_PARENT].any():
             file = checkpoint.directory / chains[0][0].file
             raise CorruptCheckpoint(f"'{file}' has codes that its codebook does not have, or an ancestor of it has")
-        joint = counts[[*range(contexts), _ALONE], :symbols]
-        given, alone = fit_fastest(joint), RansCoder.fit(joint.sum(0, keepdims=True))
-        self.given = not keyframe and _bits(given, joint) < _bits(alone, joint.sum(0, keepdims=True))
-        self.coder = given if self.given else alone
+        joint = counts[[*range(contexts), _NO_PARENT], :symbols]
+        totals = joint.sum(0, keepdims=True)
+        conditional, unconditional = fit_fastest(joint), RansCoder.fit(totals)
+        self.uses_parent = not keyframe and _count_bits(conditional, joint) < _count_bits(unconditional, totals)
+        self.coder = conditional if self.uses_parent else unconditional
 
     def blocks(self, chain: Sequence[RecordRef], size: int) -> Iterator[bytes | None]:
-        """Yield the blocks of a chunk, `size` codes each; None where they equal those they are coded given."""
-        codes, before = self._codes(chain)
-        if not self.given:
+        """Yield the blocks of a chunk, `size` codes each; None for a block whose codes equal those of the parent."""
+        codes, before = self._decode_chain(chain)
+        if not self.uses_parent:
             before = None
 
         def encode(start: int) -> bytes | None:
@@ -76,11 +77,11 @@ class Recoding:
 
         yield from self._workers.map(encode, range(0, len(codes), size))
 
-    def _codes(self, chain: Sequence[RecordRef]) -> tuple[Codes, Codes | None]:
-        """Return the codes of a chunk, and those of the oldest record of its chain if that is another."""
+    def _decode_chain(self, chain: Sequence[RecordRef]) -> tuple[Codes, Codes | None]:
+        """Return the codes of a chunk, and those of the oldest record of its chain if that is another record."""
         codes = self._checkpoint.decode_codes(chain[0], self._workers)
         return codes, self._checkpoint.decode_codes(chain[-1], self._workers) if len(chain) > 1 else None
 
 
-def _bits(coder: Coder, counts: Counts) -> float:
+def _count_bits(coder: Coder, counts: Counts) -> float:
     return coder.expected_bits(counts) + 8 * len(coder.to_bytes())

@@ -1,4 +1,4 @@
-"""Whether a keyframe pays: files of removed checkpoints stay as long as newer ones are coded given them."""
+"""Disk space of removed checkpoints: their files stay as long as newer checkpoints are coded against them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from dsq_ckpt.storage.description import compute_logical_size
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
 
-_LITTLE = 1 << 20
-"""Bytes that are not worth a keyframe, beyond its own."""
+_MIN_GAIN = 1 << 20
+"""Bytes beyond its own size that a keyframe must free at least."""
 
 
-def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
-    """Return whether a keyframe would free twice its size, or half of the state more than that, if this is less.
+def should_write_keyframe(path: Path, manifest: Manifest) -> bool:
+    """Return whether a keyframe would free twice its size, or its size and half of the state if that is less.
 
-    A chain whose other checkpoints a trainer removes would take many times the disk of what is left of the run. The
-    largest save of it tells what a keyframe takes. On an object store nothing tells who else needs a file.
+    If a trainer removes the other checkpoints of a chain, the chain would need many times the disk space of the
+    remaining ones. The size of a keyframe is estimated by the largest save of the chain. On an object store it is
+    unknown which checkpoints need a file, so no keyframe is written.
 
     Args:
-        path: checkpoint that the next one would be coded against.
+        path: the checkpoint that the next one would be coded against.
         manifest: its manifest.
     """
     bytes_of, one_of = Counter[str](), dict[str, str]()
@@ -32,13 +33,13 @@ def a_keyframe_pays(path: Path, manifest: Manifest) -> bool:
             bytes_of[file.name[:16]] += file.size
             one_of[file.name[:16]] = file.name
     most = max(bytes_of.values(), default=0)
-    most += max(_LITTLE, min(most, compute_logical_size(manifest) // 2))
+    most += max(_MIN_GAIN, min(most, compute_logical_size(manifest) // 2))
     if is_remote(path) or bytes_of.total() <= most:
         return False
     removed, there, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
     with suppress(OSError):
         if max((path / name).stat().st_nlink for name in one_of.values()) >= len(bytes_of):
-            return False  # the whole chain is there: each of it has the files of the first
+            return False  # the whole chain exists: each of its checkpoints links the files of the first
     with suppress(DSQError):
         for _, older in iter_predecessors(path):
             there += 1

@@ -1,4 +1,4 @@
-"""`SaveResult`: the result of a save, in one line for people and as numbers for a logger."""
+"""`SaveResult`: the result of a save, as one line of text and as numbers for a logger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
 
-_telling: ContextVar[bool] = ContextVar("this thread is in a function of the caller's, in on_save", default=False)
+_in_on_save: ContextVar[bool] = ContextVar("this thread is in the caller's on_save", default=False)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -56,7 +56,7 @@ class SaveResult:
         return cls(
             path, manifest.save_id, written, compute_logical_size(manifest), manifest.depth, manifest.seconds,
             manifest.refinement,
-            copy.deepcopy(manifest.quality),  # the caller's to change, where others get this manifest too
+            copy.deepcopy(manifest.quality),  # the caller may change it, and the manifest is shared
         )
 
     @property
@@ -72,8 +72,8 @@ class SaveResult:
     @property
     def degradation(self) -> float | None:
         """Relative degradation of the metric by the base layer, negative if it improved; None: it was not measured."""
-        found = (self.quality or {}).get("degradation")
-        return None if found is None else float(found)
+        value = (self.quality or {}).get("degradation")
+        return None if value is None else float(value)
 
     def scalars(self) -> dict[str, float]:
         """Return numbers for TensorBoard or Weights & Biases.
@@ -88,7 +88,7 @@ class SaveResult:
 
     def __str__(self) -> str:
         depth = "keyframe" if self.keyframe else f"delta {self.depth}"
-        parts = [_size(self.bytes_written), f"{self.ratio:.1f}x", depth, f"{self.seconds:.1f} s"]
+        parts = [_format_size(self.bytes_written), f"{self.ratio:.1f}x", depth, f"{self.seconds:.1f} s"]
         parts += format_losses(self.quality)
         return f"{self.path.name}: {', '.join(parts)}"
 
@@ -96,39 +96,39 @@ class SaveResult:
 
 
 OnSave = Callable[[SaveResult], object]
-"""A function of the caller that is told of each checkpoint, on the rank that committed it."""
+"""A callback for each complete checkpoint, called on the rank that committed it."""
 
 
 def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | None) -> None:
-    """Log a committed checkpoint, and call `on_save` with it; whatever that raises becomes a warning.
+    """Log a committed checkpoint and call `on_save` with it; an exception of `on_save` becomes a warning.
 
     Args:
-        path: its directory.
-        committed: returns the result; called only where somebody listens, as it may cost a request.
-        on_save: the caller's function.
+        path: directory of the checkpoint.
+        committed: returns the result; called only if it is used, since it may cost a request.
+        on_save: the callback.
     """
     if is_hidden(path.name) or (on_save is None and not logger.isEnabledFor(logging.INFO)):
-        return  # whoever gives it its name announces it
+        return  # the publisher of a checkpoint with a hidden name announces it
     try:
         result = committed()
         logger.info("%s", result)
         if on_save is not None:
-            token = _telling.set(True)
+            token = _in_on_save.set(True)
             try:
                 with in_user_code():
                     on_save(result)
             finally:
-                _telling.reset(token)
+                _in_on_save.reset(token)
     except Exception as error:
         warn_safely(f"'{path}' is complete, but after its commit on_save raised {described(error)}")
 
 
-def is_telling() -> bool:
-    """Return whether this thread is in `on_save`; the save that it tells of is complete, but has not returned."""
-    return _telling.get()
+def is_in_on_save() -> bool:
+    """Return whether this thread is in `on_save`; the announced save is complete, but has not returned."""
+    return _in_on_save.get()
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     for unit in _UNITS[:-1]:
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Retention of refinement layers: after a commit those of older checkpoints are deleted."""
+"""Retention of refinement layers: those of older checkpoints are deleted after a commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
 def retire(directory: Path, config: DSQConfig) -> None:
-    """Delete the refinement of older checkpoints, as `config.refinement` asks; after the commit."""
+    """Delete the refinement of older checkpoints, as `config.refinement` defines; after the commit."""
     try:
         drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
     except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, until the next save
@@ -28,11 +28,11 @@ def retire(directory: Path, config: DSQConfig) -> None:
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Delete the refinement of all but the newest checkpoints of a run; pinned checkpoints keep theirs.
 
-    Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
-    the same directory; and none, if it is lossy and has no refinement, since the one before it is then the one to go
-    back to. If it holds NaN, all keep theirs from the newest one on that holds it in fewer of these tensors. The older
-    manifest says "dropped" before its file goes, so that a crash in between leaves an orphan, never a promise that is
-    not kept.
+    Called after `newest` was committed. Only its predecessors are changed, not checkpoints of another job in the same
+    directory. None is changed if it is lossy and has no refinement, since its predecessor is then the one to restore.
+    If it holds NaN, refinement is kept back to the newest checkpoint that holds NaN in fewer of these tensors. The
+    older manifest is set to "dropped" before its file is removed, so that a crash in between leaves an orphan file,
+    never a manifest that names a missing one.
 
     Args:
         newest: the checkpoint just committed.
@@ -50,44 +50,51 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):
-            break  # the one to go back to
+            break  # the checkpoint to restore instead
         if age < keep_last or older.refinement == "none" or older.pinned:
             continue
         if older.refinement == "dropped":
-            break  # what is older was dropped before
+            break  # older ones were dropped before
         due.append((directory, older))
-    # The oldest first: what a failure or a kill leaves is then what the next save meets first.
-    dropped = [directory for directory, older in reversed(due) if _drop(directory, older, fsync)]
+    # The oldest first: after a failure or a kill the next save meets the remaining ones first.
+    dropped = [directory for directory, older in reversed(due) if _drop_refinement(directory, older, fsync)]
     return dropped[::-1]
 
 
-def _drop(directory: Path, manifest: Manifest, fsync: bool) -> bool:
-    """Return False if somebody else removes the checkpoint, such as a trainer that keeps the newest few."""
+def _drop_refinement(directory: Path, manifest: Manifest, fsync: bool) -> bool:
+    """Drop the refinement of one checkpoint.
+
+    Return False if another program removes the checkpoint, such as a trainer that keeps the newest few.
+    """
     names = {file.name for file in manifest.files if file.role == "refinement"}
     kept = [file for file in manifest.files if file.role != "refinement"]
     without = manifest.model_copy(update={"refinement": "dropped", "files": kept})
     with suppress(FileNotFoundError):
         times = None if is_remote(directory) else directory.stat()
-        if not (_replace(directory, without, fsync) if times is not None else _replace_remote(directory, without)):
+        if times is None:
+            replaced = _replace_remote_manifest(directory, without)
+        else:
+            replaced = _replace_manifest(directory, without, fsync)
+        if not replaced:
             return False
-        for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
+        for name in names:  # a file that a power failure brings back is an orphan, which `dsq gc` removes
             get_storage(directory).remove(directory / name)
-        if times is not None:  # trainers that remove old checkpoints take the time of a directory for that of its save
+        if times is not None:  # trainers that remove old checkpoints take the mtime of a directory for its age
             with suppress(OSError):  # of another user
                 os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
         return True
     return False
 
 
-def _replace(directory: Path, manifest: Manifest, fsync: bool) -> bool:
-    """Replace a manifest, if it is there still and no other; who empties the directory meets no new name in it."""
+def _replace_manifest(directory: Path, manifest: Manifest, fsync: bool) -> bool:
+    """Replace a manifest if it still exists with the same save id; a concurrent `rmtree` meets no new name."""
     with AtomicFile(directory, fsync) as file:  # beside the directory
         file.stream.write(manifest.to_bytes())
         file.complete()
-        if not _is_there(directory, manifest) or not exchange_names(file.hidden, directory / MANIFEST):
+        if not _is_unchanged(directory, manifest) or not exchange_names(file.hidden, directory / MANIFEST):
             return False
         replaced = file.hidden.read_bytes() if file.hidden.exists() else manifest.to_bytes()
-        if json.loads(replaced)["save_id"] != manifest.save_id:  # of a save that came here meanwhile: back with it
+        if json.loads(replaced)["save_id"] != manifest.save_id:  # another save committed here meanwhile: restore it
             exchange_names(file.hidden, directory / MANIFEST)
             return False
     if fsync:
@@ -95,15 +102,15 @@ def _replace(directory: Path, manifest: Manifest, fsync: bool) -> bool:
     return True
 
 
-def _is_there(directory: Path, manifest: Manifest) -> bool:
+def _is_unchanged(directory: Path, manifest: Manifest) -> bool:
     with suppress(DSQError):
         return Manifest.read(directory).save_id == manifest.save_id
     return False
 
 
-def _replace_remote(directory: Path, manifest: Manifest) -> bool:
-    """Replace a manifest, and take it back if files that it names were removed meanwhile."""
-    if not _is_there(directory, manifest):
+def _replace_remote_manifest(directory: Path, manifest: Manifest) -> bool:
+    """Replace a manifest; remove it again if files that it names were removed meanwhile."""
+    if not _is_unchanged(directory, manifest):
         return False
     manifest.write(directory, exclusive=False, fsync=False)
     there = {entry.name for entry in get_storage(directory).list_entries(directory)}

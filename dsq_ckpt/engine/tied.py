@@ -1,7 +1,7 @@
-"""Tensors that share memory, as tied weights do: one is stored for all, with the strictest of their settings.
+"""Tensors that share memory, such as tied weights: one of them is stored, with the strictest of their settings.
 
-A load into tied tensors writes the same memory once for each name, in an unspecified order. So the values stored under
-any of the names must satisfy the settings of all of them.
+A load into tied tensors writes the same memory once per name, in an unspecified order. So the values stored under any
+of the names must satisfy the settings of all names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.engine.local import SaveItem
+from dsq_ckpt.engine.local_state import SaveItem
 from dsq_ckpt.quantization.chunk import ChunkKey
 
 
@@ -22,63 +22,63 @@ class TiedItems:
     """The items of a rank that share memory.
 
     Attributes:
-        stored_as: the stored item, by item that is not stored under its own name.
-        exact: items that are stored exactly whatever their own settings are, because another name of their memory is
-            to be exact, or because neither of two settings is stricter than the other.
+        primary_keys: the stored chunk, by chunk that is not stored under its own name.
+        exact: items that are stored exactly despite their own settings, because another name of their memory requires
+            it, or because neither of two settings is stricter than the other.
     """
 
-    stored_as: dict[ChunkKey, ChunkKey]
+    primary_keys: dict[ChunkKey, ChunkKey]
     exact: frozenset[ChunkKey]
 
     @classmethod
-    def of(cls, items: Sequence[SaveItem], beside: Iterable[SaveItem] = ()) -> TiedItems:
-        """Find the tied items among those that this rank writes.
+    def find(cls, items: Sequence[SaveItem], replicas: Iterable[SaveItem] = ()) -> TiedItems:
+        """Return the tied items among those that this rank writes.
 
         Args:
             items: items that this rank writes.
-            beside: items of this rank's memory that another rank writes; their settings count.
+            replicas: local items that another rank writes; their settings apply too.
         """
         alive: list[torch.Tensor] = []  # a temporary tensor that is freed could give its address to the next
         own = {item.key for item in items}
         same: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
-        for item in chain(items, (other for other in beside if other.key not in own)):
+        for item in chain(items, (other for other in replicas if other.key not in own)):
             try:
                 alive.append(tensor := local_part(item.load()))
-            except Exception:  # it fails again where the other ranks are notified
+            except Exception:  # it fails again in a step that notifies the other ranks
                 continue
             if not item.key.elements or not tensor.numel() or tensor.layout is not torch.strided:
                 continue
-            # Moments are coded in coordinates of their own, so a moment is never tied to another kind of tensor.
+            # Moments are coded in their own coordinates, so a moment is never tied to another kind of tensor.
             moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
-            memory: Hashable = (place_of(tensor), item.key.offsets, item.key.shape, moment)
+            memory: Hashable = (get_memory_key(tensor), item.key.offsets, item.key.shape, moment)
             if memory not in same:
                 start = tensor.data_ptr()
-                ranges.setdefault(tensor.device, []).append((start, start + _span(tensor), memory))
-            same.setdefault(memory, []).append((item, _unit(item, alive)))
-        stands = {memory: _strictest(group) for memory, group in same.items()}
-        for shared in chain.from_iterable(map(_overlapping, ranges.values())):
-            if not _alike([member for memory in shared for member in same[memory]]):
-                stands.update(dict.fromkeys(shared))
-        stored_as: dict[ChunkKey, ChunkKey] = {}
+                ranges.setdefault(tensor.device, []).append((start, start + _get_span(tensor), memory))
+            same.setdefault(memory, []).append((item, _get_unit_key(item, alive)))
+        strictest = {memory: _find_strictest(group) for memory, group in same.items()}
+        for shared in chain.from_iterable(map(_group_overlapping, ranges.values())):
+            if not _have_same_settings([member for memory in shared for member in same[memory]]):
+                strictest.update(dict.fromkeys(shared))
+        primary_keys: dict[ChunkKey, ChunkKey] = {}
         exact: set[ChunkKey] = set()
         for memory, group in same.items():
             keys = [item.key for item, _ in group]
-            chosen = stands[memory]
+            chosen = strictest[memory]
             if chosen is None:
                 exact.update(keys)
             elif chosen.key not in own:  # its settings apply, which items with other settings cannot satisfy
                 exact.update(item.key for item, _ in group if item.config != chosen.config)
             mine = [key for key in keys if key in own]
             kept = chosen.key if chosen is not None and chosen.key in own else next(iter(mine), None)
-            stored_as.update({key: kept for key in mine if kept is not None and key != kept})
-        return cls(stored_as, frozenset(exact))
+            primary_keys.update({key: kept for key in mine if kept is not None and key != kept})
+        return cls(primary_keys, frozenset(exact))
 
-    def stored(self, items: Iterable[SaveItem]) -> list[SaveItem]:
+    def select_stored(self, items: Iterable[SaveItem]) -> list[SaveItem]:
         """Return the items that are stored under their own name, with the settings that apply."""
         return [
             replace(item, config=None, second_moment=None) if item.key in self.exact else item
-            for item in items if item.key not in self.stored_as
+            for item in items if item.key not in self.primary_keys
         ]
 
 
@@ -88,29 +88,29 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def place_of(tensor: torch.Tensor) -> Hashable:
-    """Return where a tensor lies in memory; its shape is not part of that."""
+def get_memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key of the memory of a tensor; it does not include the shape."""
     return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last; the gaps of a view may hold others."""
+def _get_span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last, with the gaps of a view."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
-def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
+def _get_unit_key(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
     """Return the memory of the second moment whose values scale an item; None if it has none."""
     if item.second_moment is None:
         return None
     try:
         alive.append(tensor := local_part(item.second_moment.load()))
-        return place_of(tensor)
+        return get_memory_key(tensor)
     except Exception:  # as above
         return item.second_moment.fqn
 
 
-def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hashable]]:
+def _group_overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hashable]]:
     """Return groups of two or more memories whose address ranges overlap."""
     groups: list[list[Hashable]] = []
     reached = 0
@@ -123,20 +123,20 @@ def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hasha
     return [group for group in groups if len(group) > 1]
 
 
-def _strictest(group: Sequence[tuple[SaveItem, Hashable]]) -> SaveItem | None:
-    """Return the item whose settings are as strict as those of all others; None if all are to be exact."""
+def _find_strictest(group: Sequence[tuple[SaveItem, Hashable]]) -> SaveItem | None:
+    """Return an item whose settings are as strict as those of all others; None: there is none, and all are exact."""
     for item, unit in group:
-        if all(unit == other and _as_strict(item.config, one.config) for one, other in group):
+        if all(unit == other and _is_as_strict(item.config, one.config) for one, other in group):
             return item
     return None
 
 
-def _alike(group: Sequence[tuple[SaveItem, Hashable]]) -> bool:
+def _have_same_settings(group: Sequence[tuple[SaveItem, Hashable]]) -> bool:
     return all(item.config == group[0][0].config and unit == group[0][1] for item, unit in group)
 
 
-def _as_strict(one: TensorConfig | None, other: TensorConfig | None) -> bool:
-    if one is other:  # which to compare by their fields takes long
+def _is_as_strict(one: TensorConfig | None, other: TensorConfig | None) -> bool:
+    if one is other:  # comparing all fields takes long
         return True
     if one is None or other is None or one == other:
         return one is None or one == other

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead: in the background from the moment that a save is prepared, once for all ranks of a host.
+"""Ahead-of-time compilation of kernels, in a background thread, once for all ranks of a host.
 
-Numba takes some 15 s for what a first save needs, and keeps the result in files. The processes of a host that begin at
-once share the work by locks on a file beside these.
+It starts when a save is prepared. Numba takes about 15 s for the kernels of a first save, and caches them in files. The
+processes of a host divide the work by locks on a file beside the cache.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 Group = Literal["save", "load", "more"]
 
 SECONDS = 15
-"""What compiling takes for a save, about."""
-_SILENT = 1.0  # seconds of waiting without a message
-_PATIENCE = 120.0  # seconds that another process may take for kernels that are wanted here too
+"""Approximate time to compile the kernels of a save."""
+_QUIET_SECONDS = 1.0  # of waiting without a message
+_LOCK_TIMEOUT = 120.0  # seconds to wait for kernels that another process compiles
 _LOCK = "dsq_ckpt.lock"
 
 _X = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
@@ -52,82 +52,82 @@ _CELLS, _JOINT = np.ones(256), np.ones((5, 4), np.int64)
 _SPAN = (FULL.lo, FULL.hi, 0.5)
 
 
-def _sketch(elements: int) -> None:
+def _run_sketch(elements: int) -> None:
     kernels.sketch(np.ones(elements, np.float32), *_SPAN, np.zeros(FULL.size, np.int64))
 
 
-def _joint_sketch() -> None:
+def _run_joint_sketch() -> None:
     kernels.joint_sketch(_X, _CODES, 4, *_SPAN, np.zeros((5, FULL.size), np.int64))
     kernels.octaves(_X, np.zeros(512, np.int64))
 
 
-def _quantize(rows: int) -> None:
+def _run_quantize(rows: int) -> None:
     parent = _CODES if rows > 1 else None
     kernels.quantize(_X, parent, rows - 1, *_SPAN, np.zeros((rows, FULL.size), np.uint8), np.empty(64, np.uint8))
 
 
-def _refine(log: bool) -> None:
+def _run_refine(log: bool) -> None:
     kernels.refine(_X, _CODES, 0.5, _CELLS, _CELLS, 4, log, np.empty(64, np.uint8))
 
 
-def _restored() -> None:
+def _run_restored() -> None:
     measure_part_waves(_X, _CODES, 1.0, _CELLS, _CELLS, 4, np.ones((2, 4)))
 
 
-def _measure() -> None:
+def _scale_moments() -> None:
     squares = torch.from_numpy(_X * _X)
     MatrixScales.fit(squares.expand(SHARED, -1)).divide(squares, 0)
     step_lengths(_X, _CODES, np.ones(4), MatrixScales(1, np.empty(0, np.int16), np.empty(0, np.int16)), 0)
     UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
 
 
-def _unmeasure() -> None:
-    read = np.frombuffer(bytes(2), np.int16)  # as from a file, not to be written to
+def _unscale_moments() -> None:
+    read = np.frombuffer(bytes(2), np.int16)  # read-only, as from a file
     MatrixScales(1, read, read).multiply(_X[:1].copy(), 0)
     from_roots(_X.copy(), _X * _X)
     from_octave_units(_X.copy(), _X * _X)
 
 
-def _kmeans() -> None:
+def _run_kmeans() -> None:
     exact_kmeans(np.arange(4.0), np.ones(4), 2)
 
 
-def _table() -> None:
+def _run_table() -> None:
     points, movable = np.linspace(0.0, 1.0, 4), np.ones(4, np.bool_)
     rate_distortion_table(Occupied.of(_JOINT), 5, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
 
 
-def _encode() -> None:
+def _run_encode() -> None:
     coder = RansCoder.fit(_JOINT)
     coder.to_bytes()
     coder.encode(_CODES, None)
     ChangesCoder.fit(_JOINT).encode(_CODES, _CODES)
 
 
-def _decode() -> None:
+def _run_decode() -> None:
     coder, changes = RansCoder.fit(_JOINT), ChangesCoder.fit(_JOINT)
     model, data = coder.to_bytes(), coder.encode(_CODES, None)
     RansCoder.from_bytes(model).decode(data, None, np.empty(64, np.uint8))
     changes.update(changes.encode(_CODES, _CODES), _CODES.copy())
 
 
-def _unpack(readonly: bool) -> None:
+def _run_unpack(readonly: bool) -> None:
     packed = kernels.pack(_CODES, 2)
     kernels.unpack(np.frombuffer(packed.tobytes(), np.uint8) if readonly else packed, 2, np.empty(64, np.uint8))
 
 
-def _dequantize() -> None:
+def _run_dequantize() -> None:
     kernels.dequantize(_CODES, np.ones(5, np.float32), 1.0, 4, _X[:0], np.empty(64, np.float32))
 
 
-def _dequantize_refined() -> None:
+def _run_dequantize_refined() -> None:
     kernels.dequantize_refined(
         _CODES, _CODES, 2, _CELLS, _CELLS, _CELLS, np.ones(5, np.float32), 1.0, 4, _X[:0], False,
         np.empty(64, np.float32),
     )
 
 
-def _huffman() -> None:
+def _run_huffman() -> None:
     coder = HuffmanCoder.fit(_JOINT)
     model = coder.to_bytes()
     for parent in (None, _CODES):
@@ -135,17 +135,17 @@ def _huffman() -> None:
     huffman_bits(_CODES.astype(np.int64))
 
 
-def _importance() -> None:
+def _run_importance() -> None:
     kernels.classes(kernels.importance(_X, _X), 0.1, 0.2)
 
 
-def _compensate() -> None:
+def _run_compensate() -> None:
     factors, table = np.eye(8, dtype=np.float32), np.zeros(FULL.size, np.uint8)
     kernels.compensate(_X.reshape(8, 8).copy(), factors, *_SPAN, table, np.ones(5, np.float32))
 
 
-def _scan() -> None:
-    from dsq_ckpt.kernels import scan  # the gradient log, which saves of checkpoints do without
+def _run_scan() -> None:
+    from dsq_ckpt.kernels import scan  # only the gradient log needs it
 
     place, nonzero, ones = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), torch.ones(128)
     for dtype in (torch.float32, torch.bfloat16):
@@ -156,25 +156,26 @@ def _scan() -> None:
 
 _TASKS: dict[Group, list[Callable[[], object]]] = {
     "save": [
-        lambda: _sketch(64), lambda: _sketch(1 << 18), _joint_sketch, _kmeans, _table, _encode, lambda: _quantize(1),
-        lambda: _quantize(5), lambda: _refine(False), lambda: _refine(True), lambda: kernels.pack(_CODES, 2),
-        _measure, lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
-        lambda: count_pairs(_CODES, _CODES), _restored,
+        lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
+        lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
+        lambda: kernels.pack(_CODES, 2), _scale_moments, lambda: kernels.gather_protected(_X, _CODES, 3),
+        lambda: kernels.to_bf16(_X.view(np.uint32)),
+        lambda: count_pairs(_CODES, _CODES), _run_restored,
     ],
     "load": [
-        _decode, lambda: _unpack(True), _dequantize, _dequantize_refined, _unmeasure,
+        _run_decode, lambda: _run_unpack(True), _run_dequantize, _run_dequantize_refined, _unscale_moments,
         lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
     ],
     "more": [
-        _huffman, _scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5), _importance,
-        lambda: _unpack(False), _compensate,
+        _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),
+        _run_importance, lambda: _run_unpack(False), _run_compensate,
     ],
 }
 ALL: tuple[Group, ...] = ("save", "load", "more")
 
 
 class _Background:
-    """The thread that compiles, with a queue of kernel groups."""
+    """The background thread that compiles kernels, with a queue of kernel groups."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -183,11 +184,11 @@ class _Background:
         self.done: set[Group] = set()
         self.stopped = self.begun = False
 
-    def ask(self, groups: Sequence[Group]) -> None:
+    def enqueue(self, groups: Sequence[Group]) -> None:
         with self.changed:
             self.queue = [*groups, *(group for group in self.queue if group not in groups)]
             self.queue = [group for group in self.queue if group not in self.done]
-            # Handlers that are registered while the interpreter exits do not run, so `_stop` could not wait for it.
+            # Handlers that are registered while the interpreter exits do not run, nor would `_join_thread`.
             stopped = self.stopped or not threading.main_thread().is_alive()
             if self.queue and self.thread is None and not stopped:
                 thread = threading.Thread(target=self.run, name="dsq_ckpt-compile", daemon=True)
@@ -199,23 +200,23 @@ class _Background:
             while (group := self.next()) is not None:
                 try:
                     compile_group(group, lambda: self.stopped)
-                finally:  # whatever failed, nobody is to wait for it: calls compile what they need
+                finally:  # after a failure nothing must wait for the group: calls compile the kernels they need
                     with self.changed:
                         self.done.add(group)
                         self.changed.notify_all()
         finally:
             with self.changed:
-                if self.thread is threading.current_thread():  # it failed; another one does what else is asked for
+                if self.thread is threading.current_thread():  # it failed; the next request starts another thread
                     self.thread = None
                 self.changed.notify_all()
 
-    def has_yet_to_do(self, group: Group) -> bool:
-        """Return whether a thread still has to compile a group, after a second at most."""
+    def is_pending(self, group: Group) -> bool:
+        """Wait at most a second for a group, and return whether the thread still has to compile it."""
         with self.changed:
             def waits() -> bool:
                 return group not in self.done and self.thread is not None and self.thread.is_alive()
 
-            return not self.changed.wait_for(lambda: not waits(), _SILENT)
+            return not self.changed.wait_for(lambda: not waits(), _QUIET_SECONDS)
 
     def next(self) -> Group | None:
         with self.changed:
@@ -230,39 +231,39 @@ _background = _Background()
 
 
 def start() -> None:
-    """Begin to compile the kernels of saves and loads in the background, unless that has begun.
+    """Start to compile the kernels of saves and loads in the background, unless already started.
 
-    It returns at once, but for a tenth of a second the first time, or until another thread of the program has compiled
-    with Numba: what Numba loads makes many objects that stay, and the collector is not to be paused by a thread.
+    The first call takes a tenth of a second, or waits until another thread has compiled with Numba, since Numba's
+    registries are loaded here: they consist of many objects, and a thread must not pause the garbage collector.
     """
     if not _background.begun:
         _background.begun = True
-        with suppress(Exception):  # then the thread meets it, too
+        with suppress(Exception):  # the thread raises it too
             jit.load_registries()
-    _background.ask(("save", "load"))
+    _background.enqueue(("save", "load"))
 
 
 def wait(group: Group) -> None:
-    """Wait until the kernels of a group are compiled; after a second, say so on rank 0.
+    """Wait until the kernels of a group are compiled; after a second, log a message on rank 0.
 
     Exceptions of a signal handler are raised here.
     """
     if group in _background.done:
         return
-    with suppress(Exception):  # what is not compiled here is compiled when it is called
-        _background.ask((group,))
+    with suppress(Exception):  # other kernels are compiled when they are called
+        _background.enqueue((group,))
     began = time.monotonic()
     announced = False
-    while _background.has_yet_to_do(group):
+    while _background.is_pending(group):
         run_pending_handlers()
-        if not announced and time.monotonic() - began >= _SILENT and jit.compilations():
+        if not announced and time.monotonic() - began >= _QUIET_SECONDS and jit.compilations():
             announced = True
             with suppress(Exception):
-                _announce()
+                _log_wait()
 
 
-def _announce() -> None:
-    """Say that kernels are compiled, since the program may seem to hang."""
+def _log_wait() -> None:
+    """Log that kernels are being compiled, since the program may seem to hang."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
     if rank:
         return
@@ -277,25 +278,25 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
     """Compile the kernels of a group, or read them from files; kernels that other processes compile come last.
 
     Returns:
-        What failed; it is left to the call that needs it, which raises.
+        The exceptions of failed kernels; the call that needs such a kernel raises them again.
     """
     if group == "save":
         with suppress(OSError):
-            _take_over()
+            _copy_shipped_cache()
     numbers = {task: place for place, task in enumerate(task for name in ALL for task in _TASKS[name])}
     failed: list[Exception] = []
-    pending, deadline = list(_TASKS[group]), time.monotonic() + _PATIENCE
+    pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
     while pending and not stopped():
         left = []
         for task in pending:
             if stopped():
                 break
-            with _turn(numbers[task]) as mine:
+            with _try_lock(numbers[task]) as mine:
                 if not mine and time.monotonic() < deadline:
                     left.append(task)
                     continue
                 try:
-                    with jit.fork_waits():  # what is imported meanwhile is locked in a child too
+                    with jit.fork_waits():  # import locks held during a fork stay locked in the child
                         task()
                 except Exception as error:
                     failed.append(error)
@@ -307,8 +308,8 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
 
 
 @contextmanager
-def _turn(number: int) -> Iterator[bool]:
-    """Yield whether this process is to compile a kernel: True unless another process does so.
+def _try_lock(number: int) -> Iterator[bool]:
+    """Yield whether this process compiles a kernel: True unless another process does.
 
     Locks of `lockf` are not inherited by forked processes, and end with the process that holds them.
     """
@@ -331,10 +332,10 @@ def _turn(number: int) -> Iterator[bool]:
         os.close(file)
 
 
-def _take_over() -> None:
-    """Copy machine code from beside the package, if that cannot be written, to this user's cache.
+def _copy_shipped_cache() -> None:
+    """Copy machine code shipped beside a read-only package to this user's cache.
 
-    Numba itself reads only what it can write too, so it would compile again what an image was built with.
+    Numba reads only caches that it can write, so it would compile again the kernels that an image was built with.
     """
     for kernel in jit.KERNELS:
         shipped, own = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
@@ -348,19 +349,19 @@ def _take_over() -> None:
                     copy.publish()
 
 
-def _forked() -> None:
-    """Start without a thread in a forked child."""
+def _reset_after_fork() -> None:
+    """Replace the state of the thread, which does not exist in a forked child."""
     global _background
     _background = _Background()
 
 
 @atexit.register
-def _stop() -> None:
-    """Wait for the thread at exit, since LLVM must not run while the interpreter is taken down."""
+def _join_thread() -> None:
+    """Wait for the thread at exit, since LLVM must not run while the interpreter shuts down."""
     _background.stopped = True
     thread = _background.thread
     if thread is not None:
         thread.join()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,4 +1,4 @@
-"""The local step of a save: the data files of one rank."""
+"""Writing of the data files of one rank: the local step of a save."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.chunks import cache_chunk, exact_values
+from dsq_ckpt.engine.chunks import cache_chunk, copy_exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
-from dsq_ckpt.engine.inheritance import inherit
+from dsq_ckpt.engine.inheritance import link_parent_files
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import get_storage
@@ -34,15 +34,15 @@ class RankResult:
 
     Attributes:
         rank: number of the rank.
-        host: its name.
+        host: name of its host.
         files: base files.
-        refinement: refinement file, None if it wrote none.
+        refinement: refinement file; None: it wrote none.
         requires: names of the parent's files that its records need.
         written: record and sizes of each chunk and object.
         kinds: bytes by kind of tensor.
-        tied: names that are stored as another, and which that is.
-        units: chunks that a reader of its records needs beside them.
-        related: whether any of its weights depends on the checkpoint before; None where that cannot be told.
+        tied: the stored name by tied name.
+        units: chunks of second moments that a reader needs to scale its records of first moments.
+        related: whether any of its weights depend on the previous checkpoint; None: unknown.
     """
 
     rank: int
@@ -63,22 +63,22 @@ def write_rank(
     """Write the files of one rank.
 
     Args:
-        path: directory of the checkpoint, which is made.
+        path: directory of the checkpoint; it is created.
         context: context of the save.
         rank: number of this rank.
-        state: its chunks, which are quantized one by one as they are written, and its objects.
+        state: chunks, quantized one by one as they are written, and objects of this rank.
         workers: threads.
         history: checkpoints that this process committed or loaded.
 
     Returns:
-        What was written, and what the next save needs of the chunks.
+        The result of this rank, and the chunks cached for the next save.
     """
     config = state.plan.config
     storage = config.storage
     result, cache = RankResult(rank), ChunkCache()
     by_kind: dict[str, list[WrittenRecord]] = defaultdict(list)
     get_storage(path).make_directory(path, storage.fsync)
-    packs = None if state.alone else _packs_of(context.parent, path, history)
+    packs = None if state.is_self_contained else _open_parent_packs(context.parent, path, history)
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
@@ -86,19 +86,19 @@ def write_rank(
 
         def chunks() -> Iterator[ChunkRequest]:
             for chunk in state.chunks:
-                source, base = chunk.codes, chunk.base
+                source, reference = chunk.codes, chunk.parent_record
                 keys.append(source.key)
                 if source.second_moment is not None:
                     result.units.append(source.key._replace(fqn=source.second_moment))
-                if base is None or not context.shared:
+                if reference is None or not context.reuses_parent:
                     cache_chunk(cache, source, config.delta.enabled)
                 dtype = state.items[source.key].dtype
-                if base is None:
+                if reference is None:
                     yield ChunkRequest(source, dtype, None, frozenset())
-                elif base.residual:
-                    yield ChunkRequest(source, dtype, None, base.requires, base.ref)
+                elif reference.residual:
+                    yield ChunkRequest(source, dtype, None, reference.requires, reference.ref)
                 else:
-                    yield ChunkRequest(source, dtype, base.ref, base.requires)
+                    yield ChunkRequest(source, dtype, reference.ref, reference.requires)
 
         for place, written in enumerate(shard.add_coded(chunks())):
             result.written[keys[place]] = written
@@ -120,12 +120,12 @@ def write_rank(
         run_pending_handlers()
         base_file, result.refinement, result.requires = shard.finish()
         if context.parent is not None and result.requires:
-            before = context.previous if context.parent.place > 1 else None
-            inherit(
+            before = context.previous if context.parent.position > 1 else None
+            link_parent_files(
                 expand_path(context.parent.path), context.parent.save_id, path, frozenset(result.requires),
                 storage.keyframe_copies, storage.fsync, before and expand_path(before.path),
             )
-        if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
+        if storage.fsync and context.ranks > 1:  # with one rank the commit flushes the directory
             get_storage(path).flush(path)
     result.files.append(base_file)
     result.related = state.related
@@ -137,14 +137,14 @@ def write_rank(
             logical=sum(record.logical for record in records), base=sum(record.base for record in records),
             refinement=sum(record.refinement for record in records),
         )
-    if not state.staged:
-        cache.values |= exact_values(state.unquantized, context.layout)
+    if not state.is_staged:
+        cache.values |= copy_exact_values(state.unquantized, context.layout)
     return result, cache
 
 
-def _packs_of(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:
-    """Return the packs that exact data may be coded given."""
-    if parent is None or (is_remote(expand_path(parent.path)) and not is_remote(path)):  # whose files cannot be linked
+def _open_parent_packs(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:
+    """Return the packs of the parent against which exact data may be coded; None: none can be used."""
+    if parent is None or (is_remote(expand_path(parent.path)) and not is_remote(path)):  # remote files cannot be linked
         return None
     known = history.find(parent.save_id)
     return ParentPackReader(expand_path(parent.path), parent.save_id, {} if known is None else known.cache.refs)

@@ -31,7 +31,7 @@ from dsq_ckpt.core.nesting import Nesting, Path, Step, set_entry
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
-from dsq_ckpt.engine.chain import what_the_base_costs
+from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import names_of
 from dsq_ckpt.storage.refinement import RefinementOption
@@ -132,7 +132,7 @@ class TrainingState:
             warnings = _same_tensors(directory, flat, stored, opened)
             manifest = opened.checkpoint.manifest
             if dropped := manifest.refinement == "dropped":
-                warnings.append(what_the_base_costs(opened.checkpoint.directory, manifest))
+                warnings.append(describe_base_loss(opened.checkpoint.directory, manifest))
             for key in self._optimizers:
                 if nesting.below((key,)) is None:
                     raise LoadFailed(

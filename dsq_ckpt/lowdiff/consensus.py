@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.distributed.beside import group_beside
 from dsq_ckpt.distributed.comm import Communicator, TorchCommunicator
+from dsq_ckpt.distributed.gloo_groups import new_gloo_group
 from dsq_ckpt.errors import SaveFailed
 
 
@@ -66,7 +66,7 @@ def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessG
     """
     if not isinstance(comm, TorchCommunicator):
         return None
-    return group_beside(comm.group, None if timeout is None else timedelta(seconds=timeout))
+    return new_gloo_group(comm.group, None if timeout is None else timedelta(seconds=timeout))
 
 
 def _unreachable(error: RuntimeError) -> SaveFailed:

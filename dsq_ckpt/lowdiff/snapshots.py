@@ -19,7 +19,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.history import ParentRef
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import (
     CheckpointExists,

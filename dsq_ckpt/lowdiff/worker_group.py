@@ -174,7 +174,7 @@ class WorkerGroup(ABC):
             for path in segments.leftovers(self.run):
                 path.unlink(missing_ok=True)
             snapshots.clear_interrupted(self.run)
-        other_jobs.share(self.run)
+        other_jobs.mark_shared(self.run)
 
     @hold_signals()
     def _begin_first(self, resume: Recovered | None) -> None:

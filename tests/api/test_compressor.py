@@ -9,7 +9,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.api.saving import async_save_with_writer
-from dsq_ckpt.dcp.staging import staged_payloads
+from dsq_ckpt.dcp.staging import collect_staged_payloads
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.trial import TrialModel
@@ -288,9 +288,9 @@ def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
 
     def looking(*args):
         seen.append(writer.quality)
-        return staged_payloads(*args)
+        return collect_staged_payloads(*args)
 
-    monkeypatch.setattr("dsq_ckpt.dcp.writer.staged_payloads", looking)
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.collect_staged_payloads", looking)
     async_save_with_writer(lambda: (writer, {"w": torch.randn(80, 64)})).result()
     assert [*seen, writer.quality] == [{"metric": 1.0}] * 2
 

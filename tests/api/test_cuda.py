@@ -97,7 +97,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path,
 
 def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, monkeypatch):
     gc.collect()  # what other tests left
-    copies.release_spare()
+    copies.release_spare_memory()
     names, quantize = [], pipeline.quantize
 
     def noted(*arguments: Any) -> Any:
@@ -110,9 +110,9 @@ def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, mo
         run.train(number, number + 1)
         dsq_ckpt.async_save(run.state()["model"], tmp_path / str(number)).result()
         gc.collect()
-        kept = [one for some in copies._spare.values() for one in some]
-        assert any(kind[1] for kind in copies._spare)
-        assert all(one.is_pinned() == pinned for (_, pinned), some in copies._spare.items() for one in some)
+        kept = [one for some in copies._spare_buffers.values() for one in some]
+        assert any(kind[1] for kind in copies._spare_buffers)
+        assert all(one.is_pinned() == pinned for (_, pinned), some in copies._spare_buffers.items() for one in some)
         places.append({one.data_ptr() for one in kept})
     assert names == ["background"] * 3
     assert places[0] and places[0] == places[1] == places[2]

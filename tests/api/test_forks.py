@@ -17,7 +17,7 @@ import os, sys, threading
 import torch
 import torch.distributed as dist
 import dsq_ckpt
-from dsq_ckpt.engine import ancestry
+from dsq_ckpt.engine import parent_integrity
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.core import regular_files; from dsq_ckpt.storage import pickle_refs
 

@@ -21,7 +21,7 @@ from dsq_ckpt.core.interrupts import (
     propagate_handler_errors,
     run_pending_handlers,
 )
-from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.engine import quantizing, warmup
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.quantization import global_sketch
@@ -189,8 +189,8 @@ def test_a_save_does_not_wait_for_kernels(tmp_path, monkeypatch):
 
     monkeypatch.setattr(warmup, "compile_group", compiles)
     monkeypatch.setattr(warmup, "_background", background)
-    gather = quantizing.with_sound_parent
-    monkeypatch.setattr(quantizing, "with_sound_parent", lambda *args: asked.set() or gather(*args))
+    gather = quantizing.drop_damaged_parent
+    monkeypatch.setattr(quantizing, "drop_damaged_parent", lambda *args: asked.set() or gather(*args))
     with pytest.raises(KeyboardInterrupt):
         dsq_ckpt.save({"a.weight": torch.randn(100, 100)}, tmp_path / "x")
     compiled.set()

@@ -17,7 +17,7 @@ import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound, CorruptCheckpoint, DSQConfig, LoadFailed
 from dsq_ckpt.convert.export import export_dcp, export_torch, read
 from dsq_ckpt.core.nesting import Nesting
-from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.fixtures import make_format_v1 as v1
 from tests.helpers.commands import printed

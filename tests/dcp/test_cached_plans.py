@@ -184,7 +184,7 @@ def test_a_cache_that_others_changed(ours, tmp_path):
     state, caches = mixed_state(), SavePlanner._cached_all_plans
     save(state, tmp_path / "0")
     plan, = caches["DefaultSavePlanner"]
-    offer = plan.storage_data._replace(state="that of another state") if ours else None
+    offer = plan.storage_data._replace(digest="that of another state") if ours else None
     caches["DefaultSavePlanner"] = [replace(plan, storage_data=offer)]
     with pytest.raises(BaseException, match=r"rank 0 is of another state or writer.*save again"):
         save(state, tmp_path / "1")

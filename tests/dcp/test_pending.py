@@ -7,7 +7,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import dsq_ckpt
-from dsq_ckpt.dcp.copies import settled
+from dsq_ckpt.dcp.copies import wait_for_collectives
 from tests.dcp.test_distributed import checks
 from tests.helpers.processes import torchrun
 
@@ -29,7 +29,7 @@ def test_a_plain_tensor(stage, tmp_path):
 
 def test_a_state_without_any_is_left_as_it_is():
     state = {"a": torch.ones(3), "b": [{"c": 1}]}
-    assert settled(state) is state
+    assert wait_for_collectives(state) is state
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.dcp.plans import layout_of_plan
+from dsq_ckpt.dcp.plans import make_plan_layout
 from dsq_ckpt.engine.options import SaveOptions
 
 
@@ -22,5 +22,5 @@ def test_settings_that_other_ranks_are_dealt_tell_of_an_optimizer_too() -> None:
     some = [item for item in items if item.tensor_data is not None or item.index.fqn.endswith(".lr")]
     assert len(some) < len(items)
     options = SaveOptions(config=DSQConfig())
-    assert layout_of_plan(some, options, False).unlike
-    assert not layout_of_plan(some, options, False, items).unlike
+    assert make_plan_layout(some, options, False).unlike
+    assert not make_plan_layout(some, options, False, items).unlike

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
-from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.call_stack import AsyncCall
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.checkpoint import Checkpoint
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import dsq_ckpt
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.dcp import copies
-from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead
+from dsq_ckpt.dcp.copies import CopyCost, copy_bare_state_dict, copy_state_dict, should_copy
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import Manifest
 from tests.dcp.planners import Balancing
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _nothing_spare():
-    copies.release_spare()
+    copies.release_spare_memory()
 
 
 def config(stage):
@@ -127,7 +127,7 @@ def test_the_copy_shares_memory_as_the_state_does():
         "whole": whole, "turned": whole.t(), "row": whole[3], "apart": whole.clone(), "nothing": torch.empty(0),
         "array": torch.from_numpy(array), "part": torch.from_numpy(array[10:20]),  # two storages in one memory
     }
-    for copier in (copied, copied_by_name):
+    for copier in (copy_state_dict, copy_bare_state_dict):
         found = copier(state)
         assert differences(found, state) == []
         assert all(found[name].stride() == value.stride() for name, value in state.items())
@@ -168,22 +168,23 @@ def addresses(state):
 
 def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
     state = {"a": torch.randn(1000, 100), "b": [torch.randn(300)], "c": torch.randn(3_000_000)}
-    first = copied_by_name(state)
+    first = copy_bare_state_dict(state)
     place, before = addresses(first), copy.deepcopy(first)
     part = first["c"][5:9]  # a view is enough to keep it
     ruin(state)
-    second = copied_by_name(state)
+    second = copy_bare_state_dict(state)
     assert not set(addresses(second).values()) & set(place.values())
     assert differences(first, before) == []
     first.clear()
-    third = copied_by_name(state)
+    third = copy_bare_state_dict(state)
     found = addresses(third)
     assert (found["a"], found["b.0"]) == (place["a"], place["b.0"]) and found["c"] != place["c"]
     assert torch.equal(part, before["c"][5:9])
     del second, third, part
     gc.collect()
-    copied_by_name({"a": state["a"]})
-    assert sum(size for size, _ in copies._spare) == state["a"].nbytes, "memory that a copy has no use for is freed"
+    copy_bare_state_dict({"a": state["a"]})
+    spare = sum(size for size, _ in copies._spare_buffers)
+    assert spare == state["a"].nbytes, "memory that a copy has no use for is freed"
 
 
 def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):
@@ -257,14 +258,14 @@ def cost(size=4 * GIB, spare=0, available=100 * GIB, host="a"):
 def test_the_choice(how, costs, processes, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert {copies_instead(how, costs, processes, rank) for rank in range(3)} == {expected}
+        assert {should_copy(how, costs, processes, rank) for rank in range(3)} == {expected}
 
 
 def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, quantizing):
     """Once, though the memory that is left differs from save to save."""
     left = iter((1000, 1001, 1002, 1003))
     monkeypatch.setattr(copies, "available_memory", lambda: next(left))
-    monkeypatch.setattr(copies, "_told", set())
+    monkeypatch.setattr(copies, "_warned_hosts", set())
     with pytest.warns(UserWarning, match=r"has 9\.31e-07 GiB of memory left, .*storage\.stage: quantize") as told:
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "a").result()
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "b").result()
@@ -275,20 +276,20 @@ def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, q
 def test_memory_of_a_copy_of_another_state_is_not_counted_on(tmp_path):
     """Such memory is freed before the next copy takes memory of its own."""
     first, second = ({f"w{number}": torch.randn(size) for number in range(4)} for size in (50_000, 60_000))
-    copied_by_name(first).clear()
+    copy_bare_state_dict(first).clear()
     gc.collect()
-    assert CopyCost.of(first).spare == CopyCost.of(first).size == 800_000
-    assert CopyCost.of(second).spare == 0
-    copy = copied_by_name(second)
-    assert not copies._spare and len(copy) == 4
+    assert CopyCost.measure(first).spare == CopyCost.measure(first).size == 800_000
+    assert CopyCost.measure(second).spare == 0
+    copy = copy_bare_state_dict(second)
+    assert not copies._spare_buffers and len(copy) == 4
 
 
 def test_small_parts_of_large_memory_are_not_worth_a_copy():
     large = torch.randn(1000, 100)
-    assert CopyCost.of({"w": large, "v": large[1:]}).size == large.nbytes
-    assert CopyCost.of({"row": large[0]}).size is None
-    assert CopyCost.of({"w": torch.empty(3, device="meta")}).size is None
-    assert CopyCost.of({"step": 3}).size == 0
+    assert CopyCost.measure({"w": large, "v": large[1:]}).size == large.nbytes
+    assert CopyCost.measure({"row": large[0]}).size is None
+    assert CopyCost.measure({"w": torch.empty(3, device="meta")}).size is None
+    assert CopyCost.measure({"step": 3}).size == 0
 
 
 @pytest.mark.parametrize("files, expected", [

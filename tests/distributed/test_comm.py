@@ -10,7 +10,7 @@ import pytest
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.distributed.mpi import MPICommunicator, launched
+from dsq_ckpt.distributed.mpi import MPICommunicator, read_launcher_rank
 from tests.helpers import contract, forks
 from tests.helpers.processes import torchrun
 from tests.helpers.source_files import plain_state
@@ -44,17 +44,17 @@ def test_nothing_is_left_for_the_exit(tmp_path, ranks):
 
 
 def test_what_launchers_tell(no_launcher):
-    assert launched() == (0, 1)
+    assert read_launcher_rank() == (0, 1)
     no_launcher.setenv("SLURM_STEP_NUM_TASKS", "8")
     no_launcher.setenv("SLURM_PROCID", "5")
-    assert launched() == (0, 1) and launched(slurm=True) == (5, 8)
+    assert read_launcher_rank() == (0, 1) and read_launcher_rank(slurm=True) == (5, 8)
     no_launcher.setenv("PMI_SIZE", "4")
-    assert launched() == (0, 1)  # rank and size, or it is something else
+    assert read_launcher_rank() == (0, 1)  # rank and size, or it is something else
     no_launcher.setenv("PMI_RANK", "2")
-    assert launched() == (2, 4)
+    assert read_launcher_rank() == (2, 4)
     no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "3")
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert launched() == (1, 3) == launched(slurm=True)
+    assert read_launcher_rank() == (1, 3) == read_launcher_rank(slurm=True)
 
 
 def test_ranks_of_a_host_share_its_cores(no_launcher):

@@ -181,14 +181,14 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
 @pytest.mark.parametrize(("step", "options"), [
     ("__init__", {}), ("codes", {}),
     ("values", {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}),
-    ("inherit", {}), ("inherit", {"storage": {"replicate_keyframes": 2}}),
+    ("link_parent_files", {}), ("link_parent_files", {"storage": {"replicate_keyframes": 2}}),
 ])
 def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step, options):
     """Whatever was to be read of it: not as one that does not exist, as if it had been named."""
     paths, states = chain_of(tmp_path, 1, config=options)
     dsq_ckpt.forget()
     dsq_ckpt.load({}, paths[0])  # what the next one is coded against is read of it
-    place = writing if step == "inherit" else chain.Parent
+    place = writing if step == "link_parent_files" else chain.Parent
     do, met = getattr(place, step), []
 
     def after_removal(*arguments):
@@ -206,7 +206,7 @@ def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
     """Its manifest is there when a file of it is not."""
     paths, states = chain_of(tmp_path, 1)
     monkeypatch.setattr(links, "REMOVAL_TIMEOUT", 600)
-    inherit, lost_files, looked = writing.inherit, concurrent_changes.find_missing_files, []
+    inherit, lost_files, looked = writing.link_parent_files, concurrent_changes.find_missing_files, []
 
     def half(*arguments):
         for file in paths[0].glob("*.dsq"):
@@ -218,7 +218,7 @@ def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
         shutil.rmtree(paths[0], ignore_errors=True)
         return looked[-1]
 
-    monkeypatch.setattr(writing, "inherit", half)
+    monkeypatch.setattr(writing, "link_parent_files", half)
     monkeypatch.setattr(concurrent_changes, "find_missing_files", rest)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
         dsq_ckpt.save(moved(states[0], 1), tmp_path / "next")
@@ -229,13 +229,13 @@ def test_a_checkpoint_that_is_removed_before_its_siblings_are_counted(tmp_path, 
     """A checkpoint that is gone is no parent, and nothing has failed."""
     options = {"delta": {"max_chain": "auto"}}
     paths, states = chain_of(tmp_path, 3, config=options)
-    shared = chain._shared
+    shared = chain._find_shared_parent
 
     def after_removal(*arguments):
         shutil.rmtree(paths[-1])
         return shared(*arguments)
 
-    monkeypatch.setattr(chain, "_shared", after_removal)
+    monkeypatch.setattr(chain, "_find_shared_parent", after_removal)
     with pytest.warns(UserWarning, match="cannot be read; writing a keyframe"):
         assert dsq_ckpt.save(states[-1], tmp_path / "next", config=options).keyframe
 

@@ -10,7 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint

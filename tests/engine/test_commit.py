@@ -85,14 +85,14 @@ def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
 def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
     from dsq_ckpt.dcp import writer
 
-    original = writer.contents_of
+    original = writer.make_contents
 
     def larger(*args):
         contents = original(*args)
         contents.tensors["w"]["shape"] = [41, 60]
         return contents
 
-    monkeypatch.setattr(writer, "contents_of", larger)
+    monkeypatch.setattr(writer, "make_contents", larger)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
         dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
     assert not (tmp_path / "a" / "manifest.json").exists()

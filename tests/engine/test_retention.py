@@ -84,7 +84,7 @@ def test_who_empties_the_directory_meets_no_new_name(tmp_path):
         thread = threading.Thread(target=remove)
         thread.start()
         begin.wait()
-        retention._drop(run / "step-1", manifest, False)
+        retention._drop_refinement(run / "step-1", manifest, False)
         thread.join()
         assert not failed and os.listdir(run) == []
 
@@ -159,7 +159,7 @@ def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
     """Whichever of several failed: none is behind one that was dropped, where no save looks again."""
     for failing in range(2):
         *older, newest = paths = saved(tmp_path / str(failing), 4)
-        replace, calls = retention._replace, []
+        replace, calls = retention._replace_manifest, []
 
         def full(*given, replace=replace, calls=calls, failing=failing):
             calls.append(given)
@@ -167,7 +167,7 @@ def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
                 raise OSError(28, "No space left on device")
             return replace(*given)
 
-        monkeypatch.setattr(retention, "_replace", full)
+        monkeypatch.setattr(retention, "_replace_manifest", full)
         with pytest.raises(OSError, match="No space left"):
             retention.drop_refinements(newest, 1, False)
         monkeypatch.undo()
@@ -202,7 +202,7 @@ def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp_path, monkeypatch, kept):
     """A trainer keeps the last ones of a lossy run; where all stay, the chain goes on."""
-    monkeypatch.setattr(removed_ancestors, "_LITTLE", 0)
+    monkeypatch.setattr(removed_ancestors, "_MIN_GAIN", 0)
     for run, removes in (("all", False), ("last", True)):
         generator = torch.Generator().manual_seed(1)
         state, depths, largest = large_state(), [], 0

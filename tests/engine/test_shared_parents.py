@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dsq_ckpt
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest

@@ -171,9 +171,9 @@ def test_the_first_save_says_that_it_compiles(fresh, warmed, tmp_path):
 
 def test_where_logging_is_set_up_the_log_says_so(caplog, capfd, no_launcher):
     with caplog.at_level("INFO", "dsq_ckpt"):
-        warmup._announce()
+        warmup._log_wait()
         no_launcher.setenv("RANK", "1")
-        warmup._announce()  # rank 0 does
+        warmup._log_wait()  # rank 0 does
     (record,) = caplog.records
     assert record.levelname == "WARNING" and record.message.startswith("dsq_ckpt compiles its kernels, once on")
     assert capfd.readouterr() == ("", "")
@@ -314,7 +314,7 @@ def test_registries_are_loaded_once_and_a_failure_is_left_to_the_thread(monkeypa
 
     monkeypatch.setattr(warmup.jit, "load_registries", fails)
     monkeypatch.setattr(warmup, "_background", warmup._Background())
-    monkeypatch.setattr(warmup._background, "ask", asked.append)
+    monkeypatch.setattr(warmup._background, "enqueue", asked.append)
     warmup.start()
     warmup.start()
     assert loaded == [True] and asked == [("save", "load")] * 2

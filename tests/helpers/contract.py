@@ -15,7 +15,7 @@ from dsq_ckpt.distributed.comm import (
     run_on_all_ranks,
     sum_with_status,
 )
-from dsq_ckpt.distributed.undoing import undone_together
+from dsq_ckpt.distributed.rollback import roll_back_together
 
 
 def check(comm: Communicator) -> None:
@@ -106,7 +106,7 @@ def _undone(comm: Communicator, culprit: int) -> None:
     undone: list[int] = []
 
     def work(error: BaseException | None) -> int:
-        with undone_together(comm, lambda: undone.append(comm.rank)):
+        with roll_back_together(comm, lambda: undone.append(comm.rank)):
             _fail(error)
             return comm.rank
 
@@ -131,7 +131,7 @@ def _nested(comm: Communicator, culprit: int) -> None:
     def work() -> None:
         if comm.rank == culprit:
             raise MemoryError("no room")
-        with undone_together(comm, lambda: undone.append(1)):
+        with roll_back_together(comm, lambda: undone.append(1)):
             pass
         passed.append(1)
 
@@ -155,7 +155,7 @@ def _between(comm: Communicator, culprit: int) -> None:
         return 1
 
     def undoing(place: int, sums: bool) -> None:
-        with undone_together(comm, lambda: undone.append(place)):
+        with roll_back_together(comm, lambda: undone.append(place)):
             work(1, place, sums)
 
     for place in range(3):

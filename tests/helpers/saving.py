@@ -7,7 +7,7 @@ from typing import Any
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
-from dsq_ckpt.engine.local import LocalState
+from dsq_ckpt.engine.local_state import LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.plan import QuantizationPlan
 

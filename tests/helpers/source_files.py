@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import dsq_ckpt
-from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 
 
 def plain_state() -> dict[str, torch.Tensor]:

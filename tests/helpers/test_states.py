@@ -9,7 +9,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.engine.shapes import continues
+from dsq_ckpt.engine.shapes import is_continuation
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, differences, loaded
 
@@ -85,7 +85,7 @@ def test_a_parent_named_by_the_caller_serves_another_state_but_is_not_replaced_b
     ({"a": (2,), "b": (9,)}, {"a": (2,), "c": (3,)}, False), ({"step": ()}, {"step": ()}, True),
 ])
 def test_which_state_continues_which(newer, older, expected):
-    assert continues(newer, older) is expected
+    assert is_continuation(newer, older) is expected
 
 
 def test_a_failed_save_leaves_the_one_before_as_the_parent(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.engine.local import LocalItems, LocalShard, items_of, layout_of
+from dsq_ckpt.engine.local_state import LocalItems, LocalShard, make_items, make_layout
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.layout import Layout
@@ -106,13 +106,13 @@ def shards() -> list[LocalShard]:
 def test_what_one_rank_knows_holds_for_all() -> None:
     """Options are written by one rank, and lie there alone where a planner of one's own does so."""
     options = SaveOptions(DSQConfig())
-    own = layout_of(shards(), options)
+    own = make_layout(shards(), options)
     assert own.tensors["optimizer.state.w.exp_avg"] == "exp_avg/linear/update"
-    told = layout_of([], options, objects={"optimizer.param_groups.0.clip_exp": 0.25})
+    told = make_layout([], options, objects={"optimizer.param_groups.0.clip_exp": 0.25})
     agreed = Layout.union([own, told])
     assert agreed.tensors["optimizer.state.w.exp_avg"] == "exp_avg/linear/relative"
     assert Layout.union([agreed]) == agreed
-    local = LocalItems(items_of(shards(), options)).as_agreed(agreed)
+    local = LocalItems(make_items(shards(), options)).apply_layout(agreed)
     first = next(item for item in local.items if item.key.fqn.endswith("exp_avg"))
     assert first.group == "exp_avg/linear/relative" and first.second_moment is None
     assert first.config == agreed.groups[first.group]

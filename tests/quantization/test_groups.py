@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dsq_ckpt import DSQConfig
-from dsq_ckpt.engine.local import LocalShard, layout_of
+from dsq_ckpt.engine.local_state import LocalShard, make_layout
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import Assignments, assign, kind_of, layer_types
@@ -130,7 +130,7 @@ def test_ranks_agree_on_first_moments_whose_update_is_not_known():
     """Whichever rank has the state that tells."""
     def layout(*names, **config):
         shards = [LocalShard(ChunkKey(name, (0, 0), (80, 80)), (80, 80), torch.float32, torch.empty) for name in names]
-        return layout_of(shards, SaveOptions(DSQConfig.create({"quantize": config})))
+        return make_layout(shards, SaveOptions(DSQConfig.create({"quantize": config})))
 
     first, second = "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"
     for names in ([[first, second], ["optimizer.state.w.hessian"]], [[first, second, "optimizer.state.w.Q.0"], []]):

@@ -16,7 +16,7 @@ import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage import attachment_files
 from dsq_ckpt.storage.attachment_files import find_plain_backups

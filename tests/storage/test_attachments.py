@@ -12,7 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.export import ExportError, export_dcp, export_safetensors, export_torch, read
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from tests.helpers.commands import document, dsq, error, printed

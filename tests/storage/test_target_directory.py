@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import dsq_ckpt
 from dsq_ckpt.convert import export
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.local import LocalState
+from dsq_ckpt.engine.local_state import LocalState
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, SaveFailed
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.commands import error, printed

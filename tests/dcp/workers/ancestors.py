@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.engine import ancestry
-from dsq_ckpt.engine.ancestry import CHECKED_EVERY
+from dsq_ckpt.engine import parent_integrity
+from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
@@ -34,7 +34,7 @@ def damage(path: Path) -> None:
 def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> None:
     mesh = init_device_mesh("cpu", (size,))
     said: list[str] = []
-    for number in range(3 + CHECKED_EVERY):
+    for number in range(3 + CHECK_PERIOD):
         if number == 2 and rank == 0:
             [name] = [f.name for f in Manifest.read(run / "0").files if f.name.endswith(f"-{culprit:05d}.dsq")]
             damage(run / "0" / name)
@@ -52,16 +52,16 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
     dist.all_gather_object(counts, len(said))
     assert counts == [1, *[0] * (size - 1)], counts
     assert rank or (f"-{culprit:05d}.dsq' has checksum" in said[0] and "writing a keyframe" in said[0]), said
-    depths = [depth(run / str(number)) for number in range(3 + CHECKED_EVERY)]
+    depths = [depth(run / str(number)) for number in range(3 + CHECK_PERIOD)]
     found = depths.index(0, 1)
-    assert depths == [*range(found), *range(3 + CHECKED_EVERY - found)] and found >= 2, depths
-    dsq_ckpt.load({"w.weight": distribute_tensor(torch.zeros(200, 64), mesh, [Shard(0)])}, run / str(2 + CHECKED_EVERY))
+    assert depths == [*range(found), *range(3 + CHECK_PERIOD - found)] and found >= 2, depths
+    dsq_ckpt.load({"w.weight": distribute_tensor(torch.zeros(200, 64), mesh, [Shard(0)])}, run / str(2 + CHECK_PERIOD))
 
 
 def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
     """Ctrl-C on one rank whose check is not through stops all; what it finds is told of later, also by a keyframe."""
     mesh = init_device_mesh("cpu", (size,))
-    answered, result, problem_of = threading.Event(), ancestry._Check.result, ancestry.problem_of
+    answered, result, check_file = threading.Event(), parent_integrity._FileCheck.wait, parent_integrity.check_file
 
     def save(number: int) -> None:
         value = normal(200, 64, seed=1) + 0.001 * number
@@ -70,9 +70,9 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
 
     def slow(path: Path, expected: ManifestFile) -> str | None:
         answered.wait(HANG)
-        return problem_of(path, expected)
+        return check_file(path, expected)
 
-    def signalled(check: ancestry._Check) -> ancestry.Findings:
+    def signalled(check: parent_integrity._FileCheck) -> parent_integrity.Problems:
         signal.raise_signal(signal.SIGINT)
         return result(check)
 
@@ -81,11 +81,11 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
     for file in Manifest.read(run / "0").files if rank == 0 else ():
         damage(run / "0" / file.name)
     dist.barrier()
-    everything = mock.patch.object(ancestry, "_is_due", lambda name, depth: True)
-    with everything, mock.patch.object(ancestry, "problem_of", slow if rank == culprit else problem_of):
+    everything = mock.patch.object(parent_integrity, "_is_due", lambda name, depth: True)
+    with everything, mock.patch.object(parent_integrity, "check_file", slow if rank == culprit else check_file):
         save(2)
         stopped: BaseException | None = None
-        with mock.patch.object(ancestry._Check, "result", signalled if rank == culprit else result):
+        with mock.patch.object(parent_integrity._FileCheck, "wait", signalled if rank == culprit else result):
             try:
                 save(3)
             except (KeyboardInterrupt, dsq_ckpt.SaveFailed) as error:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dsq_ckpt
 from dsq_ckpt.api import background
 from dsq_ckpt.distributed import comm as comms
-from dsq_ckpt.distributed import lasting
+from dsq_ckpt.distributed import gloo_lifetime
 
 lent: list[weakref.ref[torch.Tensor]] = []
 
@@ -42,7 +42,7 @@ dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 for name in ("all_gather", "all_reduce", "broadcast"):
     setattr(dist, name, recorded(getattr(dist, name)))
-comms._FREED_WITHIN = 300.0  # a machine may be busy
+comms._RELEASE_TIMEOUT = 300.0  # a machine may be busy
 comm = comms.TorchCommunicator()
 for _ in range(200):
     comm.gather(dist.get_rank())
@@ -59,7 +59,7 @@ left = weakref.ref(made)
 del made
 dist.destroy_process_group()
 for thread in list(pools._threads_queues):  # type: ignore[attr-defined]  # an exit waits for the save's, which has it
-    thread.join(comms._FREED_WITHIN)
+    thread.join(comms._RELEASE_TIMEOUT)
 assert left() is None
 print("ok groups", flush=True)
 
@@ -75,14 +75,14 @@ for number in range(40):
     else:
         comms.communicator(None).gather(None)
         dist.broadcast_object_list([number], src=0)  # as DCP ends a save
-    assert dist.group.WORLD in lasting._known and (size > 1 or other in lasting._known)
+    assert dist.group.WORLD in gloo_lifetime._extended_groups and (size > 1 or other in gloo_lifetime._extended_groups)
     del other
     dist.destroy_process_group()
     del model
 print("ok reducers", flush=True)
 sys.setswitchinterval(0.005)
 deadline = time.monotonic() + 300  # a machine may be busy
-while lasting._ended and time.monotonic() < deadline:
+while gloo_lifetime._ended_backends and time.monotonic() < deadline:
     time.sleep(0.1)
-assert not lasting._ended and not len(lasting._known)
+assert not gloo_lifetime._ended_backends and not len(gloo_lifetime._extended_groups)
 print("ok released", flush=True)

@@ -23,7 +23,7 @@ from dsq_ckpt.api import compressor, loading, module_placeholders, oneshot, stat
 from dsq_ckpt.dcp import quantized_staging, reader, writer
 from dsq_ckpt.distributed.comm import TorchCommunicator
 from dsq_ckpt.engine import chunks, inheritance, pipeline, quantizing
-from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization import global_sketch
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import ChunkKey, QuantizingChunk
@@ -36,23 +36,27 @@ from tests.helpers.saving import save_parts
 QUANTIZING: list[tuple[Any, str]] = [
     (quantizing, "build_global_sketch"), (global_sketch, "choose_scales"), (global_sketch, "sparse_of"),
     (GlobalSketch, "fit"), (GlobalSketch, "worst"), (quantizing, "refine_restored_groups"), (quantizing, "report"),
-    (quantizing, "note_exact"), (chunks, "_quantized"), (QuantizingChunk, "block"),
+    (quantizing, "record_exact_samples"), (chunks, "_quantize_chunk"), (QuantizingChunk, "block"),
 ]
 WRITING: list[tuple[Any, str]] = [
     (pipeline, "write_rank"), (ShardWriter, "_add_record"), (ShardWriter, "finish"), (inheritance, "link_files"),
 ]
 SEARCHING: list[tuple[Any, str]] = [(SaveSearch, "candidate"), (SaveSearch, "refined"), (TrialModel, "_decoded")]
 OF_WAY: dict[str, list[tuple[Any, str]]] = {
-    "dcp": [(writer, "write_results")], "save": [(writer, "write_results")], "compressor": [(writer, "write_results")],
-    "copy": [(writer, "write_results")], "quantize": [(writer, "write_results"), (quantized_staging, "by_lowest_rank")],
+    "dcp": [(writer, "make_write_results")], "save": [(writer, "make_write_results")],
+    "compressor": [(writer, "make_write_results")], "copy": [(writer, "make_write_results")],
+    "quantize": [(writer, "make_write_results"), (quantized_staging, "assign_to_lowest_rank")],
 }
 LOADING: dict[str, list[tuple[Any, str]]] = {
-    "dcp": [(reader, "_in_order"), (reader, "_span")],
-    "load": [(loading, "DSQStorageReader"), (loading.Manifest, "read"), (reader, "_in_order"), (reader, "_span")],
+    "dcp": [(reader, "_sort_by_dependency"), (reader, "_get_element_range")],
+    "load": [
+        (loading, "DSQStorageReader"), (loading.Manifest, "read"), (reader, "_sort_by_dependency"),
+        (reader, "_get_element_range"),
+    ],
     "compressor": [
         (compressor, "match_saved_state"), (state_matching, "_intersect_ranks"),
         (state_matching, "_match_optimizer_state"), (loading, "DSQStorageReader"),
-        (reader, "_in_order"), (module_placeholders, "unexpected_on_all_ranks"),
+        (reader, "_sort_by_dependency"), (module_placeholders, "unexpected_on_all_ranks"),
         (compressor, "restore_groups"),
     ],
 }

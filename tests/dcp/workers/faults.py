@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.dcp import quantized_staging, writer
+from dsq_ckpt.dcp import copies, quantized_staging
 from dsq_ckpt.engine import chain, commit, inheritance, pipeline, quantizing, retention
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
@@ -182,7 +182,7 @@ def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """One rank fails in the call of an asynchronous save, or in its background."""
     earlier.read(earlier.paths[1])
-    staged = {"quantize": (quantized_staging, "staged_state_dict"), "copy": (writer, "copied_by_name")}
+    staged = {"quantize": (quantized_staging, "make_staged_state_dict"), "copy": (copies, "copy_bare_state_dict")}
     for culprit, (stage, own) in product(range(size), staged.items()):
         for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"), own,

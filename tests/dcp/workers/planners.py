@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.call_stack import AsyncCall
 from dsq_ckpt.storage.manifest import Manifest
 from tests.dcp.planners import Balancing, Half, Hiding, Losing, PlusOne, Recording, Renaming, Untrue, calls
 

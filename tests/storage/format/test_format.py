@@ -15,7 +15,7 @@ import xxhash
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.retention import _drop
+from dsq_ckpt.engine.retention import _drop_refinement
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import torchrun
@@ -137,7 +137,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         with pytest.warns(UserWarning, match="NaN"):
             dsq_ckpt.save(tree, paths[-1], config=config(request.param, block, keep), pinned=step == 0, no_dist=True)
         tree = stepped(tree)
-    _drop(paths[1], Manifest.read(paths[1]), fsync=True)  # a checkpoint with NaN leaves the ones before it alone
+    # A checkpoint with NaN leaves the ones before it alone.
+    _drop_refinement(paths[1], Manifest.read(paths[1]), fsync=True)
     yield paths
     dsq_ckpt.forget()
 
@@ -158,7 +159,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         with pytest.warns(UserWarning, match="NaN"):
             dsq_ckpt.save(tree, paths[-1], config=chosen, no_dist=True)
         tree = stepped(tree)
-    _drop(paths[2], Manifest.read(paths[2]), fsync=True)
+    _drop_refinement(paths[2], Manifest.read(paths[2]), fsync=True)
     paths += [dsq_ckpt.merge(paths[step], root / f"merged-{step}").path for step in (2, 3)]
     yield paths
     dsq_ckpt.forget()

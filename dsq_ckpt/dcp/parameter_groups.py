@@ -1,7 +1,7 @@
-"""Parameter groups of optimizers on several ranks, which have other parameters where these are experts or stages.
+"""Parameter groups of optimizers with different parameters on different ranks, such as experts or pipeline stages.
 
-A group lists the names of its parameters, and a load finds it by them. DCP stores the list of one rank, as it does with
-the value of each option: what is stored in its place has the names of all ranks.
+A group lists the names of its parameters, by which a load finds it. DCP would store the list of one rank, as for any
+value. Instead the merged list of all ranks is stored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dsq_ckpt.core.notices import warn
 _GROUP = re.compile(r"((?:.*\.)?param_groups\.\d+)(?:\.(.+))?")
 
 
-def is_of_group(name: str) -> bool:
-    """Return whether a flat name is that of a group of an optimizer, or of one of its options."""
+def is_group_name(name: str) -> bool:
+    """Return whether a flat name belongs to a parameter group of an optimizer, or to one of its options."""
     found = _GROUP.fullmatch(name)
     return found is not None and found[2] != "params"
 
 
-def options_of_groups(state: Mapping[str, Any]) -> dict[str, list[str]]:
+def find_group_options(state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the names of the options of each group in a flat state dict, by the group's name."""
     found: dict[str, list[str]] = {}
     for name in sorted(state):
@@ -31,8 +31,8 @@ def options_of_groups(state: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def lists_of_names(state: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the lists of parameters of the groups in a flat state dict, where parameters have names."""
+def find_parameter_lists(state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the parameter lists of the groups in a flat state dict, if parameters have names."""
     return {
         name: value for name, value in state.items()
         if type(value) is list and (group := _GROUP.fullmatch(name)) is not None and group[2] == "params"
@@ -40,8 +40,8 @@ def lists_of_names(state: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def united(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    """Return the lists of all ranks together, if ranks have other ones; warn of parameters that are in two of them.
+def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    """Return the merged lists of all ranks if they differ, else {}; warn of parameters in two different groups.
 
     Args:
         ranks: lists of each rank, by flat name.

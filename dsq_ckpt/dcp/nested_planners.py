@@ -1,4 +1,4 @@
-"""Planners that keep what DCP's own leave out of a nested state dict, and empty dicts that a load fills."""
+"""Planners that keep the full nesting of a state dict, unlike DCP's planners, and placeholders for empty dicts."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, set_entry
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.tensor_subclasses import partial_placement_problem
-from dsq_ckpt.dcp.differing import PLAIN, digests, warn_of_differing
-from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
+from dsq_ckpt.dcp.parameter_groups import find_parameter_lists, merge_parameter_lists
+from dsq_ckpt.dcp.rank_differences import PLAIN_TYPES, compute_digests, warn_of_differences
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import parse_dtype
 
-_MOST_TOLD = 3  # objects that a save warns of
+_MAX_WARNED = 3  # objects per save
 
 
 class NestedSavePlanner(DefaultSavePlanner):
-    """DCP's save planner, with a `Nesting` of all ranks as `planner_data`; it warns of values that ranks differ in."""
+    """DCP's save planner with a `Nesting` of all ranks as `planner_data`, and warnings of differences between ranks."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._told = 0
+        self._warned_objects = 0
         self.mappings = Nesting.of(state_dict, self.mappings)
         for path, key in self.mappings.list_unkept_keys(state_dict) if is_coordinator else ():
             warn(
@@ -58,27 +58,27 @@ class NestedSavePlanner(DefaultSavePlanner):
         assert isinstance(self.mappings, Nesting)
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         if not alone:
-            self.mappings.digests = digests(self.state_dict)
-            self.mappings.groups = lists_of_names(self.state_dict)
+            self.mappings.digests = compute_digests(self.state_dict)
+            self.mappings.groups = find_parameter_lists(self.state_dict)
         return super().create_local_plan()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        with contextlib.suppress(RecursionError):  # a list that contains itself, which pickle can store
-            object = _plain(object)
+        with contextlib.suppress(RecursionError):  # a list that contains itself can be pickled
+            object = _to_plain(object)
         stored = super().transform_object(write_item, object)
-        if isinstance(stored, io.BytesIO) and type(object) not in PLAIN and self._told < _MOST_TOLD:
-            self._tell_of_classes(write_item.index.fqn, stored)
+        if isinstance(stored, io.BytesIO) and type(object) not in PLAIN_TYPES and self._warned_objects < _MAX_WARNED:
+            self._warn_of_classes(write_item.index.fqn, stored)
         return stored
 
-    def _tell_of_classes(self, fqn: str, stored: io.BytesIO) -> None:
-        """Warn of an object that no load into an empty dict brings back; its bytes tell its classes."""
+    def _warn_of_classes(self, fqn: str, stored: io.BytesIO) -> None:
+        """Warn of an object that a load into an empty dict cannot restore, by the classes in its pickle."""
         classes, end = [], stored.tell()
-        with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):  # no save fails for want of it
+        with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):  # it must not fail the save
             stored.seek(0)
             classes = get_unsafe_globals_in_checkpoint(stored)
         stored.seek(end)
         if classes:
-            self._told += 1
+            self._warned_objects += 1
             warn_safely(
                 f"'{fqn}' is stored by {quote(sorted(classes))}, which is more than plain data: it comes back where a "
                 "load has a placeholder for it, but not into an empty dict, since unpickling it can run code. Store "
@@ -88,11 +88,11 @@ class NestedSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
-        warn_of_differing(part.digests for part in parts)
-        groups, given = united([part.groups for part in parts]), set[str]()
-        for plan, part in zip(plans, parts, strict=True):  # the writer may give a list to the first rank that has it
-            written = {item.index.fqn for item in plan.items} | (part.groups.keys() - given)
-            given |= part.groups.keys()
+        warn_of_differences(part.digests for part in parts)
+        groups, assigned = merge_parameter_lists([part.groups for part in parts]), set[str]()
+        for plan, part in zip(plans, parts, strict=True):  # the writer may assign a list to the first rank that has it
+            written = {item.index.fqn for item in plan.items} | (part.groups.keys() - assigned)
+            assigned |= part.groups.keys()
             plan.planner_data.groups = {name: names for name, names in groups.items() if name in written}
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
 
@@ -101,42 +101,42 @@ class NestedSavePlanner(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
 
-def _plain(value: Any) -> Any:
-    """Return a value with plain numbers in place of NumPy's, such as a learning rate.
+def _to_plain(value: Any) -> Any:
+    """Return a value with NumPy scalars, such as a learning rate, replaced by plain numbers.
 
-    Theirs would be more than plain data, which no load into an empty dict unpickles.
+    A load into an empty dict unpickles only plain data, which NumPy scalars are not.
     """
     if isinstance(value, np.bool_ | np.integer | np.floating) and not isinstance(value, np.longdouble):
         return value.item()
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return {key: _plain(one) for key, one in value.items()} if type(value) is dict else value
+        return type(value)(map(_to_plain, value))
+    return {key: _to_plain(one) for key, one in value.items()} if type(value) is dict else value
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, which also finds objects below keys that are no strings.
+    """DCP's load planner, which also finds objects below keys that are not strings.
 
     Args:
-        filled: paths of the dicts that were empty. What is stored there was not asked for by name, so it is unpickled
-            only as far as it is plain data; other objects are unpickled as DCP does it.
-        given: the state dict as the caller gave it; None: as DCP gives it.
-        hint: said where the checkpoint has no entry of a name.
+        filled: paths of the dicts that were empty. Objects stored there are not requested by name, so only plain data
+            is unpickled there; all other objects are unpickled as by DCP.
+        given: the state dict as passed by the caller; None: as passed by DCP.
+        hint: appended to the message on missing keys.
 
     Attributes:
-        given: the state dict to load into, with the state dicts that modules made.
+        caller_state_dict: the state dict to load into, with the state dicts that modules made.
     """
 
     def __init__(self, filled: Iterable[Path] = (), given: Mapping[str, Any] | None = None, hint: str = "") -> None:
         super().__init__()
-        self._filled, self._hint = list(filled), hint
-        self.given = given
+        self._filled_paths, self._hint = list(filled), hint
+        self.caller_state_dict = given
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # Only ShardedTensors of ShardedTensors need it, and it makes None of empty dicts in lists.
+        # Only ShardedTensors need flattening, and it replaces empty dicts in lists by None.
         flat, paths = flatten_state_dict(state_dict)
-        if not (dist.is_available() and dist.is_initialized()):  # torch asks it where to put these
+        if not (dist.is_available() and dist.is_initialized()):  # torch would use the process group to place these
             own = Nesting.of(state_dict, paths, all_keys=True)
             for name, value in flat.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
@@ -145,10 +145,10 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
         if is_coordinator and metadata is not None:
-            _warn_of_shorter(self.mappings, metadata.planner_data)
-        empty = {*self._filled, *(path for path, _ in empty_dicts(state_dict))}
-        self._empty = empty
-        self._above = {path[:deep] for path in empty for deep in range(len(path))}
+            _warn_of_shorter_lists(self.mappings, metadata.planner_data)
+        empty = {*self._filled_paths, *(path for path, _ in empty_dicts(state_dict))}
+        self._empty_paths = empty
+        self._parent_paths = {path[:deep] for path in empty for deep in range(len(path))}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -175,13 +175,13 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             missing = [fqn for fqn in self.state_dict if fqn not in known]
             if not missing:
                 raise
-            self._refuse_entries(missing, self.metadata)
+            self._check_no_entries(missing, self.metadata)
             more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
             ending = self._hint + missing_hint(missing, self.state_dict, known)
             raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
 
-    def _refuse_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
-        """Refuse a placeholder in whose place a dict or a list was saved, with entries of their own."""
+    def _check_no_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
+        """Raise if a dict or a list with entries was saved in place of a placeholder."""
         if not isinstance(saved := metadata.planner_data, dict):
             return
         for fqn in missing:
@@ -201,10 +201,10 @@ class NestedLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
-        # Above as well: DCP may take a dict for one object, as versions before 2.4 did.
-        plain = path in self._above or any(path[:deep] in self._empty for deep in range(len(path) + 1))
+        # Parents too: DCP may store a dict as one object, as versions before 2.4 did.
+        plain = path in self._parent_paths or any(path[:deep] in self._empty_paths for deep in range(len(path) + 1))
         try:
-            with in_user_code():  # which objects may have for that
+            with in_user_code():  # objects may have their own unpickling functions
                 found = torch.load(value, weights_only=plain)
         except pickle.UnpicklingError as error:
             if not plain:
@@ -218,8 +218,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         set_entry(self.original_state_dict, self._nesting.steps(path), found)
 
 
-def _warn_of_shorter(paths: Mapping[str, Path], saved: Any) -> None:
-    """Warn of lists with fewer entries than were saved, by their paths; what another planner saved may be no paths."""
+def _warn_of_shorter_lists(paths: Mapping[str, Path], saved: Any) -> None:
+    """Warn of lists with fewer entries than were saved; planner data of another planner is ignored."""
     if not isinstance(saved, dict) or not all(isinstance(path, tuple) for path in saved.values()):
         return
     stored = list_lengths(saved)
@@ -231,26 +231,26 @@ def _warn_of_shorter(paths: Mapping[str, Path], saved: Any) -> None:
             )
 
 
-def fillings(
+def make_placeholders(
     state_dict: dict[Any, Any], checkpoint: Checkpoint, given: Mapping[Any, Any]
 ) -> list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]:
-    """Return placeholders for everything that a checkpoint holds below the empty dicts of a state dict.
+    """Return placeholders for all entries of a checkpoint below the empty dicts of a state dict.
 
     Args:
-        state_dict: to be loaded; tensors are made on the CPU, and the state of an optimizer's parameters with their
-            strides, or sharded like them.
-        checkpoint: to load it from.
-        given: the same with optimizers in place of their state dicts, as far as these were given.
+        state_dict: the state dict to load into. Tensors are created on the CPU; those of the state of an optimizer's
+            parameter have the strides or the sharding of the parameter.
+        checkpoint: the checkpoint to load.
+        given: the same state dict with optimizers in place of their state dicts, if the caller passed them.
 
     Returns:
-        The dicts that are to be filled, each with its new entries.
+        The dicts to fill, each with its new entries.
 
     Raises:
-        LoadFailed: the checkpoint has nothing there, and no empty dict either.
+        LoadFailed: the checkpoint has neither entries nor an empty dict there.
         CorruptCheckpoint: its index is not as documented.
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
-    parameters = parameters_of(given)
+    parameters = list_parameters(given)
     with checkpoint.translate_errors():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
@@ -262,38 +262,38 @@ def fillings(
             return found_all
         for path, target in empty_dicts(state_dict):
             found = nesting.below(path)
-            named = path and not isinstance(given.get(path[0]), Stateful)  # which may have had no state before
+            named = path and not isinstance(given.get(path[0]), Stateful)  # a Stateful may have had no state
             if found is None and named and nesting.empty is not None:
-                raise LoadFailed(_nothing_below(path, nesting, checkpoint))
+                raise LoadFailed(_describe_nothing_below(path, nesting, checkpoint))
             if found is None or not isinstance(target, MutableMapping):
                 continue
             found_all.append((target, found.unflatten({
-                name: placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
+                name: make_placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
                 for name in found
             })))
     return found_all
 
 
-def parameters_of(given: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:
-    """Return the parameters of optimizers at the top level of a state dict, by their number in the optimizer."""
+def list_parameters(given: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:
+    """Return the parameters of the optimizers at the top level of a state dict, in the optimizer's order, by key."""
     return {
         str(key): [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for key, optimizer in given.items() if isinstance(optimizer, Optimizer)
     }
 
 
-def placeholder(
+def make_placeholder(
     tensor: Mapping[str, Any], path: Path, parameters: Mapping[str, Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """Return a tensor to load into, for the tensor of an index at a path.
+    """Return a tensor to load into, for a tensor in the index of a checkpoint.
 
     Args:
         tensor: its entry in the index.
-        path: see above.
-        parameters: as of `parameters_of`, whose strides and shards the state of a parameter gets.
+        path: its path in the nested state dict.
+        parameters: see `list_parameters`; the state of a parameter gets its strides and shards.
 
     Raises:
-        LoadFailed: it is of an optimizer's state for other parameters than those that the optimizer has.
+        LoadFailed: it is optimizer state of a parameter that the optimizer does not have.
     """
     shape, dtype = torch.Size(tensor["shape"]), parse_dtype(tensor["dtype"])
     own = parameters.get(str(path[0]), ())
@@ -318,7 +318,7 @@ def placeholder(
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint) -> str:
+def _describe_nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint) -> str:
     name = ".".join(map(str, path))
     if path in nesting.values():
         return (

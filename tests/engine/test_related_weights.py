@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.engine.kinship import are_related
+from dsq_ckpt.engine.related_weights import are_codes_related
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.storage.manifest import Manifest
@@ -115,7 +115,7 @@ def test_codes_by_chance_are_not_related(levels: int) -> None:
         one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
         if number % 2:
             other = generator.permutation(one)
-        assert are_related(one, other) is False, number
+        assert are_codes_related(one, other) is False, number
 
 
 @pytest.mark.parametrize("levels", [2, 3, 16, 256])
@@ -127,7 +127,7 @@ def test_codes_that_changed_are_related(levels: int) -> None:
         one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
         same = generator.random(size) < 0.2
         other[same] = one[same]
-        assert are_related(one, generator.permutation(256).astype(np.uint8)[other]) is True, number
+        assert are_codes_related(one, generator.permutation(256).astype(np.uint8)[other]) is True, number
 
 
 @pytest.mark.parametrize("levels", [8, 64, 255])
@@ -141,7 +141,7 @@ def test_codes_of_fine_steps_are_related_where_their_values_are(levels: int) -> 
             np.searchsorted(np.quantile(values, np.linspace(0, 1, levels + 1)[1:-1]), values).astype(np.uint8)
             for values in (one, other)
         ]
-        assert are_related(codes[0], codes[1]) is True, likeness
+        assert are_codes_related(codes[0], codes[1]) is True, likeness
 
 
 def test_few_values_among_zeros_tell_nothing() -> None:
@@ -149,7 +149,7 @@ def test_few_values_among_zeros_tell_nothing() -> None:
     for number in (1, 5, 50):
         codes = np.zeros((2, 4096), np.uint8)
         codes[0, generator.choice(4096, number)] = codes[1, generator.choice(4096, 500)] = 1
-        assert are_related(codes[0], codes[1]) is None and are_related(codes[1], codes[0]) is None
+        assert are_codes_related(codes[0], codes[1]) is None and are_codes_related(codes[1], codes[0]) is None
 
 
 def test_one_training_of_fine_steps_and_of_few_values_is_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -170,6 +170,6 @@ def test_one_training_of_fine_steps_and_of_few_values_is_one(tmp_path: Path, rec
 
 def test_what_cannot_be_told() -> None:
     codes = np.zeros(4096, np.uint8)
-    assert are_related(codes, codes) is None  # zeros say nothing
-    assert are_related(codes[:100], codes[:100]) is None
-    assert are_related(codes, np.zeros(5000, np.uint8)) is None
+    assert are_codes_related(codes, codes) is None  # zeros say nothing
+    assert are_codes_related(codes[:100], codes[:100]) is None
+    assert are_codes_related(codes, np.zeros(5000, np.uint8)) is None

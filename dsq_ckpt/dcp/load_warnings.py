@@ -1,4 +1,4 @@
-"""Warnings of what a load leaves out without an error, though it may have been meant to be loaded."""
+"""Warnings of entries that a load skips without an error, though the user may expect them to be loaded."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from dsq_ckpt.core.hints import wrapped_hint
 from dsq_ckpt.core.nesting import Nesting, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.wrappers import strip_wrappers
-from dsq_ckpt.dcp.nested import NestedLoadPlanner
+from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 
-def warn_of_left_out(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int, alone: bool) -> None:
-    """Warn of all that this module knows.
+def warn_of_unloaded(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int, alone: bool) -> None:
+    """Warn of all kinds of entries that a load skips.
 
     Args:
         planner: planner of the load.
-        checkpoint: what it loads.
-        rank: of this process, or any but 0 for those that are to say nothing.
-        alone: whether no other rank asks for anything else.
+        checkpoint: the checkpoint to load.
+        rank: rank of this process; only rank 0 prints.
+        alone: whether no other rank requests other entries.
     """
     if not isinstance(planner, NestedLoadPlanner):
-        warn_of_empty(planner.original_state_dict, checkpoint, rank)
+        warn_of_empty_dicts(planner.original_state_dict, checkpoint, rank)
     if planner.allow_partial_load:
-        warn_of_unfilled(planner, checkpoint, rank)
+        warn_of_unfilled_keys(planner, checkpoint, rank)
     if alone:
-        warn_of_more(getattr(planner, "given", None) or planner.original_state_dict, checkpoint)
+        state_dict = getattr(planner, "caller_state_dict", None) or planner.original_state_dict
+        warn_of_extra_modules(state_dict, checkpoint)
 
 
-def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:
-    """Warn of empty dicts below which a checkpoint has tensors: a planner of DCP loads what is named, so nothing there.
+def warn_of_empty_dicts(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:
+    """Warn of empty dicts below which a checkpoint has tensors: DCP's planner loads named entries only, so none there.
 
-    Such is the `state` of an optimizer's own state dict before its first step.
+    An example is the `state` of an optimizer's own state dict before its first step.
     """
     empty = [path for path, _ in empty_dicts(state_dict) if path]
     if not empty:
@@ -59,19 +60,19 @@ def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: i
             )
 
 
-def warn_of_unfilled(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int) -> None:
-    """Warn of keys below which a load that may be partial fills no tensor, though the checkpoint has some there.
+def warn_of_unfilled_keys(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int) -> None:
+    """Warn of top-level keys below which a partial load fills no tensor, though the checkpoint has tensors there.
 
-    So it is with a model whose names have a prefix that those of the saved one have not: training would go on from
-    fresh weights, with the moments and steps that were loaded.
+    An example is a model whose names have a prefix that the saved names lack: training would continue from fresh
+    weights with the loaded moments and steps.
     """
     with checkpoint.translate_errors():
         known = checkpoint.index["tensors"]
-    asked: dict[str, list[str]] = {}
+    requested: dict[str, list[str]] = {}
     for name, value in planner.state_dict.items():
         if isinstance(value, torch.Tensor | ShardedTensor):
-            asked.setdefault(name.partition(".")[0], []).append(name)
-    for key, names in asked.items():
+            requested.setdefault(name.partition(".")[0], []).append(name)
+    for key, names in requested.items():
         stored = [name for name in known if name.partition(".")[0] == key]
         if stored and not any(name in known for name in names):
             warn(
@@ -81,30 +82,30 @@ def warn_of_unfilled(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: 
             )
 
 
-def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Warn of state dicts of modules of which a checkpoint has more, as of six layers where a model has four.
+def warn_of_extra_modules(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Warn of module state dicts for which a checkpoint has more modules, such as six layers for a model with four.
 
-    A state dict that `Module.state_dict` made names all modules of its model, so entries of others are not left out on
-    purpose; nor are those of an extra state, which a module takes as a whole. Of other entries that are missing where
-    their module is there, and of plain dicts, that is not known.
+    A state dict made by `Module.state_dict` names all modules of its model, so entries of others are not skipped on
+    purpose. Nor are those of an extra state, which a module needs as a whole. Missing entries of an existing module,
+    and of plain dicts, may be skipped on purpose.
     """
-    mappings = list(_mappings((), state_dict))
-    told = {path: value for path, value in mappings if value and _modules_of(value)}
+    mappings = list(_iterate_mappings((), state_dict))
+    module_dicts = {path: value for path, value in mappings if value and _get_modules(value)}
     extra = {
         (*path, name): value for path, own in mappings for name, value in own.items()
         if isinstance(value, Mapping) and value and str(name).rpartition(".")[2] == "_extra_state"
     }
-    if not told and not extra:
+    if not module_dicts and not extra:
         return
     with checkpoint.translate_errors():
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     _warn_of_extra_states(extra, nesting)
-    for path, own in told.items():
-        modules = {strip_wrappers(name) for name in _modules_of(own)}
-        if "" not in modules or not all(_module_of(name) in modules for name in own):
-            continue  # it is of a submodule, with a prefix, or entries are named otherwise than their modules
+    for path, own in module_dicts.items():
+        modules = {strip_wrappers(name) for name in _get_modules(own)}
+        if "" not in modules or not all(_get_module_name(name) in modules for name in own):
+            continue  # the state dict of a submodule, with a prefix, or entries are not named by their modules
         saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
-        more = [name for name in saved if name not in own and _module_of(name) not in modules]
+        more = [name for name in saved if name not in own and _get_module_name(name) not in modules]
         if more:
             place = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
             warn(
@@ -114,15 +115,15 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
 
 
 def _warn_of_extra_states(extra: Mapping[tuple[str, ...], Mapping[Any, Any]], nesting: Nesting) -> None:
-    """Warn of extra states, by their paths, that have fewer entries than were saved; of lists the planner warns."""
-    told = {
+    """Warn of extra states, by their paths, with fewer entries than were saved; the planner warns of lists."""
+    requested = {
         (*above, *below[1:])
         for above, value in extra.items() for below in flatten_state_dict({"": value})[1].values()
     }
     more = [
         name for name, path in nesting.items()
         if extra and any(path[:end] in extra for end in range(1, len(path)))
-        and not any(path[:end] in told for end in range(1, len(path) + 1))
+        and not any(path[:end] in requested for end in range(1, len(path) + 1))
         and not any(type(part) is int for part in path)
     ]
     if more:
@@ -133,20 +134,20 @@ def _warn_of_extra_states(extra: Mapping[tuple[str, ...], Mapping[Any, Any]], ne
         )
 
 
-def _mappings(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _iterate_mappings(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield a dict and those below it, with their paths."""
     yield path, node
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _mappings((*path, str(key)), value)
+            yield from _iterate_mappings((*path, str(key)), value)
 
 
-def _modules_of(state_dict: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of the modules that made a state dict; other mappings may raise an error for `_metadata`."""
+def _get_modules(state_dict: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of the modules in the `_metadata` of a module's state dict; empty for other mappings."""
     metadata = vars(state_dict).get("_metadata") if isinstance(state_dict, OrderedDict) else None
     return metadata if isinstance(metadata, dict) else ()
 
 
-def _module_of(name: str) -> str:
-    """Return the name of the module that an entry of its state dict belongs to."""
+def _get_module_name(name: str) -> str:
+    """Return the name of the module of an entry of a state dict."""
     return strip_wrappers(name.rpartition(".")[0])

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from dsq_ckpt.distributed import lasting
+from dsq_ckpt.distributed import gloo_lifetime
 
 
 def test_the_exit_waits_for_a_backend_that_is_going(monkeypatch) -> None:
@@ -19,9 +19,9 @@ def test_the_exit_waits_for_a_backend_that_is_going(monkeypatch) -> None:
             time.sleep(0.3)  # as gloo's threads take, which need the interpreter's lock
             ended.set()
 
-    monkeypatch.setattr(lasting, "_SECONDS", 0.0)
-    monkeypatch.setattr(lasting, "_ended", [])
-    lasting._end(Backend(), os.getpid())
+    monkeypatch.setattr(gloo_lifetime, "_EXTRA_SECONDS", 0.0)
+    monkeypatch.setattr(gloo_lifetime, "_ended_backends", [])
+    gloo_lifetime._hold_backend(Backend(), os.getpid())
     assert began.wait(60)
-    lasting._let_all_go()
-    assert ended.is_set() and not lasting._ended
+    gloo_lifetime._release_all()
+    assert ended.is_set() and not gloo_lifetime._ended_backends

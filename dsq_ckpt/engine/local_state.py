@@ -1,4 +1,4 @@
-"""The state of one rank: named tensor chunks, and from these which are lossy, and how each is stored."""
+"""The state of one rank: named tensor chunks, and the settings by which each is stored."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from dsq_ckpt.quantization.update_rules import find_optimizer_objects, find_pren
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A chunk of a tensor that lies on this rank.
+    """A chunk of a tensor on this rank.
 
     Attributes:
         key: name, offsets and shape of the chunk.
         size: shape of the whole tensor.
         dtype: dtype of the tensor.
         load: returns the chunk, on any device.
-        beside: returns the same chunk of the tensor of another name, where that lies on this rank too.
-        is_view: whether `load` returns memory of the state itself, so that what it returned may be kept.
+        load_chunk_of: returns the same chunk of the tensor of another name, if this rank has it.
+        is_view: whether `load` returns memory of the state itself, so that its result may be cached.
     """
 
     key: ChunkKey
     size: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
-    beside: Callable[[str], torch.Tensor] | None = None
+    load_chunk_of: Callable[[str], torch.Tensor] | None = None
     is_view: bool = False
 
 
 class Attachment(Protocol):
-    """A writer of a file of another format, which lies beside the data files."""
+    """A writer of a file of another format, stored beside the data files."""
 
     def __call__(self, stream: IO[bytes], save_id: str) -> None:
         """Write to a stream; `save_id` is the id of the save."""
@@ -59,18 +59,18 @@ class Attachment(Protocol):
 
 @dataclass
 class LocalState:
-    """The state of one rank, for a save that no framework plans.
+    """The state of one rank, for a save that is not planned by DCP.
 
     Attributes:
         shards: chunks that this rank writes; no other rank may write the same chunk.
-        replicas: chunks that lie here and are written by another rank; a search evaluates them too.
-        objects: bytes by name, of what is no tensor.
-        nesting: path by name of tensor and object, by which nested state dicts are put together; a `Nesting` also has
-            what such paths leave out.
+        replicas: local chunks that another rank writes; a search evaluates them too.
+        objects: serialized objects that are not tensors, by name.
+        nesting: path in the nested state dict by name of tensor or object; a `Nesting` also has what paths cannot
+            express, such as empty dicts.
         attachments: files of another format, by name.
         gradients: averaged gradients of local weights, by chunk or by name of the parameter.
-        settings: what optimizers keep that is no tensor, settings and others, by its name in a state dict, wherever it
-            is stored.
+        settings: values of optimizers that are not tensors, such as settings, by name in a state dict, wherever they
+            are stored.
     """
 
     shards: Sequence[LocalShard]
@@ -84,7 +84,7 @@ class LocalState:
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """The chunk of the second moments whose roots are the units of a first moment."""
+    """The chunk of second moments whose square roots are the units of a first moment."""
 
     fqn: str
     load: Callable[[], torch.Tensor]
@@ -92,7 +92,7 @@ class SecondMoment:
 
 @dataclass
 class SaveItem:
-    """A chunk and its settings.
+    """A chunk to save and its settings.
 
     Attributes:
         key: name, offsets and shape of the chunk.
@@ -103,7 +103,7 @@ class SaveItem:
         load: returns the chunk.
         on_device: whether it may be quantized on its device.
         second_moment: second moment of a first moment that is quantized in units of Adam's update.
-        by_rule: whether a rule names its group, so that it is quantized whatever it holds.
+        by_rule: whether a rule of the configuration names its group, so that it is quantized whatever its values.
     """
 
     key: ChunkKey
@@ -126,9 +126,9 @@ class LocalItems:
     """The chunks and objects of one rank, ready to be quantized and written.
 
     Attributes:
-        items: chunks that this rank writes, without those that are tied to another.
-        replicas: chunks that lie here and are written by another rank.
-        tied: chunks that share the memory of another, and which that is.
+        items: chunks that this rank writes, except those that are tied to another.
+        replicas: local chunks that another rank writes.
+        tied: the chunk that is stored, by chunk that shares its memory.
         gradients: averaged gradients of local weights, by chunk or by name of the parameter.
         objects: names and bytes of objects that this rank writes; iterated once.
     """
@@ -139,24 +139,24 @@ class LocalItems:
     gradients: Mapping[str | ChunkKey, torch.Tensor] | Mapping[str, torch.Tensor] = field(default_factory=dict)
     objects: Iterable[tuple[str, bytes]] = ()
 
-    def as_agreed(self, layout: Layout) -> LocalItems:
-        """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact.
+    def apply_layout(self, layout: Layout) -> LocalItems:
+        """Return the items with the settings of the layout of all ranks.
 
-        So are weights that a module of any rank rounds, and those beside L-BFGS or Rprop. First moments whose update is
-        not known are rounded, and those that are the update themselves are quantized by their own size.
+        Tensors that are frozen on all ranks that have them are exact, as are weights that a module of any rank rounds,
+        and weights that are trained by L-BFGS or Rprop. First moments of an unknown update rule are rounded. First
+        moments that are themselves the update are quantized by their own size.
         """
-        return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
+        return replace(
+            self, items=[_apply_layout_to_item(item, layout) for item in self.items],
+            replicas=[_apply_layout_to_item(item, layout) for item in self.replicas],
+        )
 
 
-def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
-    return [_agreed(item, layout) for item in items]
-
-
-def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
+def _apply_layout_to_item(item: SaveItem, layout: Layout) -> SaveItem:
     if not item.quantized or item.config is None:
         return item
-    alone = item.key.fqn in layout.frozen or item.key.fqn in layout.rounding
-    if alone or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
+    is_exact = item.key.fqn in layout.frozen or item.key.fqn in layout.rounding
+    if is_exact or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
         return replace(item, kind=EXACT, group=EXACT, config=None)
     if item.key.fqn in layout.rounded:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
@@ -167,18 +167,18 @@ def _agreed(item: SaveItem, layout: Layout) -> SaveItem:
     return item
 
 
-def layout_of(
-    shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
+def make_layout(
+    shards: Sequence[LocalShard], options: SaveOptions, has_gradients: bool = False,
     others: Mapping[ChunkKey, torch.dtype] | None = None, objects: Mapping[str, Any] | None = None,
 ) -> Layout:
-    """Return the lossy tensors among a rank's chunks, and their settings.
+    """Return the layout of one rank: the lossy tensors among its chunks, and their settings.
 
     Args:
         shards: chunks that it writes.
         options: options of the save.
-        averaged: whether weights come with averaged gradients.
+        has_gradients: whether weights come with averaged gradients.
         others: dtypes of the chunks of the save that are not among `shards`.
-        objects: what is no tensor, by name, among it the settings of optimizers; None where a value is not known.
+        objects: values that are not tensors, by name, including settings of optimizers; None: the value is unknown.
     """
     config, objects = options.config, objects or {}
     tensors, groups, state = {}, {}, {}
@@ -199,7 +199,7 @@ def layout_of(
         if chosen.settings is not None:
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
-        # Of lossy state, differences are coded, which do not tell the size of gradients.
+        # Lossy state is coded as differences, which say nothing about the size of gradients.
         if not (residual and lossy) and (kind := kind_of(fqn, options.layer_types)) in ("exp_avg_sq", "momentum"):
             state[fqn] = kind
         if chosen.config is not None and lossy:
@@ -217,23 +217,23 @@ def layout_of(
                     rounding.add(fqn)
     frozen = FrozenTensors(options.frozen.has_trained, rests)
     return Layout(
-        tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen,
+        tensors, groups, state, has_gradients, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
         unlike=find_unknown_updates([*shapes, *objects]), divided=find_prenormalized([*shapes, *objects]),
         rounding=frozenset(rounding), objects=find_optimizer_objects(objects),
     )
 
 
-def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:
-    """Return chunks with their settings.
+def make_items(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:
+    """Return the items of chunks, with their settings.
 
     Args:
-        shards: chunks that lie on this rank.
+        shards: chunks on this rank.
         options: options of the save.
-        layout: agreed layout of all ranks; None: the chunks of this rank are all there are.
+        layout: layout of all ranks; None: this rank has all chunks of the save.
     """
     config = options.config
-    known = {shard.key: _Loaded(shard) for shard in shards}
+    known = {shard.key: _CachedLoad(shard) for shard in shards}
     chunks = {shard.key: shard.dtype for shard in shards}
     assignments = Assignments.under(config.quantize, options.layer_types)
     items = []
@@ -245,7 +245,7 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
         second = None
         if chosen.second_moment is not None:
             other = known.get(shard.key._replace(fqn=chosen.second_moment))
-            load = partial(_beside, shard, chosen.second_moment) if other is None else other
+            load = partial(_load_second_moment, shard, chosen.second_moment) if other is None else other
             second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
             shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, known[shard.key],
@@ -254,15 +254,15 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
     return items
 
 
-def _resolved(found: Any) -> Any:
-    """Return a tensor for kernels to read, whose memory does not hold its values negated; what was staged, as it is."""
-    if not isinstance(found, torch.Tensor):
-        return found
-    return found.resolve_neg() if found.is_neg() else alias_of(found)
+def _resolve(value: Any) -> Any:
+    """Return a tensor without a lazy negation, for kernels to read; return any other staged value unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.resolve_neg() if value.is_neg() else alias_of(value)
 
 
-class _Loaded:
-    """A chunk that was checked; what is a view of the state is looked up once."""
+class _CachedLoad:
+    """A loader of a checked chunk. A view of the state is loaded once and cached."""
 
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
@@ -271,20 +271,20 @@ class _Loaded:
     def __call__(self) -> torch.Tensor:
         if self._found is not None:
             return self._found
-        found: torch.Tensor = _resolved(check_storable(self._shard.key.fqn, self._shard.load()))
+        found: torch.Tensor = _resolve(check_storable(self._shard.key.fqn, self._shard.load()))
         if self._shard.is_view:
             self._found = found
         return found
 
 
 def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]) -> bool:
-    """Return whether a chunk is of first moments, and the same chunk of the second ones is there and holds numbers."""
+    """Return whether a chunk is of first moments, and the save has the same chunk of second moments as numbers."""
     second = second_moment_of(shard.key.fqn)
     return second is not None and chunks.get(shard.key._replace(fqn=second)) in QUANTIZABLE
 
 
-def _beside(shard: LocalShard, name: str) -> torch.Tensor:
-    if shard.beside is None:
+def _load_second_moment(shard: LocalShard, name: str) -> torch.Tensor:
+    if shard.load_chunk_of is None:
         raise SaveFailed(f"'{shard.key.fqn}' is measured by '{name}', of which this rank has no chunk like {shard.key}")
-    found: torch.Tensor = _resolved(shard.beside(name))
+    found: torch.Tensor = _resolve(shard.load_chunk_of(name))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt.dcp.differing import differing, digests
+from dsq_ckpt.dcp.rank_differences import compute_digests, find_differing_names
 
 
 @pytest.mark.parametrize(("one", "other"), [
@@ -25,9 +25,9 @@ from dsq_ckpt.dcp.differing import differing, digests
     (list(range(50_000)), list(range(1, 50_001))), (torch.tensor(0.1), torch.tensor(0.2)),
 ])
 def test_different_values(one: Any, other: Any) -> None:
-    assert differing([digests({"x": one}), digests({"x": other})]) == ["x"]
+    assert find_differing_names([compute_digests({"x": one}), compute_digests({"x": other})]) == ["x"]
     for value in (one, other):
-        assert differing([digests({"x": value}), digests({"x": value})]) == []
+        assert find_differing_names([compute_digests({"x": value}), compute_digests({"x": value})]) == []
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (64, 300), (1, 1000), (1000, 1), (8, 4, 3, 3), (0, 4)])
@@ -35,11 +35,12 @@ def test_different_values(one: Any, other: Any) -> None:
 def test_matrices_are_told_apart_by_a_few_elements(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Whatever the strides; as an average that one rank updates, or experts that have the names of other ranks'."""
     one, other = (torch.randn(*shape).to(dtype) for _ in range(2))
-    told = [digests({"x": value, "b": torch.rand(9)}) for value in (one, other, torch.nn.Parameter(one.float()))]
-    assert differing(told[:2]) == (["x"] if one.numel() else [])
-    assert told[0] == told[2] == digests({"x": one.mT.contiguous().mT})
+    values = one, other, torch.nn.Parameter(one.float())
+    told = [compute_digests({"x": value, "b": torch.rand(9)}) for value in values]
+    assert find_differing_names(told[:2]) == (["x"] if one.numel() else [])
+    assert told[0] == told[2] == compute_digests({"x": one.mT.contiguous().mT})
     with torch.autocast("cpu", torch.bfloat16):
-        assert digests({"x": one}) == told[0]
+        assert compute_digests({"x": one}) == told[0]
 
 
 @pytest.mark.parametrize("dtype", [
@@ -55,39 +56,43 @@ def test_integers_and_complex_matrices_are_told_apart_by_a_few_elements(
         one, other = torch.randn(shape) > 0, torch.randn(shape) > 0
     again = one.mT.contiguous().mT if one.ndim > 1 else one.clone()
     for form in (torch.Tensor.clone, lambda value: (value,), lambda value: torch.nn.Parameter(value, False)):
-        made = [digests({"x": form(value.to(dtype))}) for value in (one, again, other)]
+        made = [compute_digests({"x": form(value.to(dtype))}) for value in (one, again, other)]
         compared = not (dtype.is_complex and one.ndim == 1)
-        assert differing(made[:2]) == [] and differing(made) == (["x"] if compared else [])
+        assert find_differing_names(made[:2]) == [] and find_differing_names(made) == (["x"] if compared else [])
 
 
 def test_large_integers_are_compared_to_the_last_bit() -> None:
     numbers = torch.full((20_000,), 1 << 62)
-    assert differing([digests({"x": numbers}), digests({"x": numbers + 1})]) == ["x"]
+    assert find_differing_names([compute_digests({"x": numbers}), compute_digests({"x": numbers + 1})]) == ["x"]
 
 
 def test_conjugates_are_the_values_that_they_stand_for() -> None:
     numbers = torch.randn(8, 8, dtype=torch.complex64)
-    assert digests({"x": numbers.conj()}) == digests({"x": numbers.conj().resolve_conj()}) != digests({"x": numbers})
+    plain, lazy, resolved = (
+        compute_digests({"x": value}) for value in (numbers, numbers.conj(), numbers.conj().resolve_conj())
+    )
+    assert lazy == resolved != plain
 
 
 @pytest.mark.parametrize("shape", [(), (64, 64)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.longdouble, np.complex64])
 def test_numpy_matrices_and_numbers(shape: tuple[int, ...], dtype: Any) -> None:
     one, other = (np.random.default_rng(seed).normal(size=shape).astype(dtype) for seed in range(2))
-    again = [digests({"x": value}) for value in (one, np.array(one, order="F"))]
-    assert differing(again) == [] and differing([*again, digests({"x": other})]) == ["x"]
+    again = [compute_digests({"x": value}) for value in (one, np.array(one, order="F"))]
+    assert find_differing_names(again) == [] and find_differing_names([*again, compute_digests({"x": other})]) == ["x"]
 
 
 def test_numbers_of_numpy_are_compared_as_they_are_stored() -> None:
-    assert digests({"x": np.float64(0.1), "y": np.int8(3)}) == digests({"x": 0.1, "y": 3})
+    assert compute_digests({"x": np.float64(0.1), "y": np.int8(3)}) == compute_digests({"x": 0.1, "y": 3})
 
 
 def test_single_floats_of_a_model_are_not_compared() -> None:
     """Each rank's observers keep the range of its own activations so, and DDP makes them equal in the next step."""
     for value in (torch.tensor(0.1), torch.tensor(0.1).bfloat16()):
         compared = {"metrics.model", "loss", "optimizer.state.0.step"}
-        assert digests(dict.fromkeys([*compared, "model.act.max_val", "module.act.max_val"], value)).keys() == compared
-    assert digests({"model.bn.num_batches_tracked": torch.tensor(3)}) != {}
+        state = dict.fromkeys([*compared, "model.act.max_val", "module.act.max_val"], value)
+        assert compute_digests(state).keys() == compared
+    assert compute_digests({"model.bn.num_batches_tracked": torch.tensor(3)}) != {}
 
 
 class Own:
@@ -101,7 +106,7 @@ class Own:
 ])
 def test_values_that_are_not_compared(value: Any) -> None:
     """Vectors of floats, as of reductions, and objects of which nothing is known."""
-    assert digests({"x": value}) == {}
+    assert compute_digests({"x": value}) == {}
 
 
 def test_large_and_endless_values_take_no_time() -> None:
@@ -110,33 +115,33 @@ def test_large_and_endless_values_take_no_time() -> None:
     deep: Any = 1
     for _ in range(10_000):
         deep = [deep]
-    assert digests({"a": endless, "b": deep, "e": [endless] * 3}) == {}
+    assert compute_digests({"a": endless, "b": deep, "e": [endless] * 3}) == {}
     large = {"c": list(range(1 << 20)), "d": "x" * (1 << 20), "f": [b"x" * (1 << 28)] * 100}
     began = time.process_time()
-    assert digests(large).keys() == {"c", "d", "f"}
+    assert compute_digests(large).keys() == {"c", "d", "f"}
     assert time.process_time() - began < 5
 
 
 def test_parameters_of_a_group_are_not_compared() -> None:
     """With experts, each rank's optimizer has parameters of its own."""
-    own = [digests({"param_groups.0.params": [name], "param_groups.0.lr": 0.1}) for name in ("a", "b")]
-    assert differing(own) == [] and "param_groups.0.lr" in own[0]
+    own = [compute_digests({"param_groups.0.params": [name], "param_groups.0.lr": 0.1}) for name in ("a", "b")]
+    assert find_differing_names(own) == [] and "param_groups.0.lr" in own[0]
 
 
 def test_equal_values_made_otherwise() -> None:
     """Tensors of other strides, and names that are one object on one rank and two on another."""
     name = "ab" * 20
     again = "".join(list(name))
-    assert differing([digests({"x": [name, name]}), digests({"x": [name, again]})]) == []
+    assert find_differing_names([compute_digests({"x": [name, name]}), compute_digests({"x": [name, again]})]) == []
     grid = torch.arange(12).view(3, 4)
     for view in (grid.t(), grid[:, ::2], grid.view(-1)[::2], grid[:1].expand(3, 4)):
-        assert differing([digests({"x": view}), digests({"x": view.contiguous()})]) == []
+        assert find_differing_names([compute_digests({"x": view}), compute_digests({"x": view.contiguous()})]) == []
 
 
 def test_numbers_of_thousands_of_digits() -> None:
-    assert differing([digests({"x": 10**5000}), digests({"x": 10**5000 + 1})]) == ["x"]
+    assert find_differing_names([compute_digests({"x": 10**5000}), compute_digests({"x": 10**5000 + 1})]) == ["x"]
 
 
 def test_names_that_one_rank_has() -> None:
-    ranks = [digests({"a": 1, "b": 1}), digests({"b": 2, "c": 3}), {}]
-    assert differing(ranks) == ["b"]
+    ranks = [compute_digests({"a": 1, "b": 1}), compute_digests({"b": 2, "c": 3}), {}]
+    assert find_differing_names(ranks) == ["b"]

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, as DCP names it to writers and readers."""
+"""`CheckpointLocation`: the path of a writer or reader, which DCP may set."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
 
-class Located:
-    """A writer or reader whose checkpoint is at a path, which DCP may name at each call.
+class CheckpointLocation:
+    """A mixin for writers and readers with the path of a checkpoint, which DCP may set at each call.
 
     Attributes:
-        path: the directory or URL of the checkpoint; None: it is still to be named.
+        path: the directory or URL of the checkpoint; None: not yet set.
     """
 
     path: Path | None

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from dsq_ckpt.dcp.differing import differing, digests
-from dsq_ckpt.dcp.groups_of_ranks import lists_of_names, united
+from dsq_ckpt.dcp.parameter_groups import find_parameter_lists, merge_parameter_lists
+from dsq_ckpt.dcp.rank_differences import compute_digests, find_differing_names
 
 A, B, OTHER = "o.param_groups.0.params", "o.param_groups.1.params", "critic.param_groups.0.params"
 
@@ -24,21 +24,21 @@ def test_lists_of_all_ranks_without_a_warning(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert united(ranks) == together
+        assert merge_parameter_lists(ranks) == together
 
 
 def test_a_parameter_is_in_one_list() -> None:
     """Otherwise a load would take it for two parameters."""
     with pytest.warns(UserWarning, match="'s' is in another parameter group of the optimizer on some ranks"):
-        assert united([{A: ["s"], B: ["e"]}, {A: ["f"], B: ["s"]}]) == {A: ["s", "f"], B: ["e"]}
+        assert merge_parameter_lists([{A: ["s"], B: ["e"]}, {A: ["f"], B: ["s"]}]) == {A: ["s", "f"], B: ["e"]}
 
 
 @pytest.mark.parametrize("state", [
     {A: [0, 1]}, {A: ("a",)}, {"params": ["a"]}, {"o.param_groups.0.names": ["a"]}, {"my_param_groups.0.params": ["a"]},
 ])
 def test_lists_that_are_compared_as_other_values(state: dict[str, object]) -> None:
-    assert not lists_of_names(state) and set(state) <= digests(state).keys()
-    assert lists_of_names({A: ["a"], "param_groups.3.params": []}) == {A: ["a"], "param_groups.3.params": []}
+    assert not find_parameter_lists(state) and set(state) <= compute_digests(state).keys()
+    assert find_parameter_lists({A: ["a"], "param_groups.3.params": []}) == {A: ["a"], "param_groups.3.params": []}
 
 
 @pytest.mark.parametrize(("more", "name"), [
@@ -49,4 +49,5 @@ def test_lists_that_are_compared_as_other_values(state: dict[str, object]) -> No
 def test_options_of_groups_are_compared(more: dict[str, object], name: str | None) -> None:
     """Tensors of floats too, and which options there are."""
     own = {A: ["a"], "o.param_groups.0.lr": 0.1, "o.param_groups.0.betas": torch.tensor([0.9, 0.1])}
-    assert differing([digests(own), digests({**own, **more})]) == ([] if name is None else [name])
+    ranks = [compute_digests(own), compute_digests({**own, **more})]
+    assert find_differing_names(ranks) == ([] if name is None else [name])

@@ -1,8 +1,8 @@
-"""Replicas of small tensors, and objects, which DCP's planner deals to ranks name by name, to be written by one rank.
+"""Assignment of small replicated tensors and of objects to the lowest rank, instead of DCP's assignment by name.
 
-DCP balances what ranks write. But replicas are not always equal: each rank counts the statistics of its own batches,
-and DDP makes them those of rank 0 before a forward. A model with the statistics of one rank in one layer, and of
-another rank in the next, was on none of them. Small tensors weigh next to nothing in the balance.
+DCP balances the bytes that ranks write. But replicas are not always equal: each rank counts statistics of its own
+batches, and DDP broadcasts those of rank 0 before a forward pass. A model with the statistics of one rank in one layer
+and of another rank in the next never existed on any rank. Small tensors hardly affect the balance.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import replace
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from dsq_ckpt.dcp.items import key_of
+from dsq_ckpt.dcp.items import get_chunk_key
 
-SMALL = 1 << 16
-"""Bytes of a whole tensor that is written by the lowest rank which has it."""
+SMALL_BYTES = 1 << 16
+"""Bytes up to which a whole tensor is written by the lowest rank that has it."""
 
 
-def by_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return plans in which the lowest rank that has a small tensor, a part of one, or an object, writes it.
+def assign_to_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return plans in which small tensors, parts of them, and objects are written by the lowest rank that has them.
 
     Args:
         plans: global plan, in rank order.
-        local: what each rank could write, in rank order.
+        local: local plans of all ranks, in rank order.
     """
     if sum(len(plan.items) for plan in plans) == sum(len(plan.items) for plan in local):
         return plans  # no replicas
@@ -39,7 +39,7 @@ def by_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> list[Sav
         kept.append([])
         for item in plan.items:
             first, own = lowest.get(item.index, (rank, item))
-            if first == rank or (item.tensor_storage_size() or 0) > SMALL or not _alike(item, own):
+            if first == rank or (item.tensor_storage_size() or 0) > SMALL_BYTES or not _has_same_metadata(item, own):
                 kept[rank].append(item)
             else:
                 more[first].append(own)
@@ -49,9 +49,9 @@ def by_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> list[Sav
     ]
 
 
-def _alike(item: WriteItem, other: WriteItem) -> bool:
-    """Return whether the metadata that a planner made of one item holds for the other."""
+def _has_same_metadata(item: WriteItem, other: WriteItem) -> bool:
+    """Return whether two items have the same metadata."""
     if item.tensor_data is None or other.tensor_data is None:
         return item.tensor_data is other.tensor_data
     same_type = item.tensor_data.properties.dtype == other.tensor_data.properties.dtype
-    return same_type and item.tensor_data.size == other.tensor_data.size and key_of(item) == key_of(other)
+    return same_type and item.tensor_data.size == other.tensor_data.size and get_chunk_key(item) == get_chunk_key(other)

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.engine import ancestry
-from dsq_ckpt.engine.ancestry import CHECKED_EVERY, _is_due, _settled
+from dsq_ckpt.engine import parent_integrity
 from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD, _is_due, _restore_or_describe
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
 from tests.engine.chains import data_file, directly, flip, in_background, readable, saves, weights
@@ -25,7 +25,7 @@ from tests.helpers.states import differences, loaded
 
 @pytest.fixture(autouse=True)
 def nothing_under_way():
-    ancestry._under_way.clear()
+    parent_integrity._pending_checks.clear()
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
@@ -33,10 +33,10 @@ def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
     assert saves(tmp_path, 3, save) == []
     damaged = data_file(tmp_path / "00")
     flip(damaged)
-    said = saves(tmp_path, CHECKED_EVERY + 1, save, first=3)
+    said = saves(tmp_path, CHECK_PERIOD + 1, save, first=3)
     assert len(said) == 1
     assert damaged.name in said[0] and "writing a keyframe" in said[0] and "no intact copy" in said[0]
-    last = 3 + CHECKED_EVERY
+    last = 3 + CHECK_PERIOD
     depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, last + 1)]
     found = depths.index(0)
     assert depths[found:] == list(range(len(depths) - found))
@@ -51,14 +51,14 @@ def test_a_save_does_not_wait_for_the_check(tmp_path, monkeypatch, save):
     """Files are read beside it: one that begins while the device does not answer ends before they are read."""
     saves(tmp_path, 2, save)
     answered = threading.Event()
-    problem_of = ancestry.problem_of
+    check_file = parent_integrity.check_file
 
     def slow(path, expected):
         answered.wait()
-        return problem_of(path, expected)
+        return check_file(path, expected)
 
-    monkeypatch.setattr(ancestry, "problem_of", slow)
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "check_file", slow)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     flip(data_file(tmp_path / "00"))
     assert saves(tmp_path, 1, save, first=2) == []
     answered.set()
@@ -71,14 +71,14 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeyp
     """A run that keeps its newest checkpoint alone."""
     saves(tmp_path, 2)
     deleted = threading.Event()
-    problem_of = ancestry.problem_of
+    check_file = parent_integrity.check_file
 
     def late(path, expected):
         deleted.wait()
-        return problem_of(path, expected)
+        return check_file(path, expected)
 
-    monkeypatch.setattr(ancestry, "problem_of", late)
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "check_file", late)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 1, first=2)
     for name in ("00", "01"):
         shutil.rmtree(tmp_path / name)
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeyp
 @pytest.mark.parametrize("options", [{"config": {"delta": {"max_chain": 1}}}, {"parent": None}])
 def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeypatch, options):
     """The last delta of a chain has a check too."""
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 1)
     damaged = data_file(tmp_path / "00")
     flip(damaged)
@@ -108,7 +108,7 @@ def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeyp
 ])
 def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load, name):
     """A rollback that failed; the next save does not wait until the file is due to be checked."""
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: False)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: False)
     saves(tmp_path, 3)
     damaged = data_file(tmp_path / "00")
     flip(damaged)
@@ -121,7 +121,7 @@ def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load
 
 
 def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     config = {"storage": {"replicate_keyframes": True}, "delta": {"max_chain": 2}}
     saves(tmp_path, 2, config=config)
     flip(tmp_path / "01" / data_file(tmp_path / "00").name)
@@ -134,7 +134,7 @@ def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
 
 def test_a_damaged_copy_that_the_parent_does_not_share_costs_no_keyframe(tmp_path, monkeypatch):
     """The checkpoint that has it is named, and restored; its child has the other copy."""
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     config = {"storage": {"replicate_keyframes": True}}
     saves(tmp_path, 2, config=config)
     damaged = tmp_path / "01" / data_file(tmp_path / "00").name
@@ -148,13 +148,13 @@ def test_a_damaged_copy_that_the_parent_does_not_share_costs_no_keyframe(tmp_pat
 
 
 def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch):
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     config = {"storage": {"replicate_keyframes": True}}
     saves(tmp_path, 2, config=config)
     flip(tmp_path / "01" / data_file(tmp_path / "00").name)
     saves(tmp_path, 1, first=2, config=config)
-    [check] = ancestry._under_way
-    assert check.result()
+    [check] = parent_integrity._pending_checks
+    assert check.wait()
     shutil.rmtree(tmp_path / "01")
     [said] = saves(tmp_path, 1, first=3, config=config)
     assert "no checkpoint that is left has this copy" in said
@@ -163,7 +163,7 @@ def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("error", [MemoryError("out of memory"), OSError(5, "Input/output error")])
 def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 2)
     stat = Path.stat
 
@@ -171,16 +171,16 @@ def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch
         raise error
 
     def broken(path, **options):
-        return fails() if threading.current_thread().name == "dsq-ancestry" else stat(path, **options)
+        return fails() if threading.current_thread().name == "dsq-parent-check" else stat(path, **options)
 
     if isinstance(error, MemoryError):
-        monkeypatch.setattr(ancestry, "problem_of", fails)
+        monkeypatch.setattr(parent_integrity, "check_file", fails)
     else:  # the directory of a file that is damaged cannot be looked into any more
         flip(data_file(tmp_path / "00"))
         monkeypatch.setattr(Path, "stat", broken)
     assert saves(tmp_path, 1, first=2) == []
-    [check] = ancestry._under_way
-    check.result()
+    [check] = parent_integrity._pending_checks
+    check.wait()
     monkeypatch.undo()
     [said] = saves(tmp_path, 1, first=3)
     assert "writing a keyframe" in said
@@ -190,25 +190,25 @@ def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch
 
 def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
     """Nor is what the check then finds lost with the save that was stopped."""
-    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 2)
     flip(data_file(tmp_path / "00"))
     answered = threading.Event()
-    problem_of, result = ancestry.problem_of, ancestry._Check.result
+    check_file, result = parent_integrity.check_file, parent_integrity._FileCheck.wait
 
     def slow(path, expected):
         answered.wait(20)
-        return problem_of(path, expected)
+        return check_file(path, expected)
 
     def interrupted(check):
         if not answered.is_set():
             signal.raise_signal(signal.SIGINT)
         return result(check)
 
-    monkeypatch.setattr(ancestry, "problem_of", slow)
+    monkeypatch.setattr(parent_integrity, "check_file", slow)
     saves(tmp_path, 1, first=2)
-    monkeypatch.setattr(ancestry._Check, "result", interrupted)
-    [check] = ancestry._under_way
+    monkeypatch.setattr(parent_integrity._FileCheck, "wait", interrupted)
+    [check] = parent_integrity._pending_checks
     with pytest.raises(KeyboardInterrupt):
         saves(tmp_path, 1, first=3)
     assert check._thread.is_alive()
@@ -220,10 +220,10 @@ def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
 def test_every_file_is_due_once_in_so_many_saves():
     names = [f"{number:016x}-00000.dsq" for number in range(200)]
     for first in (0, 5, 31):
-        due = [sum(_is_due(name, first + depth) for depth in range(CHECKED_EVERY)) for name in names]
+        due = [sum(_is_due(name, first + depth) for depth in range(CHECK_PERIOD)) for name in names]
         assert due == [1] * len(names)
-    at_once = [sum(_is_due(name, depth) for name in names) for depth in range(CHECKED_EVERY)]
-    assert max(at_once) < 2 * len(names) / CHECKED_EVERY
+    at_once = [sum(_is_due(name, depth) for name in names) for depth in range(CHECK_PERIOD)]
+    assert max(at_once) < 2 * len(names) / CHECK_PERIOD
 
 
 def test_a_missing_ancestor_is_damage_too(tmp_path):
@@ -333,8 +333,8 @@ def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
     one.suspect = True
     assert len(saves(tmp_path, 1, first=2)) == 1
     flip(data_file(tmp_path / "01"))  # it is no longer needed
-    assert saves(tmp_path, CHECKED_EVERY + 1, first=3) == []
-    assert readable(tmp_path)[-1] == f"{3 + CHECKED_EVERY:02d}"
+    assert saves(tmp_path, CHECK_PERIOD + 1, first=3) == []
+    assert readable(tmp_path)[-1] == f"{3 + CHECK_PERIOD:02d}"
 
 
 def untouched(file):
@@ -348,6 +348,6 @@ def test_a_file_that_is_sound_when_it_is_read_again_is_left_alone(tmp_path):
     path = tmp_path / "run" / "0"
     dsq_ckpt.save(weights(), path)
     before = untouched(data_file(path))
-    told = _settled(path, data_file(path).name, "cannot be read: Input/output error")
+    told = _restore_or_describe(path, data_file(path).name, "cannot be read: Input/output error")
     assert "cannot be read: Input/output error" in told and "sound when it is read again" in told
     assert untouched(data_file(path)) == before

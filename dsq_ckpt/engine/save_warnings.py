@@ -1,4 +1,4 @@
-"""Warnings of a save: tensors that are stored otherwise than configured, or of which more is lost than of others."""
+"""Warnings of a save: tensors that are not stored as configured, or that lose more than others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
-from dsq_ckpt.engine.local import LocalItems, SaveItem
+from dsq_ckpt.engine.local_state import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
@@ -22,46 +22,46 @@ from dsq_ckpt.quantization.lost_rows import RATIO
 from dsq_ckpt.quantization.model_tensors import exclude_parameter_state
 from dsq_ckpt.quantization.plan import QuantizationPlan
 
-_NOTHING = 0.95
-"""Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
-_LOOKED_AT = 16  # weights that are compared with all names of a model
+_LOST_ERROR = 0.95
+"""Mean squared error of weights, relative to their mean square, above which they count as lost."""
+_MAX_COMPARED = 16  # weights whose names are compared with all names of a model
 
 
-class Doubts(NamedTuple):
+class WarningCandidates(NamedTuple):
     """Tensors that may lose more than others, or are larger than configured.
 
     Attributes:
-        appeared: names of weights that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
-            doubtful about a tensor is said once.
-        rounded: first moments that are rounded since their update is not known, and the names of state that is why;
-            without those told of.
-        fitted_to: state of L-BFGS or Rprop, for which weights are exact; without what was told of.
-        lost_rows: names of weights with rows that one step for all loses, and whether they are exact for that; without
-            those that the user was told of.
+        new_weights: names of weights that were not lossy in the previous checkpoint, for warnings that are given once
+            per tensor; None: all of them (a keyframe).
+        rounded: first moments that are rounded since their update rule is unknown, and the names of the state that
+            causes this; without those warned of before.
+        fitted_to: state of L-BFGS or Rprop, because of which weights are exact; without those warned of before.
+        lost_rows: names of weights with rows that a single step per tensor loses, and whether they are exact for that
+            reason; without those warned of before.
     """
 
-    appeared: Collection[str] | None
+    new_weights: Collection[str] | None
     rounded: Mapping[str, set[str]]
     fitted_to: Collection[str]
     lost_rows: Mapping[str, bool]
 
-    def are_gathered(self, sketches: GlobalSketch) -> bool:
-        """Return whether ranks tell each other of their weights; the same on all of them."""
-        return bool(sketches.layout.tensors and (self.appeared is None or self.appeared or sketches.uneven))
+    def need_gather(self, sketches: GlobalSketch) -> bool:
+        """Return whether the ranks have to gather the names of their weights; equal on all ranks."""
+        return bool(sketches.layout.tensors and (self.new_weights is None or self.new_weights or sketches.uneven))
 
 
-def report(
+def emit_save_warnings(
     local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
-    doubts: Doubts, comm: Communicator,
+    candidates: WarningCandidates, comm: Communicator,
 ) -> None:
-    """Warn of what the user may not expect; collective.
+    """Warn of tensors that are not stored as the user may expect; collective.
 
     Args:
         local: chunks of this rank.
         sketches: the global sketch.
-        plan: how all ranks store theirs.
+        plan: quantization plan of all ranks.
         options: options of the save.
-        doubts: of this rank.
+        candidates: candidates of this rank.
         comm: communicator of the ranks that save.
 
     Raises:
@@ -70,25 +70,25 @@ def report(
     undefined = plan.analysis.nonfinite - sketches.nonfinite
     beyond = sketches.nonfinite
     if beyond:
-        beyond -= set().union(*gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite)))
+        beyond -= set().union(*gather_from_all_ranks(comm, lambda: _find_nonfinite(local.items, sketches.nonfinite)))
     found = sketches.nonfinite - beyond
-    for warning in (_out_of_range(beyond), _check_nonfinite(found, undefined, options.config)):
+    for warning in (_make_range_warning(beyond), _make_nonfinite_warning(found, undefined, options.config)):
         if warning:
             warn(warning, rank=comm.rank)
-    # On all ranks, though rank 0 alone prints: where warnings are errors, all of them leave the collectives here.
-    _warn_of_updates(plan.analysis, sketches.layout, options.history.said, comm.rank)
-    if not sketches.layout.residual:  # whose errors are those of differences
-        _warn_of_nothing(plan.analysis, comm.rank)
-    _warn_of_rounded(doubts.rounded, comm.rank)
-    _warn_of_curvature(doubts.fitted_to, comm.rank)
-    _warn_of_rounding(sketches.layout.rounding, options.history.said, comm.rank)
-    _warn_of_keys(sketches.layout, options, comm.rank)
-    if doubts.are_gathered(sketches):
-        _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
+    # On all ranks, though only rank 0 prints: if warnings are errors, all ranks must raise here.
+    _warn_of_update_errors(plan.analysis, sketches.layout, options.history.warned_in_run, comm.rank)
+    if not sketches.layout.residual:  # errors are relative to differences
+        _warn_of_empty_base(plan.analysis, comm.rank)
+    _warn_of_rounded_moments(candidates.rounded, comm.rank)
+    _warn_of_exact_for_optimizer(candidates.fitted_to, comm.rank)
+    _warn_of_rounding_modules(sketches.layout.rounding, options.history.warned_in_run, comm.rank)
+    _warn_of_optimizer_keys(sketches.layout, options, comm.rank)
+    if candidates.need_gather(sketches):
+        _warn_of_candidates(local.items, sketches, plan, options, candidates, comm)
 
 
-def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
-    """Return the suspected tensors that hold NaN, Inf or negative second moments themselves, by name."""
+def _find_nonfinite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
+    """Return the names of suspected tensors that actually hold NaN, Inf or negative second moments."""
     def has(item: SaveItem) -> bool:
         values = item.load()
         return not bool(values.isfinite().all()) or (item.kind == "exp_avg_sq" and bool((values < 0).any()))
@@ -96,8 +96,8 @@ def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
     return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
 
 
-def _check_nonfinite(found: Collection[str], undefined: Collection[str], config: DSQConfig) -> str | None:
-    """Make a warning naming tensors with NaN or Inf, and others that are not quantized and hold NaN.
+def _make_nonfinite_warning(found: Collection[str], undefined: Collection[str], config: DSQConfig) -> str | None:
+    """Return a warning of tensors with NaN or Inf, and of tensors that are not quantized and hold NaN.
 
     Raises:
         NonFiniteTensor: the configuration asks for an error.
@@ -106,11 +106,11 @@ def _check_nonfinite(found: Collection[str], undefined: Collection[str], config:
     if names:
         negative = any(kind_of(name) == "exp_avg_sq" for name in names)
         parts.append(
-            f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
+            f"{len(names)} tensor(s) hold NaN or Inf: {_format_names(names)}"
             + (" (of exp_avg_sq, negative values count as such)" if negative else "")
         )
     if others:
-        parts.append(f"{len(others)} tensor(s) that are not quantized hold NaN: {_first(others)}")
+        parts.append(f"{len(others)} tensor(s) that are not quantized hold NaN: {_format_names(others)}")
     if not parts:
         return None
     if config.quantize.nonfinite == "error":
@@ -120,24 +120,24 @@ def _check_nonfinite(found: Collection[str], undefined: Collection[str], config:
     return ". ".join(parts)
 
 
-def _out_of_range(found: Collection[str]) -> str | None:
-    """Make a warning naming tensors that are finite, and beyond what can be quantized with others."""
+def _make_range_warning(found: Collection[str]) -> str | None:
+    """Return a warning of tensors with finite values beyond the range that can be quantized."""
     if not found:
         return None
     return (
         f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
         "quantized (first moments in units of Adam's update, where second moments are nearly zero, negative or not "
         "finite), or whose size is not within a factor of 2^100 (1e30) of that of others (of momentum, of 1): "
-        f"{_first(sorted(found))}; stored exactly in this checkpoint"
+        f"{_format_names(sorted(found))}; stored exactly in this checkpoint"
     )
 
 
-def _first(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _warn_of_updates(analysis: Analysis, layout: Layout, said: set[str], rank: int) -> None:
-    """Warn, once for a run, of groups of first moments whose bound on the update error the configured bits break."""
+def _warn_of_update_errors(analysis: Analysis, layout: Layout, said: set[str], rank: int) -> None:
+    """Warn, once per run, of groups of first moments whose update error exceeds its bound with the configured bits."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
         if fitted.update_error is None or not most or not codebook.update_bound:
@@ -153,31 +153,31 @@ def _warn_of_updates(analysis: Analysis, layout: Layout, said: set[str], rank: i
             )
 
 
-def _warn_of_rounded(rounded: Mapping[str, set[str]], rank: int) -> None:
-    """Warn of first moments that are not quantized, since what the optimizer divides them by is not known."""
+def _warn_of_rounded_moments(rounded: Mapping[str, set[str]], rank: int) -> None:
+    """Warn of first moments that are not quantized because their divisor in the update is unknown."""
     if rounded:
-        beside = sorted(set[str]().union(*rounded.values()))
+        causes = sorted(set[str]().union(*rounded.values()))
         warn(
-            f"the optimizer keeps {quote(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
+            f"the optimizer keeps {quote(causes)} beside exp_avg, and may divide exp_avg by that, not by the root of "
             "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "
             'update is like Adam\'s, quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] makes it smaller',
             rank=rank,
         )
 
 
-def _warn_of_curvature(fitted_to: Collection[str], rank: int) -> None:
-    """Warn of weights that are exact since an optimizer's state would fit no others."""
+def _warn_of_exact_for_optimizer(fitted_to: Collection[str], rank: int) -> None:
+    """Warn of weights that are exact because the state of their optimizer fits no others."""
     if fitted_to:
         warn(
-            f"{quote(sorted(fitted_to))} is state of {_optimizers(fitted_to)} that fits the very weights that it was "
-            "made at: with others, L-BFGS may never make a step again, and the small steps of Rprop take long to mend "
-            "them. So all weights are stored exactly. If it trains few of them, "
+            f"{quote(sorted(fitted_to))} is state of {_format_optimizers(fitted_to)} that fits the very weights that "
+            "it was made at: with others, L-BFGS may never make a step again, and the small steps of Rprop take long "
+            "to mend them. So all weights are stored exactly. If it trains few of them, "
             'quantize.rules: [{"pattern": NAME, "group": "linear"}] makes the others smaller', rank=rank,
         )
 
 
-def _warn_of_rounding(rounding: Collection[str], said: set[str], rank: int) -> None:
-    """Warn, once for a run, of weights that are exact since the network rounds them itself."""
+def _warn_of_rounding_modules(rounding: Collection[str], said: set[str], rank: int) -> None:
+    """Warn, once per run, of weights that are exact because the network rounds them itself."""
     if new := sorted(set(rounding) - said):
         said.update(new)
         warn(
@@ -188,9 +188,9 @@ def _warn_of_rounding(rounding: Collection[str], said: set[str], rank: int) -> N
         )
 
 
-def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
-    """Warn, once for a run, of weights that are exact since a module has a name as optimizers' state has it."""
-    config, said = options.config.quantize, options.history.said
+def _warn_of_optimizer_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
+    """Warn, once per run, of weights that are exact because a module is named like optimizer state."""
+    config, said = options.config.quantize, options.history.warned_in_run
     if options.layer_types is not None or config.weights.method == "exact":
         return
     new = sorted(
@@ -209,34 +209,34 @@ def _warn_of_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
         )
 
 
-def _optimizers(fitted_to: Collection[str]) -> str:
+def _format_optimizers(fitted_to: Collection[str]) -> str:
     rprop = {name.endswith(".step_size") for name in fitted_to}
     return " and ".join(name for name, of_rprop in (("L-BFGS", False), ("Rprop", True)) if of_rprop in rprop)
 
 
-def _warn_of_doubtful(
+def _warn_of_candidates(
     items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
-    doubts: Doubts, comm: Communicator,
+    candidates: WarningCandidates, comm: Communicator,
 ) -> None:
-    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective."""
-    names = doubts.appeared
+    """Warn of quantized tensors that may lose more than others, or more than the user expects; collective."""
+    names = candidates.new_weights
 
     def local() -> tuple[Collection[str], ...]:
         fitted = [
             one for one in sketches.chunks
             if one.group in plan.analysis.fitted and (names is None or one.key.fqn in names)
         ]
-        exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact}
+        exact = {name for name, is_exact in candidates.lost_rows.items() if is_exact}
         written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
-        rows = (doubts.lost_rows.keys() - exact) & written
+        rows = (candidates.lost_rows.keys() - exact) & written
         model = options.frozen.unchanged
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         lossy = sorted(asked & {one.key.fqn for one in fitted})
         if not model:
-            return rows, exact, (), (), _untrained(sketches.layout).intersection(lossy)
+            return rows, exact, (), (), _find_untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
-        strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
-        strange += others[_LOOKED_AT:] if strange else []
+        strange = [fqn for fqn in others[:_MAX_COMPARED] if not _is_abbreviated(fqn, model)]
+        strange += others[_MAX_COMPARED:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
         return rows, exact, ("of the model",) if of_it else (), strange, ()
 
@@ -244,16 +244,16 @@ def _warn_of_doubtful(
     rows, exact, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
-            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, or vary that "
-            "little around a mean, and after a restore they, or their differences, may be off by half of their size or "
-            "more. If these count for anything (columns in other units, positions far from the origin), store the "
-            'tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts', rank=comm.rank,
+            f"rows or columns of {_format_names(rows)} are more than {RATIO} times smaller than the others, or vary "
+            "that little around a mean, and after a restore they, or their differences, may be off by half of their "
+            "size or more. If these count for anything (columns in other units, positions far from the origin), store "
+            'the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts', rank=comm.rank,
         )
     if exact:
         warn(
-            f"rows or columns of {_first(exact)} are more than {RATIO} times smaller than the others, or vary that "
-            "little around a mean, and training needs them: these tensors are stored exactly. With inputs of one size, "
-            "a tensor for each unit of columns, or means taken off, they would be small too", rank=comm.rank,
+            f"rows or columns of {_format_names(exact)} are more than {RATIO} times smaller than the others, or vary "
+            "that little around a mean, and training needs them: these tensors are stored exactly. With inputs of one "
+            "size, a tensor for each unit of columns, or means taken off, they would be small too", rank=comm.rank,
         )
     if untrained:
         warn(
@@ -272,14 +272,14 @@ def _warn_of_doubtful(
     elif strange:
         names = sorted(options.frozen.unchanged)
         warn(
-            f"`model` has nothing of what is saved: {_first(names)} there, {_first(strange)} in the state dict. So it "
-            "does not tell which weights are frozen and which are buffers, and these are lossy: pass the module whose "
-            "state is saved, or none", rank=comm.rank,
+            f"`model` has nothing of what is saved: {_format_names(names)} there, {_format_names(strange)} in the "
+            "state dict. So it does not tell which weights are frozen and which are buffers, and these are lossy: "
+            "pass the module whose state is saved, or none", rank=comm.rank,
         )
 
 
-def _untrained(layout: Layout) -> set[str]:
-    """Return weights of shapes that no state of an optimizer has; nothing where state has shapes of its own."""
+def _find_untrained(layout: Layout) -> set[str]:
+    """Return weights whose shapes no optimizer state has; empty if optimizer state has shapes that no weights have."""
     weights = {layout.shapes[fqn] for fqn in layout.of_models}
     state = layout.shapes.keys() - layout.of_models
     trained = {layout.shapes[fqn] for fqn in state if len(layout.shapes[fqn]) > 1}
@@ -288,8 +288,8 @@ def _untrained(layout: Layout) -> set[str]:
     return {fqn for fqn in layout.weights() if layout.shapes[fqn] not in trained}
 
 
-def _is_shortened(fqn: str, names: Collection[str]) -> bool:
-    """Return whether a name is one of these without some components, as PEFT leaves out the name of an adapter."""
+def _is_abbreviated(fqn: str, names: Collection[str]) -> bool:
+    """Return whether a name is one of `names` without some components, as PEFT omits the name of an adapter."""
     own = strip_wrappers(fqn).split(".")
 
     def has(name: str) -> bool:
@@ -299,14 +299,14 @@ def _is_shortened(fqn: str, names: Collection[str]) -> bool:
     return any(map(has, names))
 
 
-def _warn_of_nothing(analysis: Analysis, rank: int) -> None:
-    """Warn of a base layer of which most weights are about as far off as zeros are."""
+def _warn_of_empty_base(analysis: Analysis, rank: int) -> None:
+    """Warn of a base layer in which most weights are about as inaccurate as zeros."""
     sizes = {
         group: int(fitted.counts.sum()) for group, fitted in analysis.fitted.items()
         if group.startswith("weights/") and fitted.mean_square
     }
     lost = [
-        group for group in sizes if analysis.fitted[group].error > _NOTHING * analysis.fitted[group].mean_square
+        group for group in sizes if analysis.fitted[group].error > _LOST_ERROR * analysis.fitted[group].mean_square
     ]
     if 2 * sum(sizes[group] for group in lost) > sum(sizes.values()):
         warn(
