@@ -41,11 +41,11 @@ from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave, SaveResult
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
+from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import as_configured
-from dsq_ckpt.search.folds import agree
+from dsq_ckpt.search.folds import check_same_functions
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.manifest import Manifest
@@ -144,7 +144,7 @@ class Compressor:
             module.reshard()
         if evaluate is not None:
             check_search(self.config, bool(sharded))
-        parameters = names_of(model)
+        parameters = get_named_parameters(model)
         if optimizer is not None:
             check_parameters(optimizer, parameters)
         self._average: GradientAverage | None = None
@@ -222,7 +222,7 @@ class Compressor:
                 fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
             )
 
-        writer = agree(*self._functions, communicator(self._group), prepare_writer)
+        writer = check_same_functions(*self._functions, communicator(self._group), prepare_writer)
 
         def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
             self._warn_of_trained_excluded()
@@ -267,7 +267,7 @@ class Compressor:
         def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
             with explain_step_failure(self.optimizer):
                 state = self._state(extra)
-            match = match_saved_state(path, state, self.model, names_of(self.model), self._frozen, comm)
+            match = match_saved_state(path, state, self.model, get_named_parameters(self.model), self._frozen, comm)
             return state, match, self._excluded_names()
 
         def apply_load() -> None:
@@ -311,11 +311,12 @@ class Compressor:
 
     def _excluded_names(self) -> set[str]:
         """Return the names of frozen parameters, if they are not saved."""
-        return {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
+        parameters = get_named_parameters(self.model)
+        return {name for name, one in parameters.items() if not (one.requires_grad or self._frozen)}
 
     def _warn_of_trained_excluded(self) -> None:
         """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
-        optimizer_state, parameters = getattr(self.optimizer, "state", {}), names_of(self.model)
+        optimizer_state, parameters = getattr(self.optimizer, "state", {}), get_named_parameters(self.model)
         if trained := sorted(name for name in self._excluded_names() if optimizer_state.get(parameters[name])):
             warn(
                 f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
@@ -325,7 +326,7 @@ class Compressor:
     def _gradients(self) -> dict[str, Any]:
         if self._average is None:
             return {}
-        names = names_of(self.model)
+        names = get_named_parameters(self.model)
         averages = {name: self._average.average(name) for name in names if name in self._average}
         return {name: average for name, average in averages.items() if average is not None}
 

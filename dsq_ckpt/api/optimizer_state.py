@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.gradients.sensitivity import names_of
+from dsq_ckpt.gradients.sensitivity import get_named_parameters
 
 PARAMETERLESS_STATE = "state_of_no_parameter"
 """Key of the entries of `state` that belong to no parameter; among parameters, their names could be ambiguous."""
@@ -58,7 +58,7 @@ def set_optimizer_state(
     torch_state, parameter_states = {key: state[key] for key in TORCH_KEYS}, state["state"]
     with require_gradients(model, parameter_states):
         dropped = {
-            name: parameter_states[name] for name, one in names_of(model).items()
+            name: parameter_states[name] for name, one in get_named_parameters(model).items()
             if name in parameter_states and not one.requires_grad
         }
         proxy = _OptimizerProxy(optimizer, extra_entries(state), dropped)
@@ -73,7 +73,8 @@ def require_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]
         model: the module with the parameters.
         names: names of parameters that have state; FSDP1's flat parameters, which have other names, always count.
     """
-    with_state = [one for name, one in names_of(model).items() if name in names or isinstance(one, FlatParameter)]
+    parameters = get_named_parameters(model)
+    with_state = [one for name, one in parameters.items() if name in names or isinstance(one, FlatParameter)]
     frozen = [one for one in with_state if not one.requires_grad and _can_require_grad(one)]
     try:
         for parameter in frozen:

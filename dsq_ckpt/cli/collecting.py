@@ -26,7 +26,7 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     if as_json:
         output.print_json({
             "path": str(path), "dry_run": dry_run, "bytes": freed,
-            "too_young": [str(entry.path) for entry in left if entry.young],
+            "too_young": [str(entry.path) for entry in left if entry.is_young],
             "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
             "linked": sorted(map(str, linked)),
             "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
@@ -46,5 +46,5 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     if not orphans and not has_checkpoints and (below := find_run_below(path)):
         screen.print(f"'{path}' holds no checkpoint; directories in it do, such as '{below}': name one", soft_wrap=True)
     for entry in left:
-        younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
+        younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.is_young else ""
         screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)

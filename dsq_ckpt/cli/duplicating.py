@@ -14,7 +14,7 @@ def run(source: Path, target: Path, as_json: bool) -> None:
     with output.meter("copying", checkpoint_copy.compute_copy_size(source), hidden=as_json) as meter:
         done = checkpoint_copy.copy_checkpoints(source, target, meter.advance)
     if as_json:
-        paths = {"left_out": [str(one) for one in done.skipped], "removed": [str(one) for one in done.removed]}
+        paths = {"left_out": [str(one) for one in done.left_out], "removed": [str(one) for one in done.removed]}
         output.print_json({**done._asdict(), "path": str(done.path), **paths})
         return
     screen = output.console()
@@ -22,7 +22,7 @@ def run(source: Path, target: Path, as_json: bool) -> None:
         f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
         f"{done.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
     )
-    for entry, why in done.skipped.items():
+    for entry, why in done.left_out.items():
         screen.print(f"left out: {entry}: {why}", soft_wrap=True)
     for entry in done.removed:
         screen.print(f"left out: {entry}: it was removed while the others were copied", soft_wrap=True)

@@ -34,7 +34,7 @@ from dsq_ckpt.distributed.comm import TorchCommunicator, get_group_timeout
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.search.folds import agree
+from dsq_ckpt.search.folds import check_same_functions
 
 if TYPE_CHECKING:
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
@@ -139,7 +139,7 @@ def attach(
         group, inner = inner.group, inner.inner
     else:
         group = dist.new_group(backend="gloo", timeout=get_group_timeout(dist.group.WORLD))
-    agree(evaluate, check, TorchCommunicator(group), lambda: None)
+    check_same_functions(evaluate, check, TorchCommunicator(group), lambda: None)
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))

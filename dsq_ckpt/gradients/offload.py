@@ -13,12 +13,12 @@ BLOCK_ELEMENTS = 1 << 17
 
 Arrivals = tuple[tuple[torch.device, torch.cuda.Event], ...]
 """Events to wait for before copies are read; empty for synchronous copies."""
-NOTHING: Arrivals = ()
+NO_ARRIVALS: Arrivals = ()
 Streams = dict[torch.device, torch.cuda.Stream]
 """One stream for copies per CUDA device, made on first use."""
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's detached part of a tensor, the local shard of a DTensor, without starting communication."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():  # outside of autograd the call is cheap
@@ -27,7 +27,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if pending is None else pending()).detach()
 
 
-def laid_out_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+def has_same_layout(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Return whether the local shards of both tensors cover the same elements; False for a partial gradient."""
     if not isinstance(gradient, DTensor):
         return True
@@ -40,7 +40,7 @@ def laid_out_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     )
 
 
-def host_like(source: torch.Tensor) -> torch.Tensor:
+def allocate_host_like(source: torch.Tensor) -> torch.Tensor:
     """Allocate a host tensor with the shape, dtype and, if dense, strides of `source`, pinned if `source` is on CUDA.
 
     Other strides would make CUDA gather the elements in a buffer of its own first.
@@ -79,7 +79,7 @@ def wait_on_device(arrivals: Iterable[tuple[torch.device, torch.cuda.Event]]) ->
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def to_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Convert a sparse tensor to a dense float32 host tensor (waits for CUDA); return others unchanged."""
     if tensor.layout == torch.strided:
         return tensor
@@ -96,7 +96,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return True
 
 
-def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
+def update_average(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
     """Set ``average = weight * new + (1 - weight) * average``, in place.
 
     Args:

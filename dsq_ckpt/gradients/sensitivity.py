@@ -28,10 +28,10 @@ from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.gradients import offload
 from dsq_ckpt.gradients.schedule import Schedule
 
-__all__ = ["GradientAverage", "Schedule", "names_of"]
+__all__ = ["GradientAverage", "Schedule", "get_named_parameters"]
 
 
-def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def get_named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by name, without the prefixes of DDP, FSDP, torch.compile and activation checkpointing.
 
     Call it after wrapping and sharding, which replace parameters.  A tied parameter appears under each of its names.
@@ -54,7 +54,7 @@ class _TrackedParameter:
     state: Literal["empty", "captured", "counted"] = "empty"
     staged: torch.Tensor | None = None
     """Last captured gradient on the host, of the gradient's dtype, pinned if it comes from CUDA."""
-    arrived: offload.Arrivals = offload.NOTHING
+    arrived: offload.Arrivals = offload.NO_ARRIVALS
     refused: torch.Tensor | None = None
     """Host flag, valid after `arrived`: non-zero if the optimizer found infinities and did not step."""
     average: torch.Tensor | None = None
@@ -82,8 +82,8 @@ class GradientAverage:
     (2 or 4 bytes; pinned on CUDA, whose allocator rounds sizes up to powers of two).  On the GPU: none.
 
     Args:
-        parameters: parameters by name (``names_of``).  A tied parameter is one entry under its first name; ``aliases``
-            has the others.
+        parameters: parameters by name (``get_named_parameters``).  A tied parameter is one entry under its first name;
+            ``aliases`` has the others.
         beta: weight of the newest gradient, in (0, 1].
         window: batches before a checkpoint in which gradients are captured.
         every: steps between checkpoints; None to learn them (``Schedule``).
@@ -178,7 +178,7 @@ class GradientAverage:
         self._fold(entry)
         parameter = entry.parameter()
         if parameter is not None and not is_lazy(parameter):
-            self._drop_unless(entry, offload.local(parameter).shape)
+            self._drop_unless(entry, offload.get_local(parameter).shape)
         if self._captured_any and not self._settled:
             self._warn_once("gradients were captured, but none counts: call settle() after each step, or attach()")
         return entry.average
@@ -197,7 +197,7 @@ class GradientAverage:
     def reset(self) -> None:
         """Free averages and buffers after a checkpoint, and record it in ``schedule``."""
         for entry in self._entries.values():
-            entry.state, entry.arrived, entry.refused = "empty", offload.NOTHING, None
+            entry.state, entry.arrived, entry.refused = "empty", offload.NO_ARRIVALS, None
             entry.average = entry.staged = None
             entry.steps = 0
         self.skipped.clear()
@@ -282,17 +282,17 @@ class GradientAverage:
             if self._settle_at_once:
                 self._settle([entry])
 
-    def _gradient(self, entry: _TrackedParameter) -> torch.Tensor | None:
+    def _get_gradient(self, entry: _TrackedParameter) -> torch.Tensor | None:
         """Return the local dense gradient, or None if there is none or it cannot be averaged."""
         parameter = entry.parameter()
         gradient = None if parameter is None or not parameter.requires_grad else parameter.grad
         if parameter is None or gradient is None or not gradient.is_floating_point():
             return None
-        if not offload.laid_out_alike(parameter, gradient):
+        if not offload.has_same_layout(parameter, gradient):
             self._warn_once(f"the gradient of '{entry.name}' is partial or laid out unlike it, and is not averaged")
             return None
-        shard = offload.dense(offload.local(gradient))
-        return shard if shard.shape == offload.local(parameter).shape else None  # else from before a reshape
+        shard = offload.to_dense(offload.get_local(gradient))
+        return shard if shard.shape == offload.get_local(parameter).shape else None  # else from before a reshape
 
     @torch.no_grad()
     def _capture(self, entries: Iterable[_TrackedParameter]) -> None:
@@ -302,11 +302,11 @@ class GradientAverage:
         for entry in entries:
             self._fold(entry)  # the staging buffer is needed again
             entry.state = "empty"
-            gradient = self._gradient(entry)
+            gradient = self._get_gradient(entry)
             if gradient is None:
                 continue
             if entry.staged is None or (entry.staged.shape, entry.staged.dtype) != (gradient.shape, gradient.dtype):
-                entry.staged = offload.host_like(gradient)
+                entry.staged = offload.allocate_host_like(gradient)
             pairs.append((gradient, entry.staged))
             captured.append(entry)
         arrivals = offload.copy(pairs, self._streams)
@@ -329,9 +329,9 @@ class GradientAverage:
         if self.overlap == "step":
             events = {id(event): (device, event) for entry in pending for device, event in entry.arrived}
             offload.wait_on_device(events.values())
-        flag, verdict = None, offload.NOTHING
+        flag, verdict = None, offload.NO_ARRIVALS
         if pending and found_inf is not None:
-            flag = offload.host_like(found_inf)
+            flag = offload.allocate_host_like(found_inf)
             verdict = offload.copy([(found_inf, flag)], self._streams)
         for entry in pending:
             entry.state, entry.arrived, entry.refused = "counted", entry.arrived + verdict, flag
@@ -345,7 +345,7 @@ class GradientAverage:
             return
         for _, event in entry.arrived:
             event.synchronize()
-        entry.state, entry.arrived = "empty", offload.NOTHING
+        entry.state, entry.arrived = "empty", offload.NO_ARRIVALS
         if entry.refused is not None and bool(entry.refused):
             return
         self._drop_unless(entry, entry.staged.shape)
@@ -355,7 +355,7 @@ class GradientAverage:
         if entry.average is None:
             entry.average = torch.empty(entry.staged.shape, dtype=torch.float32, device="cpu").copy_(entry.staged)
         else:
-            offload.blend(entry.average, entry.staged, self.beta)
+            offload.update_average(entry.average, entry.staged, self.beta)
         entry.steps += 1
 
     def _drop_unless(self, entry: _TrackedParameter, shape: torch.Size) -> None:

@@ -33,7 +33,7 @@ from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.gradients.sensitivity import names_of
+from dsq_ckpt.gradients.sensitivity import get_named_parameters
 from dsq_ckpt.storage.refinement import RefinementOption
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -205,7 +205,7 @@ class TrainingState:
         found: dict[str, nn.Parameter] = {}
         for key, model in self._models.items():
             prefix = _prefix(key)
-            found |= {f"{prefix}.{name}" if prefix else name: own for name, own in names_of(model).items()}
+            found |= {f"{prefix}.{name}" if prefix else name: own for name, own in get_named_parameters(model).items()}
         return found
 
     def _reshard(self) -> None:

@@ -1,4 +1,4 @@
-"""Search for the smallest configuration that meets a quality bound: says which to try; the caller tries them."""
+"""Search of the smallest configuration that keeps a quality bound. It proposes trials, which the caller runs."""
 
 from dsq_ckpt.config.space import Axis, Point, Space, Variant
 from dsq_ckpt.search.guided import Search, drive, guided_exhaustive

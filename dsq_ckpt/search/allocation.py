@@ -1,10 +1,10 @@
-"""Steps of each class of tensors by what the metric bears: for one checkpoint that may cost many evaluations.
+"""Bit allocation: a quantization step per class of tensors, for single checkpoints that may take many evaluations.
 
-One step for all tensors wastes most of a bound, since one layer may bear a relative error of 0.9 where another does not
-bear 0.1. So each class of tensors in turn is made coarser than the rest, and the metric is asked what that costs. If
-losses add up, the smallest size for a loss is where all classes save as many bits for the same loss (Shoham and Gersho,
-"Efficient bit allocation for an arbitrary set of quantizers", 1988). They nearly do for small changes, so steps move by
-small factors, the sum is evaluated and corrected, and the next round starts there.
+A single step wastes most of a bound, since one layer may tolerate a relative error of 0.9 and another not even 0.1. So
+each class of tensors in turn is quantized more coarsely than the rest, and the loss of the metric is measured. If
+losses are additive, the size is minimal where the loss per saved bit is equal for all classes (Shoham and Gersho,
+"Efficient bit allocation for an arbitrary set of quantizers", 1988). They are nearly additive for small changes, so
+steps change by small factors, the combination is evaluated and corrected, and the next round starts there.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.search.candidates import Candidate, SaveSearch, size_in_bits
 
-_STEPS = tuple(2 ** (number / 8) for number in range(-16, 25))  # of the uniform step: a quarter to eight times
-_LARGEST_STEP = 16.0
-_FINER = 0.5  # step of the first probes, in steps of the start: losses add up where they are small
-_MOVE = 1.5  # by which a probe raises the squared error of a class
-_REACH = 4.0  # by which a choice changes it at most; less where that was too far
-_NARROW = 1.2  # a reach below that is not tried before new probes
-_STEEPER = 1.5  # power of the error by which losses rise beyond a probe
-_ROUNDS = 6  # of probes that a budget allows for at least
-_LEAST = 1 / 50  # of a class's share of the bound: losses below that are chance
-_WORST = 20.0  # times the bound: losses above that, such as those of weights that give NaN, are as bad
+_STEPS = tuple(2 ** (number / 8) for number in range(-16, 25))  # relative to the uniform step: 1/4 to 8
+_MAX_STEP = 16.0
+_PROBE_STEP = 0.5  # of the first probes, relative to the initial step: small losses are additive
+_PROBE_ERROR_RATIO = 1.5  # increase of a class's squared error by a probe
+_MAX_ERROR_RATIO = 4.0  # largest change of it by a choice; reduced where that was too much
+_MIN_ERROR_RATIO = 1.2  # new probes are taken before a smaller change is tried
+_LOSS_EXPONENT = 1.5  # power of the error with which losses grow beyond a probe
+_MIN_ROUNDS = 6  # of probes that the budget must allow
+_MIN_LOSS_SHARE = 1 / 50  # of a class's share of the bound: smaller losses are noise
+_MAX_LOSS = 20.0  # times the bound: larger losses, and NaN, count as this
 
 Losses = dict[str, float]
-"""Degradation by fold of batches (`evaluate`, `check`)."""
+"""Degradation by fold (`evaluate`, `check`)."""
 
-Judge = Callable[[Analysis, bool], tuple[bool, Losses]]
-"""Whether an analysis keeps the bound on `evaluate`, and if asked on all folds, and what it costs there."""
+BoundCheck = Callable[[Analysis, bool], tuple[bool, Losses]]
+"""Evaluates an analysis on `evaluate`, or on all folds; returns whether it keeps the bound, and its losses."""
 
 
 @dataclass(frozen=True)
-class Rung:
-    """All tensors of a class at one step: configurations and fits by group, bits and error of all.
+class OperatingPoint:
+    """Operating point of a class: all its tensors quantized with one step.
 
     Attributes:
-        step: of the lattices.
-        configs, fits: by group.
+        step: step of the lattices.
+        configs, fits: configurations and fits by group.
         bits: exact size.
-        error: squared, relative to the energy of the class.
+        error: squared error relative to the energy of the class.
     """
 
     step: float
@@ -57,73 +57,74 @@ class Rung:
 
 
 class TensorClass:
-    """Tensors that share a step, in root mean squares of each.
+    """Tensors that share a step, relative to the root mean square of each.
 
     Attributes:
-        rungs: in descending order of error and ascending order of bits.
-        place: of the rung that this class has in the configuration that a round starts from.
+        points: operating points in descending order of error and ascending order of bits.
+        place: index of the operating point at the start of a round.
     """
 
-    def __init__(self, rungs: list[Rung], step: float) -> None:
-        self.rungs = _undominated(rungs)
-        self.place = min(range(len(self.rungs)), key=lambda place: abs(math.log(self.rungs[place].step / step)))
+    def __init__(self, points: list[OperatingPoint], step: float) -> None:
+        self.points = _select_pareto_front(points)
+        self.place = min(range(len(self.points)), key=lambda place: abs(math.log(self.points[place].step / step)))
         self._coarser = self._finer = 0.0
 
     @property
     def probe(self) -> int:
-        """Place of the rung with about `_MOVE` times the squared error; the present one if that is the coarsest."""
-        wanted = _MOVE * self.rungs[self.place].error
-        return min(range(self.place + 1), key=lambda place: abs(math.log(self.rungs[place].error / wanted)))
+        """Index of the point with about `_PROBE_ERROR_RATIO` times the squared error of the current point."""
+        wanted = _PROBE_ERROR_RATIO * self.points[self.place].error
+        return min(range(self.place + 1), key=lambda place: abs(math.log(self.points[place].error / wanted)))
 
     @property
-    def slope(self) -> float:
-        """The loss that a doubled error is expected to cost."""
+    def expected_doubling_loss(self) -> float:
+        """Expected loss of a doubled error."""
         return self._coarser
 
-    def learn(self, loss: float, least: float) -> None:
-        """Note what the rung at `probe` costs, beyond the present one."""
+    def set_probe_loss(self, loss: float, least: float) -> None:
+        """Set the measured loss of the point at `probe`, relative to the current point."""
         self._coarser = self._finer = max(loss, least) / max(self._ratio(self.probe) - 1, 0.1)
 
     def move(self, place: int) -> None:
-        """Make another rung the present one; losses are in proportion to errors."""
+        """Set the current point, and scale expected losses in proportion to errors."""
         ratio = self._ratio(place)
         self.place, self._coarser, self._finer = place, self._coarser * ratio, self._finer * ratio
 
     def limit_gain(self, factor: float) -> None:
-        """Scale what finer rungs are expected to gain."""
+        """Scale the expected gain of finer points."""
         self._finer *= factor
 
-    def loss(self, place: int) -> float:
-        """Return what a rung is expected to cost beyond the present one; negative for finer ones."""
+    def expected_loss(self, place: int) -> float:
+        """Return the expected loss of a point relative to the current point; negative for finer points."""
         ratio = self._ratio(place)
         if ratio <= 1:
             return self._finer * (ratio - 1)
-        return self._coarser * (min(ratio, _MOVE) - 1) * max(ratio / _MOVE, 1.0) ** _STEEPER
+        beyond = max(ratio / _PROBE_ERROR_RATIO, 1.0) ** _LOSS_EXPONENT
+        return self._coarser * (min(ratio, _PROBE_ERROR_RATIO) - 1) * beyond
 
-    def best(self, price: float, reach: float) -> int:
-        """Return the rung within reach with the fewest bits where a unit of loss is worth so many."""
-        near = [place for place in range(len(self.rungs)) if 1 / reach <= self._ratio(place) <= reach]
-        return min(near, key=lambda place: self.rungs[place].bits + price * self.loss(place))
+    def select_point(self, price: float, reach: float) -> int:
+        """Return the point that minimizes bits + price * loss, among those whose error changes by at most `reach`."""
+        near = [place for place in range(len(self.points)) if 1 / reach <= self._ratio(place) <= reach]
+        return min(near, key=lambda place: self.points[place].bits + price * self.expected_loss(place))
 
     def _ratio(self, place: int) -> float:
-        return self.rungs[place].error / self.rungs[self.place].error
+        return self.points[place].error / self.points[self.place].error
 
 
 class Allocation:
-    """The search for steps of one checkpoint.
+    """Search of the steps of one checkpoint.
 
     Args:
-        save: its search.
-        start: a configuration with one step for all lattices that the search was given.
-        step: that one; lattices of other steps, which `quantize.groups` sets, keep theirs.
-        bound: relative degradation allowed.
-        losses: of the start if it keeps its bound; None if it does not.
-        judge: asks the metric.
-        budget: evaluations that may be spent.
+        save: search of the save.
+        start: initial configuration, with one step for all lattices.
+        step: this step; lattices with another step, set by `quantize.groups`, keep theirs.
+        bound: allowed relative degradation.
+        losses: losses of `start`, None if it does not keep its bound.
+        judge: evaluates the metric.
+        budget: maximum number of evaluations.
     """
 
     def __init__(
-        self, save: SaveSearch, start: Candidate, losses: Losses | None, step: float, bound: float, judge: Judge,
+        self, save: SaveSearch, start: Candidate, losses: Losses | None, step: float, bound: float, judge: BoundCheck,
         budget: int,
     ) -> None:
         self._losses = losses
@@ -131,7 +132,7 @@ class Allocation:
         lattices = {
             group: config for group, config in start.groups.items()
             if isinstance(config.codebook, Lattice) and config.codebook.step == step
-            and group in save.model.groups  # the metric does not tell what others bear
+            and group in save.model.groups  # the metric does not depend on other groups
         }
         others = {group: fitted for group, fitted in start.analysis.fitted.items() if group not in lattices}
         self._others = replace(start.analysis, fitted=others)
@@ -139,68 +140,69 @@ class Allocation:
         sizes = {group: int(save.sketches.joint[group].sum()) for group in lattices}
         self._classes = [
             TensorClass(
-                _ladder(save, {group: lattices[group] for group in members}, start.analysis, step), step * _FINER
+                _make_operating_points(save, {group: lattices[group] for group in members}, start.analysis, step),
+                step * _PROBE_STEP,
             )
-            for members in classes_of(sizes, max(1, budget // _ROUNDS))
+            for members in group_into_classes(sizes, max(1, budget // _MIN_ROUNDS))
         ]
-        self._least = _LEAST * bound / max(1, len(self._classes))
+        self._least = _MIN_LOSS_SHARE * bound / max(1, len(self._classes))
 
     def run(self) -> tuple[Candidate, Losses | None]:
-        """Return the smallest configuration found that keeps the bound, and what it costs; None: there is none."""
+        """Return the smallest configuration found that keeps the bound, and its losses; None without one."""
         if self._left:
             self._loss = self._try([one.place for one in self._classes])[1]
         while self._left > len(self._classes):
-            self._probe()
+            self._probe_classes()
             if not self._descend():
                 break
         return self._best, self._losses
 
-    def _analysis(self, rungs: Sequence[Rung]) -> Analysis:
-        fits = {group: fitted for rung in rungs for group, fitted in rung.fits.items()}
+    def _merge_fits(self, points: Sequence[OperatingPoint]) -> Analysis:
+        fits = {group: fitted for point in points for group, fitted in point.fits.items()}
         return replace(self._others, fitted={**self._others.fitted, **fits})
 
-    def _rungs(self, places: Sequence[int]) -> list[Rung]:
-        return [one.rungs[place] for one, place in zip(self._classes, places, strict=True)]
+    def _select_points(self, places: Sequence[int]) -> list[OperatingPoint]:
+        return [one.points[place] for one, place in zip(self._classes, places, strict=True)]
 
-    def _probe(self) -> None:
-        """Ask what a coarser rung of each class costs beside the errors of all others."""
+    def _probe_classes(self) -> None:
+        """Measure the loss of a coarser point of each class, with all other classes unchanged."""
         places = [one.place for one in self._classes]
         for number, one in enumerate(self._classes):
-            moved = self._rungs([*places[:number], one.probe, *places[number + 1 :]])
+            moved = self._select_points([*places[:number], one.probe, *places[number + 1 :]])
             self._left -= 1
-            _, losses = self._judge(self._analysis(moved), False)
-            one.learn(self._limited(losses) - self._loss, self._least)
-        slopes = sum(one.slope for one in self._classes)
-        for one in self._classes:  # without any error there is no loss: all together cannot gain more than it
+            _, losses = self._judge(self._merge_fits(moved), False)
+            one.set_probe_loss(self._clip_loss(losses) - self._loss, self._least)
+        slopes = sum(one.expected_doubling_loss for one in self._classes)
+        for one in self._classes:  # without errors there is no loss, so the total gain is limited by the loss
             one.limit_gain(min(1.0, max(self._loss, self._least) / slopes))
 
     def _try(self, places: Sequence[int]) -> tuple[bool, float]:
-        """Evaluate a choice, and keep it if it is the smallest one within the bound."""
-        rungs = self._rungs(places)
-        analysis = self._analysis(rungs)
+        """Evaluate a choice of points, and record it if it is the smallest that keeps the bound."""
+        points = self._select_points(places)
+        analysis = self._merge_fits(points)
         self._left -= 1
         keeps, losses = self._judge(analysis, True)
-        bits = sum(rung.bits for rung in rungs) + self._bits_of_others
+        bits = sum(point.bits for point in points) + self._bits_of_others
         if keeps and (self._losses is None or bits < self._best.bits):
-            groups = {group: config for rung in rungs for group, config in rung.configs.items()}
+            groups = {group: config for point in points for group, config in point.configs.items()}
             self._best = replace(self._best, groups={**self._best.groups, **groups}, analysis=analysis, bits=bits)
             self._losses = losses
-        return keeps, self._limited(losses)
+        return keeps, self._clip_loss(losses)
 
-    def _limited(self, losses: Losses) -> float:
-        """Return the loss by `evaluate`, finite: sums and products of it decide."""
-        return min(losses["evaluate"], _WORST * self._bound)
+    def _clip_loss(self, losses: Losses) -> float:
+        """Return the loss by `evaluate`, clipped to a finite value."""
+        return min(losses["evaluate"], _MAX_LOSS * self._bound)
 
     def _descend(self) -> bool:
-        """Go to smaller choices within the bound while these probes find such; True if they found one."""
-        reach, share, found, failed = _REACH, 1.0, False, list[list[int]]()
-        while self._left > 0 and reach >= _NARROW:
-            places = self._smallest(share * (self._bound - self._loss), reach)
+        """Move to smaller choices that keep the bound while there are any. Return whether there was one."""
+        reach, share, found, failed = _MAX_ERROR_RATIO, 1.0, False, list[list[int]]()
+        while self._left > 0 and reach >= _MIN_ERROR_RATIO:
+            places = self._minimize_bits(share * (self._bound - self._loss), reach)
             if places == [one.place for one in self._classes]:
                 break
             keeps, loss = (False, 0.0) if places in failed else self._try(places)
             if not keeps:
-                reach, share = reach**0.5, share / 2  # nearer, and rather by classes that are expected to cost little
+                reach, share = reach**0.5, share / 2  # smaller changes, rather in classes with small expected losses
                 failed.append(places)
                 continue
             for one, place in zip(self._classes, places, strict=True):
@@ -208,25 +210,25 @@ class Allocation:
             self._loss, found = loss, True
         return found
 
-    def _smallest(self, target: float, reach: float) -> list[int]:
-        """Return the smallest rungs within reach whose expected losses sum up to at most `target`."""
+    def _minimize_bits(self, target: float, reach: float) -> list[int]:
+        """Return the points within reach of the smallest total size whose expected losses sum to at most `target`."""
         low, high = 1e-30, 1e30
         while high > low * 1.001:
             price = math.sqrt(low * high)
-            places = [one.best(price, reach) for one in self._classes]
-            if sum(one.loss(place) for one, place in zip(self._classes, places, strict=True)) > target:
+            places = [one.select_point(price, reach) for one in self._classes]
+            if sum(one.expected_loss(place) for one, place in zip(self._classes, places, strict=True)) > target:
                 low = price
             else:
                 high = price
-        return [one.best(high, reach) for one in self._classes]
+        return [one.select_point(high, reach) for one in self._classes]
 
 
-def classes_of(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Divide tensors into at most `most` classes: by role, a name without its numbers, and large roles by depth.
+def group_into_classes(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """Group tensors into at most `most` classes: by role (the name without numbers), and large roles also by depth.
 
     Args:
-        sizes: elements by name, in the order of the model.
-        most: classes, at least 1.
+        sizes: number of elements by name, in the order of the model.
+        most: maximum number of classes, at least 1.
     """
     roles: dict[str, list[str]] = {}
     for name in sizes:
@@ -246,38 +248,38 @@ def classes_of(sizes: dict[str, int], most: int) -> list[list[str]]:
     return classes
 
 
-def _ladder(
+def _make_operating_points(
     save: SaveSearch, configs: dict[str, TensorConfig], known: Analysis, step: float
-) -> list[Rung]:
-    """Return all steps of a class."""
-    rungs = []
-    for own in sorted({min(step * factor, _LARGEST_STEP) for factor in _STEPS}):
-        # Without rate-distortion choice: it moves values towards zero, all of them in one direction, which costs the
-        # metric more than an error of the same size that has none (docs/evaluation.md).
+) -> list[OperatingPoint]:
+    """Return the operating points of a class."""
+    points = []
+    for own in sorted({min(step * factor, _MAX_STEP) for factor in _STEPS}):
+        # Without rate-distortion choice: it biases values towards zero, which degrades the metric more than an
+        # unbiased error of the same size (docs/evaluation.md).
         changed = {"step": own, "rate_distortion": 0.0}
         tried = {
             group: config.model_copy(update={"codebook": config.codebook.model_copy(update=changed)})
             for group, config in configs.items()
         }
         fits = save.sketches.fit(tried, known).fitted
-        rungs.append(_rung(own, tried, save.model.recounted({group: fits[group] for group in configs})))
-    return rungs
+        points.append(_make_operating_point(own, tried, save.model.recount({group: fits[group] for group in configs})))
+    return points
 
 
-def _rung(step: float, configs: dict[str, TensorConfig], fits: dict[str, Fitted]) -> Rung:
+def _make_operating_point(step: float, configs: dict[str, TensorConfig], fits: dict[str, Fitted]) -> OperatingPoint:
     lost = energy = bits = 0.0
     for fitted in fits.values():
         elements = int(fitted.counts.sum())
         lost += fitted.error * elements
         energy += fitted.mean_square * elements
         bits += size_in_bits(fitted)
-    return Rung(step, configs, fits, bits, max(lost / energy if energy else 0.0, 1e-12))
+    return OperatingPoint(step, configs, fits, bits, max(lost / energy if energy else 0.0, 1e-12))
 
 
-def _undominated(rungs: list[Rung]) -> list[Rung]:
-    """Return the rungs that none of at most their bits beats in error, in descending order of error."""
-    kept: list[Rung] = []
-    for rung in sorted(rungs, key=lambda rung: (rung.bits, rung.error)):
-        if not kept or rung.error < kept[-1].error:
-            kept.append(rung)
+def _select_pareto_front(points: list[OperatingPoint]) -> list[OperatingPoint]:
+    """Return the Pareto-optimal points in bits and error, in descending order of error."""
+    kept: list[OperatingPoint] = []
+    for point in sorted(points, key=lambda point: (point.bits, point.error)):
+        if not kept or point.error < kept[-1].error:
+            kept.append(point)
     return kept

@@ -78,7 +78,7 @@ class SaveSearch:
         if is_new_warning(text, self.told):
             warn(text, rank=self.comm.rank)
 
-    def candidate(self, point: Point, variant: int) -> Candidate:
+    def get_candidate(self, point: Point, variant: int) -> Candidate:
         """Return the configuration at a point, fitted; groups that several points have in common are fitted once.
 
         Raises:
@@ -99,33 +99,33 @@ class SaveSearch:
             self.candidates[key] = Candidate(config, configs, analysis, sum(map(size_in_bits, fitted.values())))
         return self.candidates[key]
 
-    def refined(self, candidate: Candidate, bits: int) -> Analysis:
+    def fit_refinement(self, candidate: Candidate, bits: int) -> Analysis:
         """Return the candidate with cells for a number of refinement bits, which zeros need to be restored as zeros."""
         configs = {
             group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
 
-    def lies_as_restored(self, candidate: Candidate, bits: int) -> bool:
+    def has_restored_weights(self, candidate: Candidate, bits: int) -> bool:
         """Return whether weights of the model, on any rank, are not spread over parts of so many bits; collective."""
-        fitted = self.refined(candidate, bits).fitted
+        fitted = self.fit_refinement(candidate, bits).fitted
         found = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
         return any(group.startswith("weights/") for group in found)
 
-    def nearest(self, candidate: Candidate) -> Candidate:
+    def fit_nearest_codes(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sizes of nearest codes."""
         analysis = self.sketches.fit(candidate.groups, candidate.analysis)
         return replace(
             candidate, analysis=analysis, bits=sum(size_in_bits(analysis.fitted[group]) for group in self.groups)
         )
 
-    def recounted(self, candidate: Candidate) -> Candidate:
+    def recount(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sizes of codes that make up for each other's errors, unknown to sketches."""
-        fitted = self.model.recounted(candidate.analysis.fitted)
+        fitted = self.model.recount(candidate.analysis.fitted)
         bits = sum(size_in_bits(fitted[group]) for group in self.groups)
         return replace(candidate, analysis=replace(candidate.analysis, fitted=fitted), bits=bits)
 
-    def trimmed(self, candidate: Candidate) -> Candidate:
+    def trim_levels(self, candidate: Candidate) -> Candidate:
         """Return a candidate for the same codes whose lattices have no levels beyond these: smaller codebooks."""
         groups = dict(candidate.groups)
         for group, config in groups.items():
@@ -138,7 +138,7 @@ class SaveSearch:
         return replace(candidate, groups=groups)
 
     @property
-    def compensable(self) -> bool:
+    def is_compensable(self) -> bool:
         """Whether codes of evenly spaced levels are all that is stored of the weights."""
         configs = [group_config(group, self.config.quantize) for group in self.groups]
         return all(isinstance(one.codebook, Lattice) and not one.refinement_bits for one in configs)
@@ -148,14 +148,14 @@ class SaveSearch:
         """The point that is furthest from the most aggressive, and the largest of those."""
         sizes: dict[Point, float] = {}
         for _, points in itertools.groupby(sorted(self.space.points(), key=sum, reverse=True), key=sum):
-            sizes = {point: size for point in points if math.isfinite(size := self.size(point, 0))}
+            sizes = {point: size for point in points if math.isfinite(size := self.get_size(point, 0))}
             if sizes:  # no other has to be fitted
                 break
         return max(sizes, key=sizes.__getitem__)
 
-    def always_nearest(self, point: Point) -> bool:
+    def disable_rate_distortion(self, point: Point) -> bool:
         """Refit a point without rate-distortion choice, by which deltas keep old codes; False if it has none."""
-        candidate = self.candidate(point, 0)
+        candidate = self.get_candidate(point, 0)
         if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
             return False
         config = candidate.config.with_values(**{"quantize.weights.codebook.rate_distortion": 0.0})
@@ -166,14 +166,14 @@ class SaveSearch:
         self.degradations.pop((point, 0), None)
         return True
 
-    def size(self, point: Point, variant: int) -> float:
+    def get_size(self, point: Point, variant: int) -> float:
         """Return the bits of all weights at a point; infinite if the axes contradict each other."""
         try:
-            return self.candidate(point, variant).bits
+            return self.get_candidate(point, variant).bits
         except ValueError:  # e.g. fewer bins at most than at least
             return math.inf
 
-    def distortion(self, candidate: Candidate) -> float:
+    def compute_distortion(self, candidate: Candidate) -> float:
         """Return the relative squared error of the weights' base layers."""
         fits = [candidate.analysis.fitted[group] for group in self.groups]
         energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)

@@ -12,7 +12,7 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import SaveFailed
 
 _T = TypeVar("_T")
-TOO_GOOD = 0.2
+MAX_IMPROVEMENT = 0.2
 """Relative improvement that coarser weights are not believed to bring."""
 
 
@@ -32,10 +32,10 @@ class Fold:
     evaluate: Callable[[], float]
     key: str = "metric"
     metric: float | None = None
-    sound: bool = False
+    is_checked: bool = False
 
 
-def agree(
+def check_same_functions(
     evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator, work: Callable[[], _T]
 ) -> _T:
     """Make sure that all ranks have the same functions, after local work that all must succeed in; collective.
@@ -64,7 +64,7 @@ def agree(
     return results[0]
 
 
-def degradation(metric: float, exact: float, search: SearchConfig) -> float:
+def compute_degradation(metric: float, exact: float, search: SearchConfig) -> float:
     """Return the relative loss of quality, negative for an improvement; infinite if the metric is not finite."""
     if not math.isfinite(metric):
         return math.inf
@@ -72,7 +72,7 @@ def degradation(metric: float, exact: float, search: SearchConfig) -> float:
     return change / max(abs(exact), 1e-30)
 
 
-def keeps(found: float, bound: float, doubted: bool = False) -> bool:
+def keeps_bound(found: float, bound: float, doubted: bool = False) -> bool:
     """Return whether a degradation keeps to a bound, and is believed.
 
     Coarser weights that score much better may show that the metric is read the wrong way, and would ruin the history.
@@ -82,4 +82,4 @@ def keeps(found: float, bound: float, doubted: bool = False) -> bool:
         bound: of the degradation.
         doubted: the metric may be read the wrong way, so an improvement keeps to the bound too.
     """
-    return -(min(bound, TOO_GOOD) if doubted else TOO_GOOD) <= found <= bound
+    return -(min(bound, MAX_IMPROVEMENT) if doubted else MAX_IMPROVEMENT) <= found <= bound

@@ -18,11 +18,11 @@ See `drive`."""
 
 _Box = tuple[Point, Point]  # both corners inside
 
-_FUTURES = 64  # combinations of outcomes followed while the points of one round are chosen; the largest are kept
-_FILLERS = 256  # points off the diagonals considered for replicas that would be idle otherwise
+_MAX_FUTURES = 64  # combinations of outcomes followed while the points of one round are chosen; the largest are kept
+_MAX_FILLERS = 256  # points off the diagonals considered for replicas that would be idle otherwise
 
 
-class Known:
+class CubeState:
     """The state of every point of a cube that follows from sizes and trials, if quality rises along every axis.
 
     A point is more conservative than another if no index is smaller. `floor` is the smallest size among a point and all
@@ -101,8 +101,8 @@ def guided_exhaustive(
 ) -> Search:
     """Find the feasible point of smallest size in a cube, in rounds of at most `batch` trials.
 
-    Algorithm 4 of Inshrinkerator (section 5), with one record of outcomes (`Known`) for all sub-cubes, so that a trial
-    in one of them prunes the others. Unlike in the paper, sizes are known without a trial.
+    Algorithm 4 of Inshrinkerator (section 5), with one record of outcomes (`CubeState`) for all sub-cubes, so that a
+    trial in one of them prunes the others. Unlike in the paper, sizes are known without a trial.
 
     **Diagonal.** It leads from the most aggressive to the most conservative corner of a (sub-)cube in as many steps as
     its longest side has; the other indices are scaled and rounded. Along it feasibility changes once, so trials close
@@ -139,7 +139,7 @@ def guided_exhaustive(
         ValueError: arguments out of range, a size that is NaN, or (from `send`) not one outcome per point.
     """
     check_counts(batch, limit)
-    return _guided(Known(shape, size), batch, limit)
+    return _search_boxes(CubeState(shape, size), batch, limit)
 
 
 def drive(search: Search, trial: Callable[[list[Point]], list[bool]]) -> tuple[Point | None, int]:
@@ -159,20 +159,20 @@ def drive(search: Search, trial: Callable[[list[Point]], list[bool]]) -> tuple[P
         outcomes = trial(points)
 
 
-def _guided(known: Known, batch: int, limit: int | None) -> Search:
+def _search_boxes(known: CubeState, batch: int, limit: int | None) -> Search:
     left = math.inf if limit is None else limit
     boxes: list[_Box] = [((0,) * len(known.shape), tuple(side - 1 for side in known.shape))]
     while left > 0:
-        boxes, diagonals = _unsettled(known, boxes)
+        boxes, diagonals = _split_boxes(known, boxes)
         if not boxes:
             break
-        points = _choose(known, diagonals, int(min(batch, left)))
+        points = _choose_points(known, diagonals, int(min(batch, left)))
         left -= len(points)
         known.record(points, (yield points))
     return known.best
 
 
-def _unsettled(known: Known, boxes: list[_Box]) -> tuple[list[_Box], list[Point]]:
+def _split_boxes(known: CubeState, boxes: list[_Box]) -> tuple[list[_Box], list[Point]]:
     """Cut boxes whose crossing is known into sub-cubes; return boxes whose diagonals have open points, and these."""
     is_open = known.open
     unsettled: list[_Box] = []
@@ -214,7 +214,7 @@ def _not_at_or_above(b: Point, lo: Point, hi: Point) -> Iterator[_Box]:
         yield (*map(max, lo[:axis], b), *lo[axis:]), (*hi[:axis], min(hi[axis], index - 1), *hi[axis + 1 :])
 
 
-def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
+def _choose_points(known: CubeState, diagonals: list[Point], batch: int) -> list[Point]:
     """Return the points for one round, which decide most others, whatever their outcomes."""
     is_open = known.open
     rest, floor = np.argwhere(is_open), known.floor[is_open]
@@ -223,7 +223,7 @@ def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
     chosen: list[Point] = []
     for candidates in (
         np.array(sorted({known.stand_in(point) for point in diagonals})),
-        fillers[:: math.ceil(len(fillers) / _FILLERS)],
+        fillers[:: math.ceil(len(fillers) / _MAX_FILLERS)],
     ):
         if len(chosen) == batch:
             break
@@ -240,7 +240,7 @@ def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
             matters = (futures & failing[best]).any(axis=1) & (futures & passing[best]).any(axis=1)
             split = futures[matters]
             futures = np.concatenate([futures[~matters], split & ~failing[best], split & ~passing[best]])
-            futures = futures[np.argsort(-futures.sum(axis=1), kind="stable")[:_FUTURES]]
+            futures = futures[np.argsort(-futures.sum(axis=1), kind="stable")[:_MAX_FUTURES]]
     return chosen
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dsq_ckpt.config.space import Point
-from dsq_ckpt.search.guided import Known, Search, check_counts
+from dsq_ckpt.search.guided import CubeState, Search, check_counts
 
 
 def neighbourhood(
@@ -60,10 +60,10 @@ def neighbourhood(
         near = sum(map(abs, steps)) <= radius and not (monotone and min(steps) < 0)
         return size(point) if near else math.inf
 
-    return _by_size(Known(shape, size_if_near), batch, limit)
+    return _search_by_size(CubeState(shape, size_if_near), batch, limit)
 
 
-def _by_size(known: Known, batch: int, limit: int | None) -> Search:
+def _search_by_size(known: CubeState, batch: int, limit: int | None) -> Search:
     order: list[Point] = [tuple(point) for point in np.argwhere(known.worthy).tolist()]
     order.sort(key=lambda point: (known.size[point], -sum(point), point))
     left = len(order) if limit is None else limit

@@ -17,7 +17,7 @@ from dsq_ckpt.quantization.chunk import Chunk, QuantizingChunk, flat_values, sca
 from dsq_ckpt.quantization.codebook import Fitted
 
 
-def recounted(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Workers) -> dict[str, Fitted]:
+def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Workers) -> dict[str, Fitted]:
     """Return fits by group with the counts and errors of the codes that are stored.
 
     Args:
@@ -31,7 +31,7 @@ def recounted(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Wo
     lost = dict.fromkeys(groups, 0.0)
 
     def measured(chunk: Chunk) -> tuple[Counts, float]:
-        return _measured(chunk, fitted[chunk.group], workers.blocks(chunk.key.elements))
+        return _count_chunk(chunk, fitted[chunk.group], workers.blocks(chunk.key.elements))
 
     for chunk, (count, error) in zip(chunks, workers.map(measured, chunks), strict=True):
         counts[chunk.group] += count
@@ -44,7 +44,7 @@ def recounted(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Wo
     }}
 
 
-def _measured(chunk: Chunk, fitted: Fitted, blocks: Iterable[slice]) -> tuple[Counts, float]:
+def _count_chunk(chunk: Chunk, fitted: Fitted, blocks: Iterable[slice]) -> tuple[Counts, float]:
     """Return how often each code occurs in a chunk, and the sum of squared errors, in units of the codebook."""
     book, values, lost = fitted.codebook, flat_values(chunk.tensor), 0.0
     source, levels = QuantizingChunk(replace(chunk, refinement_bits=0), fitted), np.append(book.levels, 0.0)

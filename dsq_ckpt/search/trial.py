@@ -26,10 +26,10 @@ from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, Quantizing
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
-from dsq_ckpt.search.inputs import recorded
-from dsq_ckpt.search.recount import recounted
+from dsq_ckpt.search.input_recording import record_inputs
+from dsq_ckpt.search.recount import recount_codes
 
-_Kept = TypeVar("_Kept")
+_T = TypeVar("_T")
 
 
 class Probe(Enum):
@@ -40,7 +40,7 @@ class Probe(Enum):
     INPUTS = "the model as it is; the inputs of its weights are recorded"
 
 
-class EvaluateRaised(Exception):
+class EvaluationRaised(Exception):
     """A function of the user's, and nothing around it, failed."""
 
 
@@ -73,9 +73,9 @@ class TrialModel:
         self.workers = workers
         self._refresh = refresh
         self._comm = comm or SingleProcess()
-        owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        owned = {_storage_ptr(tensor) for tensor in (*model.parameters(), *model.buffers())}
         own = [
-            chunk for chunk in chunks if chunk.key.elements and (refresh or _storage(chunk.tensor) in owned)
+            chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptr(chunk.tensor) in owned)
         ]
         if chunks and not own:
             raise ConfigError(
@@ -93,8 +93,8 @@ class TrialModel:
         self._compensations: dict[ChunkKey, Compensation] = {}
         # Values of others are put back, gathered or let go of besides.
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
-        parameters = {_storage(one) for one in model.parameters() if not _partitioned(one)} if plain else set()
-        self._lasting = [_storage(tensor) in parameters for tensor in self._targets]
+        parameters = {_storage_ptr(one) for one in model.parameters() if not _is_partitioned(one)} if plain else set()
+        self._lasting = [_storage_ptr(tensor) in parameters for tensor in self._targets]
         self._held: dict[int, tuple[object, int]] = {}
         """Contents of the targets, by their place: a fit and its refinement bits, or a trial without one."""
 
@@ -105,17 +105,18 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._shard()
-        parameters = {_storage(one) for one in self._model.parameters()} - {0}  # these are put back themselves
+        parameters = {_storage_ptr(one) for one in self._model.parameters()} - {0}  # these are put back themselves
         self._buffers = [
             (module, name, buffer, buffer.detach().clone()) for module in self._model.modules()
-            for name, buffer in module._buffers.items() if buffer is not None and _storage(buffer) not in parameters
+            for name, buffer in module._buffers.items() if buffer is not None and _storage_ptr(buffer) not in parameters
         ]
         # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
         # that are not quantized are only put back if `evaluate` changes them.
-        targets = {(_address(target), target.numel()) for target in self._targets} if self._refresh is None else set()
+        targets = {(_data_ptr(target), target.numel()) for target in self._targets} if self._refresh is None else set()
         self._parameters = [
-            (p, p.data, [part.detach().clone() for part in _parts(p)])
-            if (_address(p), _local(p).numel()) not in targets else (p, p.data, []) for p in self._model.parameters()
+            (p, p.data, [part.detach().clone() for part in _get_parts(p)])
+            if (_data_ptr(p), _get_local(p).numel()) not in targets else (p, p.data, [])
+            for p in self._model.parameters()
         ]
         self._registered = [
             (m, dict(m._parameters.items()), dict(m._modules.items())) for m in self._model.modules()  # of scripts too
@@ -132,19 +133,19 @@ class TrialModel:
         with torch.no_grad():
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 _write(target, chunk.tensor)
-            self._reshard()
+            self._drop_cached_weights()
             for module, parameters, modules in self._registered:  # after FSDP2 put its own ones back
-                _put_back(module._parameters, parameters)
-                _put_back(module._modules, modules)
+                _restore_registry(module._parameters, parameters)
+                _restore_registry(module._modules, modules)
             for parameter, data, originals in self._parameters:
-                if not _partitioned(parameter) and _address(parameter) != _address(data):
+                if not _is_partitioned(parameter) and _data_ptr(parameter) != _data_ptr(data):
                     parameter.data = data
-                for part, original in zip(_parts(parameter), originals, strict=False):
+                for part, original in zip(_get_parts(parameter), originals, strict=False):
                     if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
                         part.copy_(original)
-        self._undo()
+        self._restore_state()
 
-    def metric(
+    def evaluate(
         self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refinement_bits: int = 0,
         name: str = "evaluate",
     ) -> float:
@@ -160,23 +161,23 @@ class TrialModel:
             EvaluateRaised: `evaluate` did, or what it gave is no number.
             ModelChanged: parameters have other values, other memory or other gradients afterwards.
         """
-        self._store(trial, refinement_bits)
-        before = self._marks()
+        self._write_trial(trial, refinement_bits)
+        before = self._fingerprint()
         if trial is Probe.AGAIN:
-            _draw_others(bool(self._random_cuda))
+            _reseed(bool(self._random_cuda))
         try:
             with in_user_code():
-                metric = self._with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
+                metric = self._evaluate_with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
         except ModelChanged:
             raise
         except Exception as error:
             self._held.clear()  # it may have changed them
             run_pending_handlers()  # what a handler raised is no failure of the function
-            raise EvaluateRaised(f"`{name}` raised {described(error)}{format_error_line(error)}") from error
+            raise EvaluationRaised(f"`{name}` raised {described(error)}{format_error_line(error)}") from error
         finally:
-            self._undo()
+            self._restore_state()
         self._shard()
-        after = self._marks()
+        after = self._fingerprint()
         changed = [name for name in (*before, *(name for name in after if name not in before))
                    if before.get(name) != after.get(name)]
         if changed:
@@ -187,16 +188,16 @@ class TrialModel:
             )
         return metric
 
-    def _with_inputs(self, evaluate: Callable[[], float]) -> float:
+    def _evaluate_with_inputs(self, evaluate: Callable[[], float]) -> float:
         """Evaluate, and let later trials choose codes that compensate each other's errors.
 
         Not in groups with chunks that are not the model's: codes of these are counted in sketches alone.
         """
-        with recorded(self._targets) as recorder:
+        with record_inputs(self._targets) as recorder:
             metric = float(evaluate())
         self._compensations = {
             chunk.key: found for chunk, target in zip(self._chunks, self._targets, strict=True)
-            if chunk.group not in self._mixed and (found := recorder.compensation(target)) is not None
+            if chunk.group not in self._mixed and (found := recorder.get_compensation(target)) is not None
         }
         self.compensate(True)
         return metric
@@ -214,34 +215,34 @@ class TrialModel:
         return {chunk.key: chunk.compensation for chunk in self._chunks if chunk.compensation is not None}
 
     @property
-    def compensated(self) -> float:
+    def compensated_share(self) -> float:
         """The share of these chunks in all elements."""
         elements = sum(chunk.key.elements for chunk in self._chunks)
         return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
 
-    def recounted(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
+    def recount(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
         """Return fits by group with counts and errors of the codes that are stored."""
-        return recounted(fitted, self._chunks, self.workers)
+        return recount_codes(fitted, self._chunks, self.workers)
 
-    def _marks(self) -> dict[str, Hashable]:
+    def _fingerprint(self) -> dict[str, Hashable]:
         """Return the address, the version of the gradient and a checksum of the values of each parameter, by name.
 
         For a parameter that ZeRO 3 partitions, and gathers and releases, only the partition counts.
         """
         parameters = {strip_wrappers(name): p for name, p in self._model.named_parameters()}
-        values = {name: (lambda p=p: _parts(p)[-1]) for name, p in parameters.items()}
+        values = {name: (lambda p=p: _get_parts(p)[-1]) for name, p in parameters.items()}
         if self._refresh is not None:
             values |= {f"master of {chunk.key}": (lambda t=target: t)
                        for chunk, target in zip(self._chunks, self._targets, strict=True)}
         marks: dict[str, Hashable] = dict(checksums(values, self.workers))
         for name, p in parameters.items():
-            memory = None if _partitioned(p) else (id(p), _address(p))
+            memory = None if _is_partitioned(p) else (id(p), _data_ptr(p))
             marks[name] = marks[name], memory
             if p.grad is not None:
-                marks[f"{name}.grad"] = _address(p.grad), p.grad._version
+                marks[f"{name}.grad"] = _data_ptr(p.grad), p.grad._version
         return marks
 
-    def _undo(self) -> None:
+    def _restore_state(self) -> None:
         """Undo the changes of an evaluation to buffers, flags and random state."""
         with torch.no_grad():
             for module, name, buffer, original in self._buffers:
@@ -260,12 +261,12 @@ class TrialModel:
         random.setstate(self._random_others[0])
         np.random.set_state(self._random_others[1])
 
-    def _store(self, trial: Analysis | Probe | None, refinement_bits: int) -> None:
+    def _write_trial(self, trial: Analysis | Probe | None, refinement_bits: int) -> None:
         def values(chunk: Chunk) -> torch.Tensor:
             if trial is Probe.RUINED:
-                return _with_random_signs(chunk.tensor)
+                return _randomize_signs(chunk.tensor)
             fitted = content(chunk)
-            return self._decoded(chunk, fitted, refinement_bits) if isinstance(fitted, Fitted) else chunk.tensor
+            return self._decode_chunk(chunk, fitted, refinement_bits) if isinstance(fitted, Fitted) else chunk.tensor
 
         def content(chunk: Chunk) -> object:
             return trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else trial
@@ -284,9 +285,9 @@ class TrialModel:
             store()
         else:
             run_on_all_ranks(self._comm, store)  # what fails on one rank must not leave the others waiting in `refresh`
-        self._reshard()
+        self._drop_cached_weights()
 
-    def _reshard(self) -> None:
+    def _drop_cached_weights(self) -> None:
         """Drop copies of the weights before: casts that autocast caches, and gathered parameters of FSDP2's root."""
         torch.clear_autocast_cache()
         if self._refresh is not None:
@@ -298,11 +299,11 @@ class TrialModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _decoded(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
+    def _decode_chunk(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
         """Return the chunk as it would be read back, float32 in the range of its dtype."""
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
-            return _within(values, chunk.tensor.dtype)
+            return _clamp_to_dtype(values, chunk.tensor.dtype)
         source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self.workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
@@ -321,10 +322,10 @@ class TrialModel:
 
         for _ in self.workers.map(work, self.workers.blocks(chunk.key.elements)):
             pass
-        return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
+        return _clamp_to_dtype(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
 
 
-def _draw_others(on_cuda: bool) -> None:
+def _reseed(on_cuda: bool) -> None:
     """Seed all generators anew, from their own numbers, so that ranks that draw alike go on to draw alike."""
     torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
     if on_cuda:
@@ -333,7 +334,7 @@ def _draw_others(on_cuda: bool) -> None:
     np.random.seed(np.random.randint(1 << 32, dtype=np.uint32))
 
 
-def _with_random_signs(tensor: torch.Tensor) -> torch.Tensor:
+def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
     """Return values of the same sizes with random signs, the same in each call, which leave nothing that was learned.
 
     They do not improve a model that has learned nothing, as zeros may.
@@ -344,24 +345,24 @@ def _with_random_signs(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * signs
 
 
-def _put_back(registry: dict[str, _Kept], kept: dict[str, _Kept]) -> None:
+def _restore_registry(registry: dict[str, _T], kept: dict[str, _T]) -> None:
     """Make a module hold the very objects that it held, in their order; an optimizer steps with these."""
     if list(registry.keys()) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
         registry.clear()
         registry.update(kept)
 
 
-def _partitioned(parameter: nn.Parameter) -> bool:
+def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
-def _parts(parameter: nn.Parameter) -> list[torch.Tensor]:
+def _get_parts(parameter: nn.Parameter) -> list[torch.Tensor]:
     """Return a parameter's memory, which may change with a refresh, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     return [parameter.data] if partition is None else [parameter.data, partition.data]
 
 
-def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers, clipped so that they stay finite in a dtype."""
     if dtype in (torch.float32, torch.float64):
         return values
@@ -369,7 +370,7 @@ def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-limit, limit)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
@@ -382,11 +383,11 @@ def _write(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_ptr(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory; 0: it has none, or is sparse, and consists of others that have."""
-    local = _local(tensor)
+    local = _get_local(tensor)
     return int(local.untyped_storage().data_ptr()) if local.layout is torch.strided else 0
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return int(_local(tensor).data_ptr())
+def _data_ptr(tensor: torch.Tensor) -> int:
+    return int(_get_local(tensor).data_ptr())

@@ -1,10 +1,10 @@
-"""Files of another format in a checkpoint: published together with its manifest, restored if the save fails.
+"""Attachments: files of another format, published together with the manifest and restored if the save fails.
 
 DeepSpeed's files have fixed names, which a second save of a tag replaces. Before that, the old files are backed up as
-hidden links that name the save they belong to. The backups are removed when the new manifest is there. If it never
-appears, because the save fails or is killed in between, `restore` puts the old files back. DeepSpeed writes files of
-these names too, so before a save publishes its own it lists them in a journal with their checksums: only files that a
-journal lists may be removed by `dsq gc` or replaced by a backup.
+hidden links whose names contain their save id. The backups are removed after the commit of the new manifest. If the
+save fails or is killed before, `restore_backups` puts the old files back. DeepSpeed itself writes files of these names,
+too, so a save lists its files with their checksums in a journal before it publishes them: only files listed in a
+journal may be removed by `dsq gc` or replaced by a backup.
 
 A tag that DeepSpeed wrote itself has no manifest. Its files are backed up before anything is written to its directory.
 Backups with the mark `PLAIN` show that the directory, as long as it has no manifest, is that tag, and that all files of
@@ -36,7 +36,7 @@ _MAX_JOURNAL_BYTES = 1 << 26
 
 
 def write_journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo], fsync: bool) -> None:
-    """Write the journal of the files that a rank of a save is about to publish; no journal for no files."""
+    """Write the journal of the files that a rank is about to publish, if there are any."""
     if files:
         with open(directory / f".{save_id}-{rank:05d}{JOURNAL}", "x") as stream:
             json.dump({file.name: [file.size, file.checksum] for file in files}, stream)
@@ -46,7 +46,7 @@ def write_journal(directory: Path, save_id: str, rank: int, files: Sequence[File
 
 
 def find_journaled_files(directory: Path, save_id: str = "*") -> set[str]:
-    """Return the files that an incomplete save, this one or any, published and that still have its content.
+    """Return the unchanged files that an incomplete save published: the save `save_id`, or any by default.
 
     Raises:
         OSError: a file cannot be read, so that its origin is unknown.
@@ -62,7 +62,7 @@ def find_journaled_files(directory: Path, save_id: str = "*") -> set[str]:
 
 
 class _ErrorRecorder:
-    """A stream that records the error of a failed write: `torch.save` only says that something is missing."""
+    """Stream that records the error of a failed write, which `torch.save` does not report."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -80,10 +80,10 @@ class _ErrorRecorder:
 
 
 def write_attachment(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
-    """Write a new file by `work`, and flush it to the device if `fsync`.
+    """Write a new file by `work` and, with `fsync`, flush it to the device.
 
     Raises:
-        OSError: the file cannot be written; it is named.
+        OSError: the file cannot be written; the error names it.
     """
     with add_path_to_errors(path, "while it was written"), open(path, "xb") as stream:
         noting = _ErrorRecorder(stream)
@@ -97,7 +97,7 @@ def write_attachment(path: Path, work: Callable[[IO[bytes]], None], fsync: bool)
 
 
 def back_up_plain_tag(directory: Path, fsync: bool) -> None:
-    """Back up the files of a tag that DeepSpeed wrote itself, before a save writes to its directory.
+    """Back up the files of a tag written by DeepSpeed itself, before a save writes to its directory.
 
     Raises:
         OSError: a file cannot be linked or copied.
@@ -116,7 +116,7 @@ def back_up_plain_tag(directory: Path, fsync: bool) -> None:
 
 
 def find_plain_backups(directory: Path) -> dict[str, Path]:
-    """Return the backups of a tag that DeepSpeed wrote itself, by the names of its files."""
+    """Return the backups of a tag written by DeepSpeed itself, by the names of its files."""
     return _find_backups(directory, PLAIN)
 
 
@@ -126,9 +126,9 @@ def _find_backups(directory: Path, mark: str) -> dict[str, Path]:
 
 
 def find_replaced_plain(directory: Path) -> dict[str, Path]:
-    """Return those of `plain_backups` whose files a save replaced, or that no longer exist.
+    """Return the backups of `find_plain_backups` whose files a save replaced, or no longer exist.
 
-    Any other file of such a name was written since, by DeepSpeed or by a user, and belongs to the tag.
+    Any other file of such a name was written since by DeepSpeed or a user, and belongs to the tag.
 
     Raises:
         OSError: a file cannot be read.
@@ -139,7 +139,7 @@ def find_replaced_plain(directory: Path) -> dict[str, Path]:
 
 
 def publish_attachments(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
-    """Give finished files their names, after files of the same names in a complete checkpoint were backed up."""
+    """Rename finished files to their final names. Back up files of these names in a complete checkpoint first."""
     try:
         save_id = Manifest.read(directory).save_id
     except LoadFailed:
@@ -148,7 +148,7 @@ def publish_attachments(directory: Path, hidden: Mapping[str, Path], fsync: bool
         save_id = None
     for name in hidden:
         if save_id is not None and (directory / name).exists():
-            # It replaces a backup that a killed save left: DeepSpeed may have written the file since.
+            # Replace the backup of a killed save: DeepSpeed may have written the file since.
             replace_by_link(directory / name, _get_backup_path(directory, name, save_id))
     if fsync and save_id is not None:
         sync_directory(directory)
@@ -159,7 +159,7 @@ def publish_attachments(directory: Path, hidden: Mapping[str, Path], fsync: bool
 
 
 def remove_backups(directory: Path, names: Iterable[str]) -> None:
-    """Remove backups of files, and journals, after the new manifest has appeared."""
+    """Remove backups and journals after the commit of the new manifest."""
     for pattern in (*(f".{name}.*.old" for name in names), f".*.{PLAIN}.old", f".*{JOURNAL}"):
         for old in directory.glob(pattern):
             with contextlib.suppress(OSError):
@@ -167,9 +167,9 @@ def remove_backups(directory: Path, names: Iterable[str]) -> None:
 
 
 def restore_backups(directory: Path, save_id: str = "*") -> None:
-    """Restore the backups that an incomplete save made, this one or any.
+    """Restore the backups of an incomplete save: the save `save_id`, or any by default.
 
-    A file that was written in their place since is newer and stays.
+    A file that was written since under the name of a backup is newer and stays.
 
     Raises:
         OSError: a file cannot be read or renamed.
@@ -181,7 +181,7 @@ def restore_backups(directory: Path, save_id: str = "*") -> None:
         return
     except DSQError:
         return
-    # Also backups whose content the manifest does not list: DeepSpeed may have written over the checkpoint itself.
+    # Including backups of files that DeepSpeed itself has overwritten, which the manifest does not list.
     backups = _find_backups(directory, manifest.save_id)
     of_a_save = find_journaled_files(directory, save_id) if backups else set()
     for name, backup in backups.items():

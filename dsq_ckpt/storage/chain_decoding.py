@@ -1,4 +1,4 @@
-"""One record of a chain of codes, decoded block by block."""
+"""Block-wise decoding of codes along a chain of records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_BLOCK_ELEMENTS = 1 << 26  # elements
 
 
 class ChainRecord(NamedTuple):
-    """Blocks of codes of one record of a chain."""
+    """Record of a chain: its blocks of codes, None for a block that equals that of the parent."""
 
     reader: ContainerReader
     coder: Coder
@@ -27,11 +27,11 @@ class ChainRecord(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether `update` takes less time than `decode`."""
+        """Whether `update` is faster than `decode`."""
         return self.coder.in_place
 
     def update(self, where: slice, codes: Codes, scratch: Scratch) -> Steps:
-        """Decode the codes `where`, which begins with a block, in place of those of the parent.
+        """Replace the parent's codes in the range `where` by those of this record. The range begins with a block.
 
         Raises:
             CorruptCheckpoint: see `decode`.
@@ -41,10 +41,10 @@ class ChainRecord(NamedTuple):
                 try:
                     yield Wanted(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
                 except (CodingError, ValueError) as error:
-                    raise self._named(place, error) from error
+                    raise self._locate_error(place, error) from error
 
     def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> Steps:
-        """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
+        """Decode the codes in the range `where` into `out`, from the parent's codes there. It begins with a block.
 
         Raises:
             CorruptCheckpoint: a block is altered, or does not fit.
@@ -59,40 +59,40 @@ class ChainRecord(NamedTuple):
                 else:
                     raise CodingError("it repeats previous codes, but has none")
             except (CodingError, ValueError) as error:
-                raise self._named(place, error) from error
+                raise self._locate_error(place, error) from error
 
     def _parts(self, where: slice) -> Iterator[tuple[int, slice]]:
         for place in range(where.start // self.step, -(-where.stop // self.step)):
             yield place, slice(place * self.step - where.start, (place + 1) * self.step - where.start)
 
-    def _named(self, place: int, error: Exception) -> CorruptCheckpoint:
+    def _locate_error(self, place: int, error: Exception) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
-def decode_chain(layers: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> Steps:
-    """Decode the codes `where` of a chain, from its keyframe on, into `out`.
+def decode_chain(records: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> Steps:
+    """Decode the codes in the range `where` of a chain, from its keyframe on, into `out`.
 
     Raises:
-        CorruptCheckpoint: see `Layer.decode`.
+        CorruptCheckpoint: see `ChainRecord.decode`.
     """
-    moves = 1 + sum(not layer.in_place for layer in layers[1:])
+    moves = 1 + sum(not record.in_place for record in records[1:])
     to, other = out, scratch.array("chain", len(out) if moves > 1 else 0, np.uint8)
     if moves % 2 == 0:
         to, other = other, to
     parent = None
-    for layer in layers:
-        if parent is not None and layer.in_place:
-            yield from layer.update(where, parent, scratch)
+    for record in records:
+        if parent is not None and record.in_place:
+            yield from record.update(where, parent, scratch)
         else:
-            yield from layer.decode(where, parent, to, scratch)
+            yield from record.decode(where, parent, to, scratch)
             parent, to, other = to, other, to
 
 
 def read_block_elements(reader: ContainerReader) -> int:
-    """Return the elements of each block of codes of a file.
+    """Return the elements per block of codes of a file.
 
     Raises:
-        CorruptCheckpoint: there can be no blocks of so many.
+        CorruptCheckpoint: the number is not valid.
     """
     step = reader.contents["block_elements"]
     if type(step) is not int or not 0 < step <= _MAX_BLOCK_ELEMENTS:

@@ -1,4 +1,4 @@
-"""A complete checkpoint opened for reading: codes along the chain, tensors."""
+"""Decoding of a complete checkpoint: codes along the chain, values, tensors."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ from dsq_ckpt.storage.record_fields import (
 from dsq_ckpt.storage.shard import RecordRef
 
 _MAX_STEPS = 1 << 16
-_MAX_DEQUANTIZERS = 256  # that are kept, of 10 KB: second moments have one for each chunk
-_SMALL_BYTES = 1 << 16  # bytes of an exact tensor that is read at once: a thread has more to do before it begins
+_MAX_DEQUANTIZERS = 256  # cached, of 10 KB each: second moments have one per chunk
+_SMALL_BYTES = 1 << 16  # bytes of an exact tensor that is read at once: to start a thread takes longer
 
 
 class Checkpoint(CheckpointFiles):
-    """A checkpoint directory whose tensors can be decoded; see `CheckpointFiles`."""
+    """Checkpoint opened for decoding; see `CheckpointFiles`."""
 
     def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
         super().__init__(directory, lazy=lazy, known=known)
-        self._books: dict[tuple[str, str], Codebook] = {}  # of the chunks that are asked for, not of their chains
+        self._codebooks: dict[tuple[str, str], Codebook] = {}  # of the chunks, not of their chains
         self._coders: dict[tuple[str, str], Coder] = {}
         self._dequantizers: dict[tuple[str, str, float, int], Dequantizer] = {}
-        self._numbers: dict[str, I16] = {}
+        self._scale_numbers: dict[str, I16] = {}
 
     def to_parent_model(self) -> ParentModel:
-        """Return the data of this checkpoint that a child needs of its parent."""
+        """Return the data that a save against this checkpoint needs."""
         with self.translate_errors(self.manifest.index.name):
             return ParentModel.of_index(self.index, self.manifest.depth)
 
     @translate_record_errors
     def read_codebook(self, ref: RecordRef) -> Codebook:
-        """Return the codebook that a coded record was coded with."""
+        """Return the codebook of a coded record."""
         key = (ref.file, self.read_record(ref)["group"])
-        if key not in self._books:
-            self._books[key] = Codebook.from_json(self.open_reader(key[0]).contents["groups"][key[1]]["codebook"])
-        return self._books[key]
+        if key not in self._codebooks:
+            self._codebooks[key] = Codebook.from_json(self.open_reader(key[0]).contents["groups"][key[1]]["codebook"])
+        return self._codebooks[key]
 
     @translate_record_errors
     def decode_codes(self, ref: RecordRef, workers: Workers) -> Codes:
@@ -86,14 +86,14 @@ class Checkpoint(CheckpointFiles):
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        layers, count = self._read_chain(ref), math.prod(self.read_record(ref)["shape"])
-        # One block through the whole chain while its codes are in the cache; all at once if blocks changed their size.
-        sizes = {layer.step for layer in layers}
+        chain, count = self._read_chain(ref), math.prod(self.read_record(ref)["shape"])
+        # Each block passes the whole chain while its codes are in the cache, unless block sizes differ.
+        sizes = {link.step for link in chain}
         step = sizes.pop() if len(sizes) == 1 else max(count, 1)
         out = np.empty(count, np.uint8)
 
         def work(where: slice) -> None:
-            turns.run(decode_chain(layers, where, out[where], workers.scratch))
+            turns.run(decode_chain(chain, where, out[where], workers.scratch))
 
         for _ in workers.map(work, split_blocks(count, step)):
             pass
@@ -101,7 +101,7 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def decode_values(self, ref: RecordRef, workers: Workers) -> F32:
-        """Return the values of a chunk without refinement, flat, before they are converted to its dtype.
+        """Return the values of a chunk without refinement, flat, before the conversion to its dtype.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
@@ -117,7 +117,7 @@ class Checkpoint(CheckpointFiles):
     def decode_tensor(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a chunk in the dtype and shape in which it was saved; arguments are those of `load`."""
+        """Return a chunk in its saved dtype and shape; for the arguments see `prepare_load`."""
         load = self.prepare_load(ref, refined, workers, into)
         for _ in decode_all([load], workers):
             pass
@@ -128,19 +128,19 @@ class Checkpoint(CheckpointFiles):
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
         span: tuple[int, int] | None = None, keep: bool = False, known: Mapping[RecordRef, Codes] | None = None,
     ) -> ChunkLoad:
-        """Return a chunk for `decode_all`, which decodes it side by side with others.
+        """Return the load of a chunk for `decode_all`, which decodes chunks in parallel.
 
-        Sums, and chains whose blocks changed their size, are decoded here, by memory for all their codes and values.
+        Sums, and chains with different block sizes, are decoded here, in memory for all their codes and values.
 
         Args:
-            ref: its record.
+            ref: record of the chunk.
             refined: use the refinement layer.
             workers: threads.
-            into: where the chunk is wanted; it is decoded there if shape, dtype and layout allow.
-            span: the first element that is wanted and the last, exclusive; None: all. Of other blocks nothing is read,
-                unless values stand beside the codes, in the order of these.
-            keep: keep the codes of a chain, and of second moments by which it is multiplied; 1 byte per element.
-            known: codes of whole chunks, by record, where they were decoded before.
+            into: destination, used if its shape, dtype and layout fit.
+            span: first and last element to load, the last exclusive; None: all. Other blocks are not read, unless the
+                chunk has protected values, which are stored in the order of the codes.
+            keep: keep the codes of the chain, and of the second moments that scale it; 1 byte per element.
+            known: codes of whole chunks, by record, that are decoded already.
         """
         record, naming = self.read_record(ref), partial(self.translate_errors, ref.file)
         shape, dtype = record["shape"], parse_dtype(record["dtype"])
@@ -170,7 +170,7 @@ class Checkpoint(CheckpointFiles):
         return ChunkLoad(out, [], decode_nothing, naming, codes if keep and record["type"] == "coded" else None)
 
     def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor, __: Scratch) -> None:
-        """Read a chunk that is stored as it is, all of it, into a flat tensor."""
+        """Read an exactly stored chunk as a whole into a flat tensor."""
         raw = self._read_raw(ref.file, self.read_record(ref))
         if out.dtype == stored and raw:
             out.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
@@ -180,13 +180,13 @@ class Checkpoint(CheckpointFiles):
     def _prepare_coded_chunk(
         self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: bool
     ) -> CodedChunk | None:
-        """Return a chunk that is decoded block by block; None: it cannot be."""
+        """Return a chunk for block-wise decoding; None if that is not possible."""
         record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
             return None
         values = self._make_record_decoder(ref, record, refined)
-        layers = [] if ref in known else self._read_chain(ref)
-        if any(layer.step != values.step for layer in layers):
+        chain = [] if ref in known else self._read_chain(ref)
+        if any(link.step != values.step for link in chain):
             return None
         factor: Callable[[slice, F32, Scratch], Steps | None] | None = None
         if (measure := self._find_second_moments(record)) is not None:
@@ -199,11 +199,11 @@ class Checkpoint(CheckpointFiles):
                     return None
                 factor = SecondMomentFactor(measure, other, times)
         count = math.prod(record["shape"])
-        codes = np.empty(count, np.uint8) if keep and layers else known.get(ref)
-        return CodedChunk(layers, values, codes, count, factor)
+        codes = np.empty(count, np.uint8) if keep and chain else known.get(ref)
+        return CodedChunk(chain, values, codes, count, factor)
 
     def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:
-        """Return the record of the second moments by whose roots first moments were divided, None if they were not."""
+        """Return the record of the second moments by whose roots a record was divided; None if it was not."""
         if (name := record.get("root", record.get("unit"))) is None:
             return None
         ref = self.find_record(str(name), tuple(record["offsets"]))
@@ -216,7 +216,7 @@ class Checkpoint(CheckpointFiles):
         return ref
 
     def _multiply_by_roots(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
-        """Multiply first moments by the roots of their second moments, if they were divided by these."""
+        """Multiply first moments by the roots of their second moments if they were divided by these."""
         if (ref := self._find_second_moments(record)) is None:
             return
         if self.read_record(ref)["type"] == "plain":
@@ -229,7 +229,7 @@ class Checkpoint(CheckpointFiles):
             pass
 
     def _decode_sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
-        """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
+        """Decode a coded record into `out`, float32, flat: the sum of its residual chain, from the oldest record on."""
         for place, link in enumerate(reversed(self.follow_chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.read_record(link)
             own_values = link == ref and not place and record["type"] == "coded"
@@ -249,7 +249,7 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def _read_scales(self, ref: RecordRef, record: dict[str, Any]) -> MatrixScales | None:
-        """Return the scales of rows and columns of second moments, if they have any."""
+        """Return the scales of rows and columns of a record of second moments; None if it has none."""
         if "scales" not in record:
             return None
         numbers = self.read_scale_numbers(ref.file)
@@ -267,8 +267,8 @@ class Checkpoint(CheckpointFiles):
         return MatrixScales(columns, numbers[first:end], numbers[end : end + by_column])
 
     def read_scale_numbers(self, file: str) -> I16:
-        """Return the numbers of all scales of a file, which has some."""
-        if file not in self._numbers:
+        """Return the numbers of all scales of a file that has scales."""
+        if file not in self._scale_numbers:
             place, count = self.open_reader(file).contents["scales"]
             if type(count) is not int or count < 0:
                 raise CorruptCheckpoint(f"'{file}' has {count!r} numbers of scales")
@@ -278,15 +278,15 @@ class Checkpoint(CheckpointFiles):
                 numbers = scales_of_items(self.read_pack(ref))
             else:
                 raise CorruptCheckpoint(f"'{file}' has {count} scales in a pack of {self.pack_size(ref)} bytes")
-            self._numbers[file] = numbers
-        return self._numbers[file]
+            self._scale_numbers[file] = numbers
+        return self._scale_numbers[file]
 
     @translate_record_errors
     def read_superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
-        """Return the value that a record with codes adds, by code, without refinement.
+        """Return the values that a record adds, by code, without refinement.
 
         Raises:
-            CorruptCheckpoint: it is altered, or does not fit itself.
+            CorruptCheckpoint: the record is altered or inconsistent.
         """
         record = self.read_record(ref)
         if record["type"] == "coded":
@@ -317,7 +317,7 @@ class Checkpoint(CheckpointFiles):
         self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: F32,
         onto: bool,
     ) -> None:
-        """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
+        """Dequantize a record into `out`, float32, flat, its blocks in parallel; with `onto` add it to `out`."""
         values = self._make_record_decoder(ref, record, refined)
         blocks = list(split_blocks(len(codes), values.step))
         before = np.cumsum([0, *(values.count_protected(codes[where]) for where in blocks)])
@@ -336,7 +336,7 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def _make_record_decoder(self, ref: RecordRef, record: dict[str, Any], refined: bool) -> RecordDecoder:
-        """Return how codes of a record become values."""
+        """Return the decoder from the codes of a record to values."""
         check_factors(ref, record, FACTORS)
         book, protected = self.read_codebook(ref), self._read_protected(ref.file, record)
         name = f"{Path(ref.file).stem}.refinement"
@@ -377,7 +377,7 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def _read_chain(self, ref: RecordRef) -> list[ChainRecord]:
-        """Return the records of codes that a chunk is decoded from, from its keyframe on."""
+        """Return the records that the codes of a chunk are decoded from, from its keyframe on."""
         count = math.prod(self.read_record(ref)["shape"])
         if self.read_record(ref)["type"] == "merged":
             return [self._read_chain_record(ref, count)]
@@ -385,7 +385,7 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def _read_chain_record(self, ref: RecordRef, count: int) -> ChainRecord:
-        """Return the codes of a record of `count` elements, for its place in a chain."""
+        """Return a record of `count` codes as part of a chain."""
         record, reader = self.read_record(ref), self.open_reader(ref.file)
         merged = record["type"] == "merged"
         coder = self._read_coder(ref.file, record) if merged else self._get_coder(ref.file, record["group"])

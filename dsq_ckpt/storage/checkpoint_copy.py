@@ -1,8 +1,8 @@
-"""Copies of checkpoints and runs that keep hard links: files that several checkpoints need are copied once.
+"""Copy of checkpoints and runs. Hard links are kept: a file that several checkpoints share is copied once.
 
-Where one side is an object store, `transferring` does it.
+Copies from or to an object store are made by `remote_copy`.
 
-Every file of a checkpoint is compared with its checksum while it is copied. The copy appears complete or not at all.
+The checksum of every file of a checkpoint is verified during the copy. The copy appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MAX_ATTEMPTS = 3
 
 
 class CopyResult(NamedTuple):
-    """The result of a copy.
+    """Result of a copy.
 
     Attributes:
         path: path of the copy.
         checkpoints: number of checkpoints in the copy.
         files: number of files written.
         bytes: bytes of the files written.
-        links: number of further names given to files that were written already.
-        left_out: paths that were not copied, and why: saves, copies and exports that did not complete, and what is
-            neither file, directory nor link; where one side is an object store, see `transferring`.
-        removed: paths that were removed while the run was copied, so that the copy lacks them.
+        links: number of links to files that were written already.
+        left_out: paths that were not copied, with the reason: incomplete saves, copies and exports, and paths that are
+            neither file, directory nor link; for copies from or to an object store see `remote_copy`.
+        removed: paths that were removed during the copy, which therefore lacks them.
     """
 
     path: Path
@@ -51,28 +51,28 @@ class CopyResult(NamedTuple):
     files: int
     bytes: int
     links: int
-    skipped: dict[Path, str]
+    left_out: dict[Path, str]
     removed: list[Path]
 
 
 def copy_checkpoints(
     source: str | os.PathLike[str], target: str | os.PathLike[str], progress: Callable[[int], None] | None = None
 ) -> CopyResult:
-    """Copy a checkpoint, or a run directory with all that is in it.
+    """Copy a checkpoint, or a run directory with all its contents.
 
-    Training may go on in the run: a checkpoint whose refinement is dropped meanwhile is copied as it is afterwards, and
-    one that is removed is left out.
+    Training may continue in the run. A checkpoint whose refinement is dropped meanwhile is copied without it, and a
+    checkpoint that is removed is left out.
 
     Args:
         source: a checkpoint or run directory.
-        target: the directory to make.
+        target: the directory to create.
         progress: called with the number of bytes of each write.
 
     Raises:
         CheckpointExists: `target` exists.
         CheckpointNotFound: `source` is no directory.
-        CorruptCheckpoint: a file is not what its manifest says; there is no copy.
-        SaveFailed: `target` lies in `source`.
+        CorruptCheckpoint: a file does not match its manifest; no copy is made.
+        SaveFailed: `target` is inside `source`.
     """
     origin, goal = resolve_checkpoint_path(source), resolve_checkpoint_path(target)
     if is_remote(origin) or is_remote(goal):
@@ -98,7 +98,7 @@ def _copy_remote(origin: Path, goal: Path, progress: Callable[[int], None] | Non
 
 
 def compute_copy_size(source: Path) -> int:
-    """Return the bytes of all files below a directory; one with several names counts once."""
+    """Return the bytes of all files below a directory, each counted once if it has several hard links."""
     if is_remote(source):
         return remote_copy.compute_copy_size(source)
     found = {}
@@ -111,7 +111,7 @@ def compute_copy_size(source: Path) -> int:
 
 
 class _LocalCopy:
-    """A copy on its way: what was written so far, by inode of the original."""
+    """Copy in progress, with the files written so far by inode of the original."""
 
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
         self.checkpoints = self.files = self.bytes = self.links = 0
@@ -124,14 +124,14 @@ class _LocalCopy:
         target.mkdir()
         manifest = self._copy_checkpoint(source, target) if is_complete(source) else None
         known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
-        for name in POINTERS:  # before it is looked at what is there, as training may go on
+        for name in POINTERS:  # before the directory is listed, since training may continue
             if (source / name).is_file() and not (source / name).is_symlink() and name not in known:
                 self._copy_file(source / name, target / name, None)
                 known.add(name)
-        backups = {} if manifest else find_replaced_plain(source)  # of a tag that an incomplete save is to replace
+        backups = {} if manifest else find_replaced_plain(source)  # of a tag that an incomplete save was replacing
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
-            if entry.name in known or is_dsq_file(entry.name):  # a file of ours that no manifest names is for `dsq gc`
+            if entry.name in known or is_dsq_file(entry.name):  # an unlisted dsq file is garbage
                 continue
             if is_hidden(entry.name):
                 self.left_out[path] = "of a save, a copy or an export that did not complete"
@@ -147,7 +147,7 @@ class _LocalCopy:
         sync_directory(target)
 
     def _copy_subdirectory(self, source: Path, target: Path) -> None:
-        """Copy a directory of a run, if it is not removed meanwhile."""
+        """Copy a directory of a run, unless it is removed meanwhile."""
         before = self.checkpoints, self.files, self.bytes, self.links, dict(self.left_out), len(self.removed)
         manifest, complete = None, False
         try:
@@ -159,7 +159,7 @@ class _LocalCopy:
                 return
             self.copy_directory(source, target)
             if complete and not (target / MANIFEST).exists():
-                Manifest.read(source)  # raises, as it went before it was copied
+                Manifest.read(source)  # raises, since it was removed before it was copied
         except (OSError, DSQError):
             if not _is_removed(source, complete, manifest):
                 raise
@@ -169,7 +169,7 @@ class _LocalCopy:
             self.removed.append(source)
 
     def _copy_checkpoint(self, source: Path, target: Path) -> Manifest:
-        """Copy the files of a checkpoint, its manifest last; begin again where the manifest was replaced meanwhile."""
+        """Copy the files of a checkpoint. Start over if the manifest is replaced meanwhile."""
         for attempt in range(_MAX_ATTEMPTS):
             text = (source / MANIFEST).read_bytes()
             (target / MANIFEST).write_bytes(text)
@@ -185,7 +185,7 @@ class _LocalCopy:
             break
         named = {MANIFEST, *(file.name for file in manifest.files)}
         for entry in os.listdir(target):
-            if entry not in named:  # of the manifest that was replaced
+            if entry not in named:  # listed by the replaced manifest
                 (target / entry).unlink()
         with open(target / MANIFEST, "rb") as stream:
             flush(stream, True)
@@ -195,7 +195,7 @@ class _LocalCopy:
         return manifest
 
     def _copy_file(self, source: Path, target: Path, expected: ManifestFile | None) -> None:
-        """Copy a file, or link what was copied of it under another name; compare it with what is expected."""
+        """Copy a file, or link it to its copy under another name, and compare it with its entry in the manifest."""
         with open(source, "rb") as stream:
             status = os.fstat(stream.fileno())
             known = self._written.get((status.st_dev, status.st_ino))
@@ -231,7 +231,7 @@ def _read_piece(stream: IO[bytes]) -> bytes:
 
 
 def _try_link(source: Path, target: Path) -> bool:
-    """Give a file another name; False where the file system has no links, or no more of this file."""
+    """Create a hard link. Return False if the file system has none, or no more for this file."""
     try:
         os.link(source, target)
     except OSError:
@@ -240,7 +240,7 @@ def _try_link(source: Path, target: Path) -> bool:
 
 
 def _is_removed(directory: Path, complete: bool, manifest: Manifest | None) -> bool:
-    """Return whether a directory that could not be copied is gone, or the checkpoint that was there."""
+    """Return whether a directory that could not be copied, or the checkpoint in it, was removed."""
     if not complete:
         return not os.path.lexists(directory)
     save_id = None if manifest is None else manifest.save_id
@@ -248,7 +248,7 @@ def _is_removed(directory: Path, complete: bool, manifest: Manifest | None) -> b
 
 
 def _has_only_leftovers(directory: Path) -> bool:
-    """Return whether a directory is what a save left that did not complete."""
+    """Return whether a directory has nothing but the files of an incomplete save."""
     try:
         names = os.listdir(directory)
     except OSError as error:

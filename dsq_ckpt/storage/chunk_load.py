@@ -1,7 +1,7 @@
-"""A chunk that is being decoded: each block by itself, from the bytes of its chain to values where they are wanted.
+"""Block-wise decoding of chunks: each block from the bytes of its chain to the values in their destination.
 
-A block of codes stays in the cache from the keyframe's bytes to the values. What a block takes beside its codes and
-values is memory that its thread uses again for the next one: fresh memory costs as much time as decoding.
+A block of codes stays in the cache from the keyframe's bytes to the values. Temporary memory is kept per thread and
+reused for the next block: to allocate it anew takes as long as decoding.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain
 from dsq_ckpt.storage.container import Block, ContainerReader
 from dsq_ckpt.storage.shard import RecordRef
 
-_CONVERT_ELEMENTS = 1 << 15  # elements that torch converts in the thread that asks, without threads of its own
+_CONVERT_ELEMENTS = 1 << 15  # elements that torch converts without its own threads
 
 
 class RecordDecoder(NamedTuple):
-    """How codes of a record become values, block by block, in any thread.
+    """Decoder from the codes of a record to values, block by block, in any thread.
 
     Attributes:
-        source: file that the blocks are counted in, and of the refinement, if there is one.
+        source: file that defines the blocks: the refinement file, or the base file without refinement.
         fqn: name of the tensor, for errors.
-        step: elements of a block.
-        refined: blocks of the refinement; None: the base layer alone.
-        bits: of a refinement symbol.
+        step: elements per block.
+        refinement: blocks of the refinement layer; None: the base layer alone.
+        bits: bits per refinement symbol.
         dequantizer: levels and cells.
-        protected_code: the code of protected values.
-        protected: fp32 bits of all of them, in order.
-        scales: of rows and columns, that values are multiplied by.
+        protected_code: code of protected values.
+        protected: fp32 bits of all protected values, in order.
+        scales: factors of rows and columns.
     """
 
     source: ContainerReader
@@ -59,11 +59,11 @@ class RecordDecoder(NamedTuple):
     scales: MatrixScales | None
 
     def count_protected(self, codes: Codes) -> int:
-        """Return how many of these codes are of protected values."""
+        """Return the number of protected values among these codes."""
         return int(np.count_nonzero(codes == self.protected_code)) if len(self.protected) else 0
 
     def check_protected_count(self, total: int) -> None:
-        """Refuse a record of which another number of codes is protected than it has values for."""
+        """Raise CorruptCheckpoint if the number of protected codes differs from that of stored values."""
         if total != len(self.protected):
             raise CorruptCheckpoint(
                 f"'{self.fqn}': {total} codes are protected but {len(self.protected)} protected values are stored"
@@ -75,12 +75,12 @@ class RecordDecoder(NamedTuple):
         """Write the values of a block to `out`.
 
         Args:
-            where: its place in the chunk.
+            where: range of the block in the chunk.
             codes: uint8[n].
-            protected: which of the protected values are its own.
+            protected: range of the block in the protected values.
             out: float32[n].
             scratch: memory of the threads.
-            last: nothing reads the values soon.
+            last: the values are not read again soon.
 
         Raises:
             CorruptCheckpoint: the block is altered, or does not fit.
@@ -101,40 +101,40 @@ class RecordDecoder(NamedTuple):
 
 
 class CodedChunk:
-    """The chain of a chunk and its values, for threads that take a block each.
+    """Chunk of codes along a chain, decoded block by block by several threads.
 
     Attributes:
-        step: elements of a block.
-        codes: where all its codes are, or are to be; None: nowhere.
+        step: elements per block.
+        codes: array of all codes, known or to be filled; None: codes are not kept.
     """
 
     def __init__(
-        self, layers: list[ChainRecord], values: RecordDecoder, codes: Codes | None, count: int,
+        self, records: list[ChainRecord], values: RecordDecoder, codes: Codes | None, count: int,
         factor: Callable[[slice, F32, Scratch], Steps | None] | None,
     ) -> None:
-        """Make a chunk.
+        """Create a chunk.
 
         Args:
-            layers: the records of its chain, from the keyframe on; none: `codes` are there.
-            values: of the last of them.
+            records: records of its chain, from the keyframe on; empty if `codes` are known.
+            values: decoder of the last record.
             codes: see above.
-            count: elements of the chunk.
-            factor: multiplies the values of a block by what is known elsewhere.
+            count: number of elements.
+            factor: multiplies the values of a block in place.
         """
         self.step, self.codes = values.step, codes
-        self._layers, self._values, self._count, self._factor = layers, values, count, factor
+        self._records, self._values, self._count, self._factor = records, values, count, factor
         # Number of protected values up to the end of each block, for which the thread of the next block waits.
         blocks = split_blocks(count, self.step) if len(values.protected) else ()
         self._ends: list[Future[int]] = [Future() for _ in blocks]
 
     def select_blocks(self, span: tuple[int, int] | None) -> list[slice]:
-        """Return the blocks to decode for the elements of a span, first and last, exclusive; None: for all."""
+        """Return the blocks to decode for a span of elements (first, last exclusive), or all blocks for None."""
         blocks = list(split_blocks(self._count, self.step))
         return blocks if span is None or self.is_sequential else blocks[span[0] // self.step : -(-span[1] // self.step)]
 
     @property
     def second_moments(self) -> tuple[RecordRef, Codes] | None:
-        """Record and codes of the second moments that it is multiplied by, if these are kept."""
+        """Record and codes of the second moments by whose roots values are multiplied, if they are kept."""
         own = self._factor
         if not isinstance(own, SecondMomentFactor) or own.chunk.codes is None:
             return None
@@ -142,19 +142,19 @@ class CodedChunk:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether all blocks are needed, each begun after the one before."""
+        """Whether all blocks have to be decoded, in order."""
         return bool(self._ends) or (isinstance(self._factor, SecondMomentFactor) and self._factor.chunk.is_sequential)
 
     def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> Steps:
-        """Write the values of a block to `out`; `last`: nothing reads them soon.
+        """Write the values of a block to `out`; with `last` they are not read again soon.
 
         Raises:
             CorruptCheckpoint: any record of the chain is altered or does not fit.
         """
         place, count = where.start // self.step, where.stop - where.start
         codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
-        if self._layers:
-            yield from decode_chain(self._layers, where, codes, scratch)
+        if self._records:
+            yield from decode_chain(self._records, where, codes, scratch)
         first, end = 0, self._values.count_protected(codes)
         if self._ends:
             if place and not self._ends[place - 1].done():
@@ -169,7 +169,7 @@ class CodedChunk:
             yield from self._factor(where, out, scratch) or ()
 
     def fail(self, where: slice, error: BaseException) -> None:
-        """End the wait of threads for a block that could not be decoded, wherever that failed."""
+        """Pass an error of a block to the threads that wait for the block."""
         if self._ends and not self._ends[where.start // self.step].done():
             self._ends[where.start // self.step].set_exception(error)
         if isinstance(self._factor, SecondMomentFactor):
@@ -178,12 +178,12 @@ class CodedChunk:
 
 @dataclass(frozen=True)
 class SecondMomentFactor:
-    """Second moments by whose roots the values of another chunk are multiplied.
+    """Factor of first moments: the roots of a chunk of second moments.
 
     Attributes:
-        ref: their record.
-        chunk: they.
-        times: multiplies values by roots, in place.
+        ref: record of the second moments.
+        chunk: chunk of the second moments.
+        multiply: multiplies values by the roots, in place.
     """
 
     ref: RecordRef
@@ -198,15 +198,15 @@ class SecondMomentFactor:
 
 
 class ChunkLoad(NamedTuple):
-    """A chunk to be decoded, block by block, by any threads; blocks are begun in their order.
+    """Load of a chunk: its destination and its blocks, which any threads decode, begun in order.
 
     Attributes:
-        tensor: takes the values, in the dtype and shape in which they were saved; contiguous.
-        blocks: blocks of the flat chunk that are to be decoded.
-        decode: decodes a block, by its place, into its part of the flat tensor, with memory of the thread.
-        naming: returns a context in which errors name the file.
-        codes: take the codes, if they are wanted.
-        measure: record and codes of the second moments by whose roots values are multiplied, if these are kept, too.
+        tensor: destination, contiguous, of the saved dtype and shape.
+        blocks: blocks of the flat chunk to decode.
+        decode: decodes a block into its part of the flat tensor.
+        error_context: returns a context in which errors name the file.
+        codes: destination of the codes, if they are kept.
+        second_moments: record and codes of the second moments that scale the values, if these are kept.
     """
 
     tensor: torch.Tensor
@@ -232,19 +232,19 @@ def decode_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Sc
 
 
 def decode_nothing(where: slice, out: torch.Tensor, scratch: Scratch) -> None:
-    """Leave a tensor as it is, which is complete."""
+    """Do nothing: the tensor is complete."""
 
 
 def multiply_by_roots(times: Callable[[F32, F32], None], squares: F32, where: slice, out: F32, _: Scratch) -> None:
-    """Multiply the values of a block by roots of second moments that were decoded before."""
+    """Multiply the values of a block by the roots of decoded second moments."""
     times(out, squares[where])
 
 
 class _BlockTask:
-    """A block of a chunk that is to be decoded, or one without any.
+    """Task to decode a block of a chunk, or nothing for a chunk without blocks.
 
     Attributes:
-        done: ends with it.
+        done: completes with the task.
     """
 
     def __init__(self, load: ChunkLoad, where: slice | None, last: bool) -> None:
@@ -252,18 +252,18 @@ class _BlockTask:
         self.done: Future[None] = Future()
 
     def steps(self, scratch: Scratch) -> Steps:
-        """Decode it."""
+        """Decode the block."""
         if self.where is not None:
             with self.load.error_context():
                 yield from self.load.decode(self.where, self.load.tensor.view(-1)[self.where], scratch) or ()
 
 
 def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLoad]:
-    """Decode chunks side by side, and yield each in its turn when it is complete.
+    """Decode the blocks of all chunks in parallel, and yield the chunks in order, each when it is complete.
 
-    Loads are taken as threads need blocks, at most four for each thread ahead. A thread decodes two blocks in turns
-    where one is left for each other thread. An error of a block is raised in its turn; other threads
-    may be writing until the workers are closed.
+    Loads are taken as threads need blocks, at most four per thread ahead. A thread decodes two blocks in turns as long
+    as every other thread has a block. An error of a block is raised in its order; other threads may be writing until
+    the workers are closed.
     """
     waiting, lock = deque[_BlockTask](), threading.Lock()
 
@@ -281,7 +281,7 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
 
     def work(block: _BlockTask) -> _BlockTask:
         with lock:
-            if block not in waiting:  # another thread has it beside its own
+            if block not in waiting:  # another thread decodes it together with its own
                 return block
             waiting.remove(block)
             taken = [block, waiting.popleft()] if len(waiting) >= workers.threads else [block]
@@ -306,8 +306,8 @@ def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
     errors: Sequence[BaseException | None]
     try:
         errors = turns.run_in_turns([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
-    except BaseException as beside:  # of neither block, but whoever waits for them would wait without end
-        errors = [beside] * len(blocks)
+    except BaseException as failure:  # of neither block, but threads wait for both
+        errors = [failure] * len(blocks)
     for block, error in zip(blocks, errors, strict=True):
         if error is None:
             block.done.set_result(None)
@@ -316,15 +316,15 @@ def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
 
 
 def split_blocks(count: int, step: int) -> Iterator[slice]:
-    """Yield blocks of `step` elements of a flat array of `count`."""
+    """Return the slices of `step` elements that a flat array of `count` elements is divided into."""
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor that takes a chunk: `into`, if shape, dtype and layout allow, or a new one.
+    """Return the destination of a chunk: `into` if its shape, dtype and layout fit, else a new tensor.
 
     Raises:
-        MemoryError: there is not enough memory for a new one.
+        MemoryError: there is not enough memory for a new tensor.
     """
     fits = into is not None and into.dtype == dtype and list(into.shape) == shape and into.device.type == "cpu"
     if into is None or not fits or not into.is_contiguous() or into.is_conj() or into.is_neg():
@@ -335,7 +335,7 @@ def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | N
 
 
 def copy_clamped(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy flat values to a tensor of another dtype; finite values beyond its largest number become that number."""
+    """Copy flat values to a tensor of another dtype, clamped so that finite values stay finite."""
     for own, made in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
         if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(made.dtype).max:
             limit = torch.finfo(out.dtype).max

@@ -1,4 +1,4 @@
-"""Checkpoints that are removed or saved over while they are read, since training goes on."""
+"""Detection of checkpoints that are removed or replaced while they are read, as training continues."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 ConcurrentChange = Literal["removed", "replaced"]
 REMOVAL_TIMEOUT = 1.0
-"""Seconds in which a removal that was seen half done is expected to come to the manifest."""
+"""Seconds after which a removal in progress is expected to have removed the manifest."""
 POLL_INTERVAL = 0.05
-"""Seconds between two looks at it."""
+"""Seconds between two checks."""
 
 
 def detect_change(
     directory: Path, save_id: str | None, manifest: Manifest | None = None, deadline: float = -math.inf
 ) -> ConcurrentChange | None:
-    """Return whether a checkpoint was removed or replaced; None: it is there, or that cannot be told.
+    """Return whether a checkpoint was removed or replaced; None if it exists, or if that is unknown.
 
-    Programs that remove a directory remove its files in any order: for a moment the manifest is there, and others are
-    not.
+    Programs remove the files of a directory in any order, so the manifest may be removed after other files.
 
     Args:
-        directory: its directory.
+        directory: directory of the checkpoint.
         save_id: its save id; None: its manifest could not be read.
-        manifest: its manifest as it was read; while files that it names are not there, wait for it to go too.
-        deadline: wait until then, by the monotonic clock.
+        manifest: its manifest; while files that it lists are missing, wait for its removal.
+        deadline: end of the wait, by the monotonic clock.
     """
     while True:
         found = _compare_save_id(directory, save_id)
@@ -47,7 +46,7 @@ def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange |
     try:
         return None if Manifest.read(directory).save_id == save_id else "replaced"
     except CheckpointNotFound:
-        # A link that leads nowhere is damage, and not removed.
+        # A dangling link is damage, not a removal.
         there = not is_remote(directory) and os.path.lexists(directory / MANIFEST)
         return None if there else "removed"
     except DSQError:
@@ -55,12 +54,12 @@ def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange |
 
 
 def find_missing_files(directory: Path, manifest: Manifest, *, of_others: bool = False) -> list[str]:
-    """Return the names of the files of a checkpoint that are not there.
+    """Return the names of the missing files of a checkpoint.
 
     Args:
-        directory: the checkpoint.
+        directory: directory of the checkpoint.
         manifest: its manifest.
-        of_others: look only at those that lie in other checkpoints of the run.
+        of_others: check only files that lie in other checkpoints of the run.
     """
     files = {file.path_in(directory): file.name for file in manifest.files if file.held_by or not of_others}
     return [files[path] for path, size in read_sizes(files).items() if isinstance(size, FileNotFoundError)]

@@ -1,8 +1,8 @@
-"""The data file of one rank: checksummed blocks, a table of contents, a trailer. `docs/format.md` has every byte.
+"""Container: the data file of one rank. It has checksummed blocks, a table of contents, a trailer (`docs/format.md`).
 
     header   8 B magic, u32 format version, u32 zero
     blocks   opaque bytes, back to back
-    contents zstd of JSON: what the blocks are, and the checksum of each
+    contents zstd of JSON: description and checksum of each block
     trailer  u64 offset, u64 size, u64 checksum of contents, 8 B magic
 """
 
@@ -40,7 +40,7 @@ _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
 _PIECE = 1 << 22
 _SMALL, _RATIO = 1 << 24, 1 << 10
-"""Contents may be so many bytes, and so many more for each byte of the frame: few bytes cannot claim much memory."""
+"""Limit of contents in bytes, and its increase per byte of the frame: a small frame cannot claim much memory."""
 
 
 class Block(NamedTuple):
@@ -52,9 +52,13 @@ class Block(NamedTuple):
 
 
 class FileInfo(NamedTuple):
-    """A finished file: name in the checkpoint directory, size in bytes, xxh3-64 of its bytes as 16 hexadecimal digits.
+    """Finished file of a checkpoint.
 
-    For a container also the checksum of its table of contents, which has the checksum of every block.
+    Attributes:
+        name: name in the checkpoint directory.
+        size: size in bytes.
+        checksum: xxh3-64 of its bytes as 16 hexadecimal digits.
+        contents: for a container the checksum of its table of contents, which has the checksum of every block.
     """
 
     name: str
@@ -64,7 +68,7 @@ class FileInfo(NamedTuple):
 
 
 class ContainerWriter:
-    """Writer of one file under a hidden name; `finish` makes it visible, and an error in the block removes it."""
+    """Writer of a container under a hidden name. `finish` publishes it; an error in its context removes it."""
 
     def __init__(self, directory: Path, name: str, fsync: bool) -> None:
         self.path = directory / name
@@ -90,7 +94,7 @@ class ContainerWriter:
         return block
 
     def finish(self, contents: dict[str, Any]) -> FileInfo:
-        """Write contents and trailer, flush to the device, and give the file its name."""
+        """Write contents and trailer, flush to the device, and publish the file."""
         block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
         with add_path_to_errors(self.path, f"before all {self._offset} bytes of it were written"):
@@ -106,11 +110,11 @@ class ContainerWriter:
 
 
 class ContainerReader:
-    """Reader of one file, which checks every block against its checksum; safe to use from several threads.
+    """Reader of a container, which verifies the checksum of every block; safe to use from several threads.
 
     Args:
         path: path of the file.
-        expected: size that it must have; None: any.
+        expected: required size in bytes; None: any.
 
     Attributes:
         path: path of the file.
@@ -156,7 +160,7 @@ class ContainerReader:
         return data
 
     def borrow(self, block: Block, scratch: Scratch) -> bytes | memoryview:
-        """Return the bytes of a block as `read` does, but in memory of the thread, up to its next call."""
+        """Return the bytes of a block as `read` does, in memory of the thread that its next call reuses."""
         if not isinstance(self._file, RegularFile):
             return self.read(block)
         self._check_range(block.offset, block.size)
@@ -234,10 +238,10 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
 
 
 def pack_json(tree: dict[str, Any]) -> bytes:
-    """Return compact JSON, compressed, for `unpack_json`.
+    """Return compact, compressed JSON for `unpack_json`.
 
     Raises:
-        SaveFailed: it is more than a reader takes.
+        SaveFailed: it is larger than a reader accepts.
     """
     def frame(tree: dict[str, Any]) -> tuple[bytes, int]:
         text = json.dumps(tree, separators=(",", ":")).encode()
@@ -250,18 +254,18 @@ def pack_json(tree: dict[str, Any]) -> bytes:
         return data, len(text) - _max_contents_size(len(data))
 
     data, beyond = frame(tree)
-    if beyond > 0:  # contents that compress better than readers accept are padded with noise
+    if beyond > 0:  # pad contents whose compression ratio exceeds what readers accept
         data, _ = frame({**tree, "padding": random.Random(0).randbytes(beyond // (_RATIO // 2) + 64).hex()})
     return data
 
 
 def _max_contents_size(size: int) -> int:
-    """Return the largest content, in bytes, that a frame of this size may hold."""
+    """Return the maximum number of bytes of contents for a frame of this size."""
     return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
 
 
 def unpack_json(data: bytes, where: str) -> Any:
-    """Invert `pack_json`, within its bounds on size.
+    """Inverse of `pack_json`, within its limits of size.
 
     Raises:
         CorruptCheckpoint: the bytes do not decompress or parse.
@@ -275,7 +279,7 @@ def unpack_json(data: bytes, where: str) -> Any:
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file from its beginning on.
+    """Yield the bytes of a file in pieces.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

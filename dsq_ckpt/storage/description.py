@@ -1,4 +1,4 @@
-"""Sizes and errors of a checkpoint, as its manifest tells them."""
+"""Sizes and errors of a checkpoint, from its manifest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsq_ckpt.storage.paths import require_checkpoint_path
 
 
 class CheckpointSizes(NamedTuple):
-    """Bytes of a checkpoint: uncompressed, written by its save, kept now without linked ancestors."""
+    """Bytes of a checkpoint: uncompressed, written by its save, and kept now, without linked ancestors."""
 
     logical: int
     written: int
@@ -22,13 +22,13 @@ class CheckpointSizes(NamedTuple):
 
 
 def compute_restore_loss(quality: Mapping[str, Any] | None) -> float | None:
-    """Return how much a restore changes the metric, as a share of it; None: it was not measured."""
+    """Return the change of the metric by a restore, relative to the metric; None if it was not measured."""
     metric, loses = (quality or {}).get("metric"), (quality or {}).get("restore_loses")
     return loses / abs(metric) if loses is not None and metric else None
 
 
 def format_losses(quality: Mapping[str, Any] | None) -> list[str]:
-    """Return parts of a line on what was measured: what the base layer loses, which history keeps, and a restore."""
+    """Return parts of a line on the measured losses: by the base layer, which the history keeps, and by a restore."""
     found = {"base": (quality or {}).get("degradation"), "restore": compute_restore_loss(quality)}
     return [f"{name} loses {figures.percent(lost)}" for name, lost in found.items() if lost is not None]
 
@@ -41,15 +41,15 @@ def compute_sizes(manifest: Manifest, overhead: int) -> CheckpointSizes:
 
 
 def compute_logical_size(manifest: Manifest) -> int:
-    """Return the uncompressed bytes of a checkpoint: those of its tensors, and files of another format as they are."""
+    """Return the uncompressed bytes of a checkpoint: its tensors, and its attachments as they are."""
     return sum(sizes.logical for sizes in manifest.kinds.values()) + manifest.sum_bytes("attachment")
 
 
 def compute_restored_error(group: GroupReport) -> float | None:
-    """Return the relative error of a group after a restore with the refinement layer; None where there is none.
+    """Return the relative error of a group after a restore with the refinement layer; None without a refinement layer.
 
-    First moments are quantized in units of the optimizer's next update. Of these `update_error` was computed from the
-    sketch; `refined_error` assumes that values are spread evenly over their cells.
+    First moments are quantized in units of the optimizer's next update. Their `update_error` is computed from the
+    sketch; `refined_error` assumes that values are distributed evenly over their cells.
     """
     return group.refined_error if group.update_error is None else group.update_error
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: locations of records, and their bytes, checked; no codes, no values."""
+"""Files of a checkpoint: locations of records and their verified bytes, without decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsq_ckpt.storage.shard import RecordRef
 
 _MAX_CHAIN = 100_000  # records of a chain
 _DATA_NAME = re.compile(r"(?P<save>[0-9a-f]{16})-(?P<rank>\d{5,9})\.(?P<kind>dsq|refinement)")
-_MAX_ATTEMPTS = 5  # a checkpoint that is overwritten more often while it is opened is given up
+_MAX_ATTEMPTS = 5  # to open a checkpoint that is overwritten meanwhile
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Files = TypeVar("_Files", bound="CheckpointFiles")
@@ -35,11 +35,11 @@ _Files = TypeVar("_Files", bound="CheckpointFiles")
 def translate_record_errors(
     method: Callable[Concatenate[_Files, RecordRef, _P], _T]
 ) -> Callable[Concatenate[_Files, RecordRef, _P], _T]:
-    """Make errors of a method that reads a record name its file; see `CheckpointFiles.naming`."""
+    """Translate errors of a method that reads a record; see `CheckpointFiles.translate_errors`."""
 
     @functools.wraps(method)
     def named(self: _Files, ref: RecordRef, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:  # not `with`, which takes several times as long, and these are called for each record of each chain
+        try:  # faster than `with`, for methods that are called for each record of each chain
             return method(self, ref, *args, **kwargs)
         except BaseException as error:
             self.raise_translated(error, ref.file)
@@ -49,7 +49,7 @@ def translate_record_errors(
 
 
 class _ErrorTranslation:
-    """A context in which errors name a file of a checkpoint; see `CheckpointFiles.naming`."""
+    """Context that translates errors; see `CheckpointFiles.translate_errors`."""
 
     def __init__(self, files: CheckpointFiles, name: str) -> None:
         self._files, self._name = files, name
@@ -65,12 +65,12 @@ class _ErrorTranslation:
 
 
 class CheckpointFiles(PackReader):
-    """A checkpoint directory. Opening reads manifest and index; data is read, and checked, on demand.
+    """Files of a checkpoint. To open it reads the manifest and the index; data is read and checked on demand.
 
     Args:
-        directory: the checkpoint.
-        lazy: read the index, which is as large as there are chunks on all ranks, only where it is asked for.
-        known: the same checkpoint, opened before; its index is taken where the manifest is as it was.
+        directory: directory of the checkpoint.
+        lazy: read the index, whose size grows with the chunks of all ranks, only on first use.
+        known: the same checkpoint, opened before, whose index is reused if the manifest is unchanged.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
@@ -113,10 +113,10 @@ class CheckpointFiles(PackReader):
 
     @property
     def index(self) -> dict[str, Any]:
-        """The parsed index.
+        """Parsed index.
 
         Raises:
-            CorruptCheckpoint: it is not what was written, or not as documented.
+            CorruptCheckpoint: the index is altered, or not as documented.
         """
         if self._index is None:
             self._index = self._read_index()
@@ -127,17 +127,17 @@ class CheckpointFiles(PackReader):
         return self.manifest.refinement == "kept"
 
     def iter_chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
-        """Yield every stored chunk of every tensor."""
+        """Yield all chunks of all tensors."""
         for fqn, tensor in self.index["tensors"].items():
             for offsets, shape, file, record in tensor["chunks"]:
                 yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._to_ref(file, record)
 
     def find_record(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
-        """Return the location of a chunk or, with offsets None, of an object.
+        """Return the record of a chunk or, with offsets None, of an object.
 
         Raises:
             CheckpointNotFound: there is no such tensor or chunk.
-            CorruptCheckpoint: its record is not the one the index speaks of.
+            CorruptCheckpoint: the record does not match the index.
         """
         if offsets is None:
             place = self.index["objects"].get(fqn)
@@ -151,11 +151,11 @@ class CheckpointFiles(PackReader):
         return ref
 
     def find_chunk(self, key: ChunkKey, known: Mapping[ChunkKey, RecordRef]) -> RecordRef | None:
-        """Return the location of a chunk, perhaps of another shape, by its offsets; None if there is none.
+        """Return the record of the chunk at the offsets of `key`, perhaps of another shape; None if there is none.
 
         Args:
             key: the chunk.
-            known: locations that are known; for other chunks the index is read.
+            known: known records; for other chunks the index is read.
         """
         ref = known.get(key)
         if ref is not None:
@@ -169,7 +169,7 @@ class CheckpointFiles(PackReader):
             return None
 
     def _index_chunks(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
-        """Return shape, file and record of chunks by offsets; of several chunks at one place, that with elements."""
+        """Return shape, file and record of chunks by offsets; of several with the same offsets, the non-empty one."""
         if fqn not in self._chunks:
             chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
             self._chunks[fqn] = {
@@ -182,7 +182,7 @@ class CheckpointFiles(PackReader):
     def read_record(
         self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
     ) -> dict[str, Any]:
-        """Return a record of a data file's table of contents; with `fqn`, check that it is the one the index means."""
+        """Return a record of a data file's table of contents; with `fqn`, check that it matches the index."""
         records = self.open_reader(ref.file).contents["records"]
         if not 0 <= ref.record < len(records):
             raise CorruptCheckpoint(f"it has {len(records)} records, record {ref.record} is asked for")
@@ -192,10 +192,10 @@ class CheckpointFiles(PackReader):
         return record
 
     def _check_record(self, ref: RecordRef, record: dict[str, Any], fqn: str, offsets: tuple[int, ...] | None) -> None:
-        """Refuse a record that is not what the index leads to."""
+        """Raise CorruptCheckpoint if a record does not match the index."""
         tied = self.index.get("tied") or {}
         expected: dict[str, Any] = {"fqn": fqn}
-        if tied.get(fqn, fqn) == tied.get(record["fqn"], record["fqn"]):  # on this rank, perhaps not on another
+        if tied.get(fqn, fqn) == tied.get(record["fqn"], record["fqn"]):  # tied on this rank, perhaps not on another
             expected["fqn"] = record["fqn"]
         if offsets is not None:
             tensor, chunk = self.index["tensors"][fqn], self._index_chunks(fqn)[offsets]
@@ -207,7 +207,7 @@ class CheckpointFiles(PackReader):
             )
 
     def required_files(self, file: str) -> frozenset[str]:
-        """Return all files that decoding a file needs, itself included."""
+        """Return the names of all files needed to decode a file, itself included."""
         if (known := self._required.get(file)) is not None:
             return known
         with self.translate_errors(file):
@@ -219,10 +219,10 @@ class CheckpointFiles(PackReader):
 
     @translate_record_errors
     def follow_chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
-        """Return a record and those that `key` leads to from it, newest first.
+        """Return a record and its ancestors by the field `key`, newest first.
 
         Raises:
-            CorruptCheckpoint: they never end, or one is of another shape or type.
+            CorruptCheckpoint: the chain never ends, or a record has another shape or type.
         """
         chain: dict[RecordRef, None] = {}
         link: RecordRef | None = ref
@@ -246,7 +246,7 @@ class CheckpointFiles(PackReader):
         return self._read_raw(ref.file, self.read_record(ref))
 
     def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
-        """Check size and checksum of every file, or of these; yields (name, bytes, problem or None)."""
+        """Check size and checksum of all files, or of `names`; yield (name, bytes, problem or None)."""
         for file in self.manifest.files:
             if names is not None and file.name not in names:
                 continue
@@ -265,14 +265,14 @@ class CheckpointFiles(PackReader):
             yield file.name, file.size, problem
 
     def translate_errors(self, name: str = "") -> _ErrorTranslation:
-        """Return a context that translates errors of reading by `rename`; they name a file of the checkpoint."""
+        """Return a context that translates errors of reading a file of the checkpoint; see `raise_translated`."""
         return _ErrorTranslation(self, name)
 
     def raise_translated(self, error: BaseException, name: str) -> None:
-        """Raise an error of reading as one of this package that names a file of the checkpoint; leave any other.
+        """Raise an error of reading as a DSQError that names a file of the checkpoint. Return for any other error.
 
-        Contents that pass their checksums may still not be as documented. And where the checkpoint was overwritten or
-        removed meanwhile, nothing is wrong with any file: it is to be loaded again.
+        Contents that pass their checksums may still not be as documented. If the checkpoint was overwritten or removed
+        meanwhile, its files are not corrupt, and the error asks to load it again.
 
         Raises:
             LoadFailed: the checkpoint was overwritten or removed, or there is not enough memory.
@@ -296,7 +296,7 @@ class CheckpointFiles(PackReader):
         ) from error
 
     def _read_current_checksum(self) -> str | None:
-        """Return the checksum of the present manifest; empty if there is none; None if it cannot be read."""
+        """Return the checksum of the manifest now in the directory; empty without one; None if it cannot be read."""
         try:
             return Manifest.read(self.directory).checksum
         except CheckpointNotFound:
@@ -305,10 +305,10 @@ class CheckpointFiles(PackReader):
             return None
 
     def read_index_bytes(self) -> bytes:
-        """Return the bytes of the index, which are those that were written.
+        """Return the bytes of the index.
 
         Raises:
-            CorruptCheckpoint: they are not.
+            CorruptCheckpoint: they do not have the size and checksum of the manifest.
         """
         info = self.manifest.index
         path = self.directory / info.name
@@ -330,10 +330,10 @@ class CheckpointFiles(PackReader):
         return RecordRef(self.index["files"][file], record)
 
     def open_reader(self, name: str) -> ContainerReader:
-        """Return an open data file of the directory.
+        """Return the reader of a data file, opened on first use.
 
         Raises:
-            CorruptCheckpoint: the manifest does not name it, or it is not as that says.
+            CorruptCheckpoint: the manifest does not list the file, or the file does not match the manifest.
         """
         with self._lock:
             if name not in self._readers:
@@ -349,7 +349,7 @@ class CheckpointFiles(PackReader):
             return self._readers[name]
 
     def _check_reader(self, reader: ContainerReader, file: ManifestFile) -> None:
-        """Refuse a data file that is another than the manifest and its own name say, whole as it may be."""
+        """Raise CorruptCheckpoint if a data file is not the one that the manifest lists under its name."""
         name, contents = _DATA_NAME.fullmatch(file.name), reader.contents
         if name is None:
             raise CorruptCheckpoint(f"'{reader.path}' does not have the name of a data file")
@@ -391,4 +391,4 @@ class CheckpointFiles(PackReader):
 _MALFORMED = (
     KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, ZeroDivisionError, RecursionError
 )
-"""Contents of another form than documented end in one of these."""
+"""Errors raised by contents that are not as documented."""

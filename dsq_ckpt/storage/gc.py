@@ -48,11 +48,11 @@ _REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.dsq-[0-9a-f]{8}\.old")
 _UNFINISHED_NAME = re.compile(r"\..+\.dsq-[0-9a-f]{8}\.tmp")
 _FORMER_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.(?:tmp|old)")
 HARMLESS_NAMES = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
-"""Names that file systems and file managers put everywhere."""
+"""Names of files that file systems and file managers create in any directory."""
 
 
 class Orphan(NamedTuple):
-    """A file that nothing needs, or a directory with all that is in it; `reason` is for people."""
+    """File, or directory with all its contents, that nothing needs; `reason` is for messages."""
 
     path: Path
     bytes: int
@@ -60,16 +60,16 @@ class Orphan(NamedTuple):
 
 
 class SkippedDirectory(NamedTuple):
-    """A directory with files of ours that are not deleted although no manifest names them; `reason` is for people."""
+    """Directory whose dsq files are not deleted, though no manifest lists them; `reason` is for messages."""
 
     path: Path
     reason: str
     is_young: bool
-    """Only because of their age."""
+    """Whether their age is the only reason."""
 
 
 def is_dsq_file(name: str) -> bool:
-    """Return whether a data, index, refinement, hidden or temporary file of ours has such a name."""
+    """Return whether it is the name of a dsq file: data, refinement, index, journal, backup or temporary file."""
     return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _BACKUP_NAME, _TEMPORARY_NAME))
 
 
@@ -78,7 +78,7 @@ def find_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
 
     Args:
         path: a checkpoint or run directory.
-        min_age_seconds: a directory with a younger orphan is left alone: it may be a save under way.
+        min_age_seconds: a directory with a younger orphan is skipped: a save may be in progress.
 
     Raises:
         CheckpointNotFound: there is no such directory.
@@ -89,7 +89,7 @@ def find_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
 
 
 def collect_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
-    """Delete what `garbage` finds, and directories that held nothing else; returns what was deleted.
+    """Delete the orphans that `find_garbage` returns, and directories that become empty; return the deleted orphans.
 
     Raises:
         CheckpointNotFound: there is no such directory.
@@ -105,7 +105,7 @@ def collect_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600)
     for orphan, age in _find_unfinished(path):
         if age < min_age_seconds:
             continue
-        with contextlib.suppress(FileNotFoundError):  # it was just completed, or another one collects
+        with contextlib.suppress(FileNotFoundError):  # just completed, or removed by another collection
             if _is_directory(orphan.path):
                 shutil.rmtree(orphan.path)
             else:
@@ -115,14 +115,14 @@ def collect_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600)
 
 
 def list_files(orphan: Orphan) -> list[Path]:
-    """Return the files that go with an orphan."""
+    """Return the files that are deleted with an orphan."""
     if not _is_directory(orphan.path):
         return [orphan.path]
     return [entry for entry in orphan.path.rglob("*") if not _is_directory(entry)]
 
 
 def collect_directory(directory: Path, min_age_seconds: float) -> list[Orphan]:
-    """Delete what `garbage` finds in one directory, and in none below it; returns what was deleted.
+    """Delete the orphans directly in one directory; return the deleted orphans.
 
     Raises:
         OSError: a file cannot be read or deleted.
@@ -136,15 +136,15 @@ def collect_directory(directory: Path, min_age_seconds: float) -> list[Orphan]:
 
 
 def collect_failed_save(directory: Path, save_id: str, inherited: Container[str], since: float) -> None:
-    """Delete what a save that failed left in one directory, and with it what earlier ones did.
+    """Delete the files of a failed save in one directory, and those of earlier incomplete saves.
 
-    Where another save writes to the directory, only those files go that the failed one wrote itself.
+    If another save is writing to the directory, delete only files that the failed save wrote itself.
 
     Args:
         directory: directory of the save.
-        save_id: save id of the save.
-        inherited: names of files of its parent, which it may have linked; so may another save.
-        since: when it began, seconds since the epoch: what is younger and not its own is of a save under way.
+        save_id: save id of the failed save.
+        inherited: names of files of its parent, which this or another save may have linked.
+        since: start of the save, seconds since the epoch: younger files of others belong to a save in progress.
 
     Raises:
         OSError: a file cannot be read or deleted.
@@ -165,7 +165,7 @@ def collect_failed_save(directory: Path, save_id: str, inherited: Container[str]
 
 
 def find_skipped(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[SkippedDirectory]:
-    """Return what `garbage` passes over, and why.
+    """Return the directories that `find_garbage` skips, and why.
 
     Raises:
         CheckpointNotFound: there is no such directory.
@@ -208,7 +208,7 @@ def _find_skipped(directory: Path, min_age_seconds: float) -> SkippedDirectory |
 
 
 def _list_foreign_names(names: Iterable[str], written: Container[str]) -> list[str]:
-    """Return the names of files that are neither ours nor harmless."""
+    """Return the names that are neither of dsq files nor harmless."""
     return [name for name in names if not (is_dsq_file(name) or name in written or HARMLESS_NAMES.fullmatch(name))]
 
 
@@ -217,7 +217,7 @@ def _iter_directories(path: Path) -> Iterator[Path]:
         raise CheckpointNotFound(f"'{path}' is not a directory; name a run directory or a checkpoint")
     yield path
     if not is_complete(path):
-        # Links are not followed: what they lead to belongs to another run.
+        # Links are not followed: their targets belong to another run.
         for entry in sorted(path.iterdir()):
             if is_hidden(entry.name):
                 continue
@@ -226,9 +226,9 @@ def _iter_directories(path: Path) -> Iterator[Path]:
 
 
 def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
-    """Return copies and exports directly in a directory that did not complete, and what others replaced.
+    """Return incomplete copies and exports directly in a directory, and backups of replaced directories.
 
-    With the age in seconds of what is youngest in each.
+    Each with the age in seconds of its youngest file.
     """
     found = []
     for entry in sorted(path.iterdir()):
@@ -248,7 +248,7 @@ def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
 
 
 def _has_name(directory: Path, name: str) -> bool:
-    """Return whether something in a directory has the name that stands in a hidden one, where it may be shortened."""
+    """Return whether a directory has an entry of the name, which may be shortened as in a hidden name."""
     return os.path.lexists(directory / name) or any(shorten_name(entry) == name for entry in os.listdir(directory))
 
 
@@ -267,13 +267,13 @@ def _is_absent(path: Path) -> bool:
 
 def _find_orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
     found = _find_unneeded(directory)
-    # One that is young says that the others may still be needed.
+    # If one is young, a save may be in progress that needs the others.
     young = any(time.time() - changed < min_age_seconds for _, changed in found)
     return [] if young else sorted(orphan for orphan, _ in found)
 
 
 def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
-    """Return files of ours that no manifest names, and when each was written or linked, seconds since the epoch."""
+    """Return the dsq files that no manifest lists, with the time of their last write or link in epoch seconds."""
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
@@ -298,7 +298,7 @@ def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
-            continue  # a save under way just renamed it
+            continue  # just renamed by a save in progress
         orphan = Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason)
         # Linking a file into a directory leaves its mtime alone and sets its ctime.
         orphans.append((orphan, max(status.st_mtime, status.st_ctime)))
@@ -307,9 +307,9 @@ def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
 
 
 def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
-    """Return backups that an incomplete save made of files of the complete checkpoint in a directory.
+    """Return the names of backups of the complete checkpoint's files that an incomplete save has replaced.
 
-    The journals are included, since they list the files that a backup may replace.
+    Journals are included, since they list the files that a backup may replace.
     """
     found = set()
     for file in manifest.files:

@@ -1,4 +1,4 @@
-"""Checks of an index before it is used: its form, and that chunks cover their tensors."""
+"""Validation of an index: its form, and that chunks cover their tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DEPTH = 1000
 
 
 def check_index(index: Any, where: str, own: Collection[str]) -> None:
-    """Refuse an index that is not as documented.
+    """Raise CorruptCheckpoint for an index that is not as documented.
 
     Args:
         index: parsed index.
@@ -47,14 +47,14 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
 
 
 def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Return why chunks do not cover a tensor, every element once; None if they do.
+    """Return why chunks do not cover each element of a tensor exactly once; None if they do.
 
-    A box is identified by signed corners, +1 and -1 in turn. The corners of boxes add up to those of the whole
-    if and only if the boxes add up to it, so the work is linear in the number of chunks.
+    A box is identified by its signed corners, with alternating signs. The corners of the chunks sum to those of the
+    tensor if and only if the chunks tile it, so the work is linear in the number of chunks.
 
     Args:
         shape: shape of the tensor.
-        chunks: offsets and shape of each.
+        chunks: offsets and shape of each chunk.
     """
     dims, chunks = len(shape), list(chunks)
     if len(chunks) == 1 and list(chunks[0][1]) == list(shape) and not any(chunks[0][0]):
@@ -80,7 +80,7 @@ def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[in
 
 
 class _Invalid(Exception):
-    """Something is not as documented; the message says what."""
+    """Part of an index that is not as documented."""
 
 
 def _check_files(index: Any, own: Collection[str]) -> None:
@@ -111,7 +111,7 @@ def _is_number_list(value: Any) -> bool:
 
 
 def _check_paths(index: Any) -> None:
-    """Check that paths lead to all tensors and objects, and to no place of a list that would be far too long."""
+    """Check that every tensor and object has a path, and that no path implies a list that is far too long."""
     paths = index["planner"]
     if paths is None or paths == {}:  # none are known
         return
@@ -134,7 +134,7 @@ def _check_paths(index: Any) -> None:
             if type(part) is int:
                 above = tuple(path[:place])
                 longest[above] = max(longest.get(above, 0), part)
-    # An entry that leaves no trace, such as an empty list, makes a place without a name.
+    # An entry without names, such as an empty list, may occupy a place.
     most = _PLACES + _SPARSE * (len(paths) + len(empty))
     if sum(longest.values()) > most:
         above, place = max(longest.items(), key=lambda pair: pair[1])

@@ -1,4 +1,4 @@
-"""Files that several checkpoints share: hard links, on object stores names of their holders, elsewhere copies."""
+"""Files shared by checkpoints: hard links, copies without links, or on object stores references to the holder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from dsq_ckpt.storage.manifest_names import is_plain_name
 from dsq_ckpt.storage.runs import get_run
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
-"""Errors that say that a link cannot be made here, and not that anything is wrong."""
+"""Error numbers of systems on which a hard link is not possible."""
 
 
 def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -> None:
-    """Make `names` of the directory `source` appear in `target`: hard links, copies where links cannot be made.
+    """Link files of the directory `source` into `target`, or copy them where links are not possible.
 
     Raises:
-        CorruptCheckpoint: a file is missing in `source`, or a name leads out of it.
-        CheckpointNotFound: `source` is gone.
-        SaveFailed: it is on an object store.
+        CorruptCheckpoint: a file is missing in `source`, or a name is no plain file name.
+        CheckpointNotFound: `source` does not exist.
+        SaveFailed: `source` is on an object store.
     """
     if names and is_remote(source):
         raise SaveFailed(
@@ -51,7 +51,7 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
         except FileNotFoundError as error:
             files = Manifest.read(source).files
             held = {file.name: file.path_in(source) for file in files if file.held_by is not None}
-            if name in held:  # the run was copied from an object store, as it lies there
+            if name in held:  # the run was copied from an object store file by file
                 link_or_copy(held[name], goal, fsync)
                 continue
             raise CorruptCheckpoint(
@@ -61,10 +61,10 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
 
 
 def read_parent_manifest(parent: Path, save_id: str) -> Manifest:
-    """Return the manifest of the checkpoint that a new one is coded against.
+    """Return the manifest of the parent of a save.
 
     Raises:
-        SaveFailed: it was removed or replaced meanwhile.
+        SaveFailed: the parent was removed or replaced meanwhile.
     """
     with explain_parent_errors(parent, save_id):
         manifest = Manifest.read(parent)
@@ -75,18 +75,18 @@ def read_parent_manifest(parent: Path, save_id: str) -> Manifest:
 
 @contextmanager
 def explain_parent_errors(parent: Path, save_id: str) -> Iterator[None]:
-    """Let errors of reading the checkpoint that a new one is coded against say so where it is there no longer.
+    """Translate errors of reading the parent of a save if it was removed or replaced.
 
     Args:
-        parent: the checkpoint.
-        save_id: its save id; of another one that has its place now, nothing can be used.
+        parent: the parent checkpoint.
+        save_id: its save id.
 
     Raises:
-        SaveFailed: it was removed or replaced meanwhile.
+        SaveFailed: the parent was removed or replaced meanwhile.
     """
     try:
         yield
-    except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # a `CheckpointNotFound` is one of the first
+    except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # the first includes `CheckpointNotFound`
         found = _detect_parent_change(parent, save_id)
         if found is None:
             raise
@@ -107,7 +107,7 @@ _CHANGE_MESSAGES = {
 
 
 def _detect_parent_change(path: Path, save_id: str) -> ConcurrentChange | None:
-    """Return whether a checkpoint is gone or replaced; wait for one that is on its way out."""
+    """Return whether a checkpoint was removed or replaced. Wait for a removal in progress."""
     try:
         manifest = Manifest.read(path)
     except CheckpointNotFound:
@@ -118,10 +118,10 @@ def _detect_parent_change(path: Path, save_id: str) -> ConcurrentChange | None:
 
 
 def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
-    """Give a file another name, one of a copy where links cannot be made; nothing where there is a file of that name.
+    """Create a hard link, or a copy where links are not possible. Do nothing if `target` exists.
 
     Raises:
-        OSError: it cannot be linked or copied.
+        OSError: the file cannot be linked or copied.
     """
     try:
         os.link(source, target)
@@ -134,18 +134,18 @@ def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
 
 
 def compute_freed_space(files: Iterable[Path], before: Iterable[Path] = ()) -> tuple[set[Path], int]:
-    """Return which local files have links elsewhere that stay when they are removed, and the bytes that this frees.
+    """Return which local files keep other hard links after their removal, and the bytes that the removal frees.
 
     Args:
-        files: the files, of which several may be links to one.
-        before: others that are removed before them, and are there still.
+        files: files to remove, several of which may be links to one file.
+        before: files to remove before these, which still exist.
     """
     removed, earlier = _stat_files(files), _stat_files(before)
     links = Counter(map(_identity, (removed | earlier).values()))
     staying = {file for file, status in removed.items() if status.st_nlink > links[_identity(status)]}
     freed = dict[object, int]()
     for file, status in removed.items():
-        if file not in staying:  # not all file systems number files
+        if file not in staying:  # inode numbers are not unique on all file systems
             freed[_identity(status) if status.st_nlink > 1 else file] = status.st_size
     return staying, sum(freed.values())
 
@@ -163,7 +163,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def replace_by_link(source: Path, target: Path) -> None:
-    """Make a name stand for another file, complete or not at all; a copy where links cannot be made."""
+    """Atomically replace `target` by a hard link to `source`, or by a copy where links are not possible."""
     try:
         relink(source, target)
     except OSError as error:
@@ -173,10 +173,10 @@ def replace_by_link(source: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | None = None) -> None:
-    """Copy a file, complete or not at all; what has the target's name is replaced.
+    """Copy a file, replacing `target` atomically.
 
     Raises:
-        CorruptCheckpoint: the copy is not the file that was expected.
+        CorruptCheckpoint: the copy does not match `expected`.
     """
     with open(source, "rb") as origin, AtomicFile(target, fsync) as copy:
         shutil.copyfileobj(origin, copy.stream, 1 << 22)
@@ -187,9 +187,9 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
 
 
 def get_holder(file: ManifestFile, parent: Path, target: Path) -> str | None:
-    """Return the name of the checkpoint that a new one refers to for a file of its parent.
+    """Return the name of the checkpoint that holds a file of the parent, for reference by a new checkpoint.
 
-    None: the new one has the file itself, by a link or a copy, as it always does on a local file system.
+    None if the new checkpoint has its own link or copy, as always on a local file system.
     """
     if not is_remote(target):
         return None
@@ -200,17 +200,17 @@ def get_holder(file: ManifestFile, parent: Path, target: Path) -> str | None:
 def copy_between_storages(
     source: Path, target: Path, expected: ManifestFile | None, progress: Callable[[int], None] | None = None
 ) -> int:
-    """Copy a file between backends, complete or not at all; its bytes.
+    """Copy a file between storage backends atomically; return its size in bytes.
 
     Args:
         source: the file.
         target: path of the copy.
-        expected: the file as a manifest has it; None: whatever it is.
+        expected: its entry in a manifest; None: not verified.
         progress: called with the number of bytes of each write.
 
     Raises:
-        CorruptCheckpoint: it is not what was written.
-        OSError: it cannot be read or written.
+        CorruptCheckpoint: the file does not match `expected`.
+        OSError: a file cannot be read or written.
     """
     digest, size = xxhash.xxh3_64(), 0
     with get_storage(target).create(target, fsync=True) as copy:

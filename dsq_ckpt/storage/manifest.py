@@ -1,4 +1,4 @@
-"""The manifest: the file whose appearance makes a checkpoint exist."""
+"""The manifest of a checkpoint. Its appearance commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
 _MAX_BYTES = 1 << 28
 """Bytes of a manifest: a million files."""
 _CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
-"""Manifests that are kept parsed, and the bytes of the largest of these."""
+"""Number of cached parsed manifests, and the size in bytes of the largest of these."""
 _MAX_REQUESTS = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
 class ManifestNotFlushed(OSError):
-    """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
+    """A manifest is renamed but not flushed: a power failure may undo it, so the files it replaces must be kept."""
 
 
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-"""An integer in a file: 64 bits, signed."""
+"""64-bit signed integer."""
 
 
 class ManifestFile(BaseModel):
-    """A file the checkpoint consists of.
+    """File of a checkpoint.
 
-    `own`: written by this save; `ancestor`: linked from an earlier one; `attachment`: of another format, such as
-    DeepSpeed's, and not read here.
+    Roles: `own` is written by this save, `ancestor` is linked from an earlier one, `attachment` is a file of another
+    format, such as DeepSpeed's.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -66,10 +66,10 @@ class ManifestFile(BaseModel):
     checksum: str
     role: Role
     contents: str | None = None
-    """Checksum of a data file's table of contents, which vouches for its blocks; None in files of older versions."""
+    """Checksum of a data file's table of contents, which has those of its blocks; None in files of older versions."""
     held_by: SiblingName | None = None
-    """Directory name of the checkpoint of the same run that the file lies in, on object stores, where files of
-    ancestors are not linked; None: it lies beside the manifest."""
+    """Directory name of the checkpoint of the same run that holds the file, on object stores, where files of
+    ancestors are not linked; None: the file is beside the manifest."""
 
     @model_validator(mode="after")
     def _check_holder(self) -> ManifestFile:
@@ -92,7 +92,7 @@ class ManifestFile(BaseModel):
         return name
 
     def path_in(self, directory: Path) -> Path:
-        """Return the path of the file of the checkpoint in a directory."""
+        """Return the path of the file, given the directory of the checkpoint."""
         return (directory if self.held_by is None else directory.parent / self.held_by) / self.name
 
     @classmethod
@@ -101,7 +101,7 @@ class ManifestFile(BaseModel):
 
 
 class KindSizes(BaseModel):
-    """Bytes of one kind of tensor: uncompressed, in base files, in refinement files."""
+    """Bytes of the tensors of one kind: uncompressed, in base files, in refinement files."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -121,12 +121,12 @@ class GroupReport(BaseModel):
     bits_per_element: float
     relative_error: float
     refined_error: float | None = None
-    """The same with the refinement layer; None where there is none, or where an older version wrote this."""
+    """The same with the refinement layer; None without one, or in manifests of older versions."""
     update_error: float | None = None
     """Relative error of the optimizer's next update after a restore; None except for first moments in its units."""
     worst_tensor: str | None = None
     worst_error: float | None = None
-    """Tensor with the largest relative error, with the refinement layer where there is one; estimated from sketches."""
+    """Largest relative error of a tensor, with the refinement layer if there is one; estimated from sketches."""
     step: float
 
 
@@ -135,18 +135,18 @@ _NUMERIC_KEYS = frozenset({
     "restore_may_lose", "run_lost", "predicted_bytes", "compensated", "refinement_bits", "evaluations", "checks",
     "seconds",
 })
-"""Keys of `Manifest.quality` whose values are numbers."""
+"""Keys of `Manifest.quality` with numeric values."""
 
 
 class Manifest(BaseModel):
-    """Description of a checkpoint, except for the location of each tensor (the index) and the data."""
+    """Manifest of a checkpoint: its files and properties. Locations of tensors are in the index."""
 
     model_config = ConfigDict(extra="allow")  # keys of a later version survive a rewrite by this one
 
     format: Literal["dsq_ckpt"] = "dsq_ckpt"
     version: int = FORMAT_VERSION
     checksum: str = NO_CHECKSUM
-    """xxh3-64 of the file's bytes with sixteen zeros in this place."""
+    """xxh3-64 of the file's bytes with sixteen zeros in place of the checksum."""
     save_id: str
     created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch, by the coordinator's clock."""
@@ -154,27 +154,27 @@ class Manifest(BaseModel):
     parent: str | None
     """Save id of the parent checkpoint, None for a keyframe."""
     parent_name: SiblingName | None = None
-    """Directory name of the parent when this was written; for people, not for loading."""
+    """Directory name of the parent at the time of the save; informational, not used for loading."""
     previous: str | None = None
-    """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
+    """Save id of the previous checkpoint of the run, also for a keyframe; used by retention."""
     previous_name: SiblingName | None = None
-    """Its directory name, in the same run directory; None if it lies elsewhere."""
+    """Its directory name in the same run directory; None if it is elsewhere."""
     replaced: list[tuple[str, str | None, SiblingName | None]] = []
-    """Checkpoints that were here before, newest first: save id, `previous` and `previous_name` of each."""
+    """Checkpoints that this directory held before, newest first: save id, `previous` and `previous_name` of each."""
     depth: Int64
-    """Deltas between this checkpoint and its keyframe."""
+    """Number of deltas from the keyframe to this checkpoint."""
     siblings: Int64 = 0
-    """How many checkpoints in a row are coded against its parent, up to this one; 0: a keyframe, or not counted."""
+    """Number of consecutive checkpoints coded against its parent, up to this one; 0: a keyframe, or not counted."""
     refinement: Literal["kept", "dropped", "none"]
     pinned: bool = False
     files: list[ManifestFile]
     beside: list[RelativePath] = []
-    """Files of a library, such as Trainer's, that belong to the checkpoint and are not read here."""
+    """Companion files of a library such as Trainer, which belong to the checkpoint."""
     kinds: dict[str, KindSizes]
     groups: dict[str, GroupReport]
     nonfinite: list[str] = []
     quality: dict[str, Any] | None = None
-    """Measurements of the search for this configuration (`Compressor`), None without a search."""
+    """Measurements of the search of this configuration (`Compressor`); None without a search."""
     lossy_resumes: Int64 = 0
     """Number of restores of the run from lossy state before this save."""
     seconds: float = Field(ge=-1e11, le=1e11)
@@ -191,7 +191,7 @@ class Manifest(BaseModel):
     @field_validator("config")
     @classmethod
     def _update_config_keys(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Give keys that an earlier version wrote their present names."""
+        """Rename keys of earlier versions to their current names."""
         return current_keys(config, silent=True)
 
     @field_validator("quality")
@@ -214,7 +214,7 @@ class Manifest(BaseModel):
         return self
 
     def get_older_save_ids(self) -> set[str]:
-        """Return the save ids of checkpoints known to be older: the one before it, and those it has files of."""
+        """Return the save ids of checkpoints known to be older: the previous one, and those whose files it links."""
         linked = {file.name[:16] for file in self.files if file.role == "ancestor"}
         return (linked | {self.previous or ""}) - {self.save_id, ""}
 
@@ -224,11 +224,11 @@ class Manifest(BaseModel):
 
     @property
     def lossy(self) -> bool:
-        """Return whether a run that is restored from this checkpoint gets other values than were saved."""
+        """Return whether restored values may differ from the saved values."""
         return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
 
     def get_setting(self, *keys: str) -> Any:
-        """Return a value of the configuration; None if the configuration has nothing at these keys."""
+        """Return a value of the configuration by its nested keys; None if it is missing."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -236,7 +236,7 @@ class Manifest(BaseModel):
 
     @property
     def lossy_kinds(self) -> set[str]:
-        """Kinds of tensors that are quantized, as they begin the names of groups."""
+        """Kinds of quantized tensors: the prefixes of group names."""
         return {group.partition("/")[0] for group in self.groups}
 
     def sum_bytes(self, *roles: str) -> int:
@@ -244,15 +244,15 @@ class Manifest(BaseModel):
         return sum(file.size for file in self.files if file.role in roles)
 
     def write(self, directory: Path, *, exclusive: bool, fsync: bool) -> None:
-        """Commit: the manifest appears complete or not at all.
+        """Commit the checkpoint by writing the manifest atomically.
 
         Args:
-            exclusive: fail if another save completed a checkpoint here meanwhile.
+            exclusive: fail if another save has committed a checkpoint here.
 
         Raises:
-            FileExistsError: with `exclusive`, a manifest is there already.
-            Unflushed: it is there, but its name is not on the device.
-            OSError: it cannot be written, and is not there.
+            FileExistsError: with `exclusive`, there is a manifest already.
+            ManifestNotFlushed: the manifest is written, but its directory cannot be flushed to the device.
+            OSError: the manifest cannot be written.
         """
         with get_storage(directory).create(directory / MANIFEST, fsync=fsync) as file:
             file.stream.write(self.to_bytes())
@@ -264,18 +264,18 @@ class Manifest(BaseModel):
                     raise ManifestNotFlushed(error.errno, error.strerror, str(directory)) from error
 
     def to_bytes(self) -> bytes:
-        """Return the content of its file."""
+        """Return the content of the manifest file."""
         return insert_checksum(self.model_copy(update={"checksum": NO_CHECKSUM}).model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a checkpoint directory; nobody changes what this returns, which others get too.
+        """Read the manifest of a checkpoint directory. The result is cached and shared: do not modify it.
 
         Raises:
             CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
-            CorruptCheckpoint: the manifest does not parse, or is not the one that was written.
-            LoadFailed: it cannot be read, for a reason outside of it.
-            UnsupportedFormat: it is of a newer version.
+            CorruptCheckpoint: the manifest does not parse, or its checksum is wrong.
+            LoadFailed: the manifest cannot be read, such as for missing permissions.
+            UnsupportedFormat: it was written by a newer version.
         """
         path = directory / MANIFEST
         try:
@@ -300,7 +300,7 @@ _parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse)  # a save reads its par
 
 
 def is_complete(directory: Path) -> bool:
-    """Return whether a committed checkpoint lies here (its bytes are not checked).
+    """Return whether a directory has a committed checkpoint; its bytes are not checked.
 
     Raises:
         LoadFailed: the directory cannot be read.
@@ -316,35 +316,35 @@ def is_complete(directory: Path) -> bool:
 
 
 def iter_checkpoints(
-    run: Path, unreadable_error: Callable[[Path, DSQError], object] | None = None
+    run: Path, on_unreadable: Callable[[Path, DSQError], object] | None = None
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the complete checkpoints directly below a run directory, oldest first.
+    """Yield the complete checkpoints directly below a run directory, in the order of their saves.
 
-    Their order is that in which they were saved: each comes after the one it names as the one before it, and after
-    those it has files of. Times, by clocks that may go back, decide between checkpoints that are not related so.
+    A checkpoint comes after its previous checkpoint and after those whose files it links. Times, whose clocks may go
+    back, order checkpoints that are not related in this way.
 
     Args:
-        run: the directory; there are none where it does not exist.
-        unreadable: called with the directory of a checkpoint whose manifest cannot be read, and why; None: raise that.
+        run: run directory, which need not exist.
+        on_unreadable: called with the directory and error of a checkpoint with an unreadable manifest; None: raise.
 
     Raises:
-        DSQError: a manifest cannot be read, and `unreadable_error` is None.
+        DSQError: a manifest cannot be read, and `on_unreadable` is None.
     """
     found = []
     for entry, manifest in _iter_manifests(run):
         if isinstance(manifest, Manifest):
             found.append((entry, manifest))
         elif isinstance(manifest, CheckpointNotFound):
-            pass  # it was deleted meanwhile
-        elif unreadable_error is None:
+            pass  # removed meanwhile
+        elif on_unreadable is None:
             raise manifest
         else:
-            unreadable_error(entry, manifest)
+            on_unreadable(entry, manifest)
     yield from sort_by_save_order(found)
 
 
 def _iter_manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
-    """Yield the directories of a run that may be checkpoints, and the manifest of each, or why it cannot be read."""
+    """Yield the directories of a run that may be checkpoints, with the manifest or the error of reading it."""
     if is_remote(run):
         below = [run / entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory]
         with ThreadPoolExecutor(_MAX_REQUESTS) as requests:

@@ -1,4 +1,4 @@
-"""Names in a manifest, which may not lead anywhere but to files and directories beside it."""
+"""Types of names in a manifest, which may refer only to files and directories beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name stays in the directory that it is looked up in."""
+    """Return whether a name is a single path component other than `.` and `..`."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
@@ -25,6 +25,6 @@ def _check_relative(name: str) -> str:
 
 
 SiblingName = Annotated[str, AfterValidator(_check_sibling)]
-"""Name of a directory beside that of the manifest."""
+"""Name of a directory beside the manifest's directory."""
 RelativePath = Annotated[str, AfterValidator(_check_relative)]
-"""Path of a file in the directory of the manifest, or below it, with slashes."""
+"""Path of a file relative to the manifest's directory, with slashes."""

@@ -1,4 +1,4 @@
-"""The text of a manifest: JSON that states its own checksum, checked before anything else of it is parsed."""
+"""Text of a manifest: JSON that contains its own checksum, which is verified before anything else is parsed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD = re.compile(
 
 
 def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON of a manifest; check its version and checksum before anything else is parsed.
+    """Return the JSON of a manifest. Verify its version and checksum before anything else is parsed.
 
     Raises:
         CorruptCheckpoint, UnsupportedFormat: see `Manifest.read`.
@@ -45,11 +45,11 @@ def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
     for _ in range(_MAX_DEPTH):
         level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
                  if isinstance(part, dict | list)]
-    if level:  # other code walks it by recursion
+    if level:  # other code traverses it recursively
         raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_MAX_DEPTH} deep")
     return dict(tree)
 
 
 def insert_checksum(text: bytes) -> bytes:
-    """Return the text with its own xxh3-64 in place of the zeros, so that every byte of the file is covered."""
+    """Return the text with its xxh3-64 in place of the zeros, so that the checksum covers every byte of the file."""
     return text.replace(NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)

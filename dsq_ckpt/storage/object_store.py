@@ -1,8 +1,8 @@
-"""Object stores by fsspec: s3://, gs://, az:// and whatever it has a package for.
+"""Object stores by fsspec: s3://, gs://, az:// and others that fsspec has a package for.
 
-An object appears when its upload is complete, and its key is of one save, so nothing is written twice but a manifest.
-There are no links, renames and directories. Uploads go on while a rank codes; what fails for a moment is tried again,
-by fsspec's package and then here. A file system object serves all threads of a process, and none of its children.
+An object appears when its upload completes. Its key belongs to one save, so only manifests are overwritten. There are
+no links, renames or directories. Uploads run while a rank encodes. Transient failures are retried, by fsspec's package
+and then here. A file system object is shared by the threads of a process, not by its children.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dsq_ckpt.storage.backend import DirectoryEntry
 from dsq_ckpt.storage.read_ahead import ReadAheadFile
 
 _PIECE = 1 << 23
-"""Bytes that are handed to an upload at once; smaller files are sent by one request when they are complete."""
-_MAX_PENDING = 4  # waiting for an upload, after which the writer waits too
+"""Bytes passed to an upload at once; a smaller file is sent by one request when it is complete."""
+_MAX_PENDING = 4  # pieces waiting for upload, after which the writer waits
 _MAX_ATTEMPTS = 4
 _FIRST_WAIT = 0.25  # seconds
 _TRANSIENT_ERRNOS = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ECONNRESET, errno.ETIMEDOUT)
-# Names of classes of errors, whose packages are not imported here.
+# Class names of errors, whose packages are not imported here.
 _NETWORK_ERRORS = frozenset({
     "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "HTTPClientError", "FSTimeoutError",
     "ServerDisconnectedError", "ServiceRequestError",
@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class ObjectStore:
-    """The backend of all URLs."""
+    """Storage backend of URLs."""
 
     def list_entries(self, directory: Path) -> list[DirectoryEntry]:
         def listed() -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class ObjectStore:
         try:
             return _retry(call, file)
         except RemoteError:
-            self.list_entries(file.parent)  # an answer about one object may say no reason; that to a listing does
+            self.list_entries(file.parent)  # raises with a reason, which a response about one object may lack
             raise
 
     def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> Upload:
@@ -125,7 +125,7 @@ class ObjectStore:
 
 
 class Upload:
-    """An object that is being written; see `AtomicFile`. A thread sends what was written while more is made."""
+    """Object being written; see `AtomicFile`. A thread sends the bytes written so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,14 +145,14 @@ class Upload:
 
     @property
     def stream(self) -> IO[bytes]:
-        """The object to write to: this upload, which has no other method than `write`."""
+        """Stream to write to: this upload, which only has the method `write`."""
         return cast(IO[bytes], self)
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes.
 
         Raises:
-            OSError: what was written before cannot be sent.
+            OSError: earlier bytes cannot be sent.
         """
         self._buffer += data
         if len(self._buffer) >= _PIECE:
@@ -166,13 +166,13 @@ class Upload:
         return len(data)
 
     def complete(self) -> None:
-        """Do nothing: the object is complete when it is published."""
+        """Do nothing: `publish` completes the object."""
 
     def publish(self, exclusive: bool = False) -> None:
-        """Send the rest; the object appears.
+        """Send the remaining bytes and complete the upload, so that the object appears.
 
         Args:
-            exclusive: replace nothing, as far as the store can tell; only for objects of one request.
+            exclusive: do not replace an object; atomic only for objects sent by one request.
 
         Raises:
             FileExistsError: with `exclusive`, there is another object of this name.
@@ -191,7 +191,7 @@ class Upload:
         self._done = True
 
     def discard(self) -> None:
-        """Give up the upload, unless it was published."""
+        """Abort the upload unless it was published."""
         if self._done:
             return
         self._done = True
@@ -199,13 +199,13 @@ class Upload:
         if self._thread is None:
             return
         self._thread.shutdown(cancel_futures=True)
-        with suppress(Exception):  # what remains of it is for `dsq gc`, and parts for the store's own rules
+        with suppress(Exception):  # the rest is for `dsq gc`, parts of an upload for the store's lifecycle rules
             self._sent.discard()
         with suppress(AttributeError):
-            self._sent.closed = True  # else it would be completed when it is freed
+            self._sent.closed = True  # otherwise its finalizer completes it
         from fsspec.spec import AbstractBufferedFile
 
-        # Nothing has appeared then, and what has the name is of another upload: a manifest that was to be replaced.
+        # A buffered upload has not created an object: one of this name is of another upload, such as an old manifest.
         if not isinstance(self._sent, AbstractBufferedFile):
             with suppress(Exception):
                 _get_filesystem(self.path).rm_file(str(self.path))
@@ -248,10 +248,10 @@ def _get_filesystem(path: Path) -> Any:
 
 
 def _retry(call: Callable[[], _T], path: Path) -> _T:
-    """Return what a request gives, which may be made again; wait twice as long before each further try.
+    """Return the result of a request, repeated after transient failures with exponential backoff.
 
     Raises:
-        OSError: it failed; the error names the URL, and says what to do.
+        OSError: the request failed; the error names the URL and a remedy.
     """
     for attempt in range(_MAX_ATTEMPTS):
         try:
@@ -260,11 +260,11 @@ def _retry(call: Callable[[], _T], path: Path) -> _T:
             if attempt == _MAX_ATTEMPTS - 1 or not _is_transient(error):
                 raise _translate_error(error, path) from error
         time.sleep(_FIRST_WAIT * 2**attempt * (1 + random.random()))
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _call(call: Callable[[], _T], path: Path) -> _T:
-    """Return what a request gives that cannot be made again: a part, which fsspec's package itself sends again."""
+    """Return the result of a request that cannot be repeated here, such as a part, which fsspec's package resends."""
     try:
         return call()
     except Exception as error:
@@ -280,7 +280,7 @@ def _exists(path: Path) -> bool:
 
 
 def _class_names(error: BaseException | None) -> set[str]:
-    """Return the names of the classes of an error and of its causes."""
+    """Return the class names of an error and its causes."""
     found: set[str] = set()
     while error is not None:
         found |= {kind.__name__ for kind in type(error).__mro__}
@@ -291,7 +291,7 @@ def _class_names(error: BaseException | None) -> set[str]:
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
         return False
-    if _class_names(error) & _NETWORK_ERRORS:  # the package has tried long enough
+    if _class_names(error) & _NETWORK_ERRORS:  # the package has retried already
         return False
     if isinstance(error, TimeoutError | ConnectionError):
         return True
@@ -299,7 +299,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _translate_error(error: Exception, path: Path) -> Exception:
-    """Return the error to raise for a request that failed: an OSError that names the URL and what to do."""
+    """Return the error to raise for a failed request: mostly an OSError that names the URL and a remedy."""
     if isinstance(error, ConfigError | RemoteError):
         return error
     text, names = f"{error}".strip() or type(error).__name__, _class_names(error)
@@ -327,7 +327,7 @@ def _translate_error(error: Exception, path: Path) -> Exception:
 
 
 def _get_modified(info: dict[str, Any]) -> float | None:
-    """Return when an object was written, by the names that packages of fsspec give it."""
+    """Return the time of an object's last write, under the key used by its fsspec package; None if there is none."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = info.get(name)
         if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Checkpoints of other formats at a path where one of ours was expected: how to tell a user that it is one."""
+"""Error messages for checkpoints of other formats at a path where a dsq_ckpt checkpoint was expected."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage.backend import get_storage
 
 _MODEL_STATES, _ZERO_STATES = "_model_states.pt", "_optim_states.pt"
-"""Ends of names of DeepSpeed's files; those of ZeRO have weights that `dsq compress` does not read."""
+"""Suffixes of DeepSpeed's files; `dsq compress` does not read the weights in those of ZeRO."""
 
 
 def describe_other_format(path: Path) -> str | None:
-    """Return what a path without a manifest is in another format, and what reads it: the end of a sentence.
+    """Describe a path without a manifest in another format, and how to read it, as the end of a sentence.
 
-    None: it is nothing that is known, or has files of a checkpoint of ours.
+    None if the format is unknown, or if the path has dsq files.
     """
-    with suppress(OSError):  # it is no file, or nothing
+    with suppress(OSError):  # not a file
         get_storage(path).size(path)
         if path.name == "manifest.json" or path.suffix == ".dsq":
             return f"is a file of a checkpoint; name its directory, '{path.parent}'"

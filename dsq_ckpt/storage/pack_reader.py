@@ -1,4 +1,4 @@
-"""Packs of exact data, read: a pack by itself, or the chain of packs that it is coded given."""
+"""Reader of packs of exact data: of a pack alone, or along the chain of its reference packs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dsq_ckpt.storage.container import Block, ContainerReader
 from dsq_ckpt.storage.packs import PackLink, PackRef
 
 _MAX_CACHED_BYTES = 1 << 25
-"""Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
+"""Bytes of cached packs of small records: the next record is mostly in the same pack."""
 _MAX_CHAIN = 10_000  # packs of a chain
 
 
 class _PackEntry(NamedTuple):
-    """A pack in the table of contents of its file.
+    """Entry of a pack in the table of contents of its file.
 
     Attributes:
-        block: its block.
-        itemsize: bytes of an item.
-        size: bytes without compression.
-        earlier: the pack that it is coded given, if any.
-        place: its place in a chain, 0 of a pack by itself.
+        block: location of the compressed bytes.
+        itemsize: bytes per item.
+        size: uncompressed size in bytes.
+        reference: reference pack; None: compressed alone.
+        place: place in its chain; 0: compressed alone.
     """
 
     block: Block
@@ -37,7 +37,7 @@ class _PackEntry(NamedTuple):
 
 
 class PackReader(ABC):
-    """A reader of the packs of a checkpoint, whose subclass opens its files; safe to use from several threads."""
+    """Reader of the packs of a checkpoint; safe to use from several threads. A subclass opens the files."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[PackRef, bytes] = OrderedDict()  # the last used at the end
@@ -49,14 +49,14 @@ class PackReader(ABC):
 
     @abstractmethod
     def translate_errors(self, name: str = "") -> AbstractContextManager[None]:
-        """Return a context that translates errors, and names a file in them."""
+        """Return a context that translates errors and adds the name of a file."""
 
     def pack_size(self, ref: PackRef) -> int:
-        """Return the bytes of a pack without compression."""
+        """Return the uncompressed size of a pack in bytes."""
         return self._read_entry(ref).size
 
     def pack_fits(self, ref: PackRef, size: int, itemsize: int) -> bool:
-        """Return whether a pack has so many bytes, in items of this size."""
+        """Return whether a pack has this size and item size, in bytes."""
         entry = self._read_entry(ref)
         return (entry.size, entry.itemsize) == (size, itemsize)
 
@@ -65,10 +65,10 @@ class PackReader(ABC):
         return self._read_entry(ref).place
 
     def pack_chain(self, ref: PackRef) -> list[PackRef]:
-        """Return a pack and those that it is decoded from, newest first.
+        """Return a pack and the packs that it is decoded from, newest first.
 
         Raises:
-            CorruptCheckpoint: they never end, or do not fit each other.
+            CorruptCheckpoint: the chain never ends, or its packs do not fit each other.
         """
         newest, links, link = self._read_entry(ref), [ref], self._read_entry(ref).reference
         while link is not None:
@@ -85,7 +85,7 @@ class PackReader(ABC):
         return links
 
     def make_link(self, chain: list[PackRef], place: int) -> PackLink:
-        """Return the newest pack of a chain as what one at `place` is coded given."""
+        """Return the link of a pack at `place` to the newest pack of a chain."""
         return PackLink(chain[0], place, self.read_pack(chain[0]), frozenset(ref.file for ref in chain))
 
     def read_pack(self, ref: PackRef, keep: bool = False) -> bytes:
@@ -93,10 +93,10 @@ class PackReader(ABC):
 
         Args:
             ref: the pack.
-            keep: hold them for the next call.
+            keep: cache the bytes for the next call.
 
         Raises:
-            CorruptCheckpoint: it, or a pack that it is coded given, is missing, altered or does not fit.
+            CorruptCheckpoint: the pack, or one that it is decoded from, is missing, altered or does not fit.
         """
         with self._kept_lock:
             if (known := self._kept.get(ref)) is not None:

@@ -1,9 +1,9 @@
-"""Packs of exact data and of scales as they are written: by themselves, or as differences to those of an earlier save.
+"""Writer of packs: exact data and scales, compressed alone or as a delta to a pack of an earlier save.
 
-Place 0 of a chain is a pack by itself, place p that which the p-th save after it wrote. It is coded given the one of 1,
-4, 16, .. saves before, the largest such number that divides p. So most are coded given the last one, from which they
-differ least, of 32 saves the newest needs 7 older ones at most, and a save reads again what it is coded against, rather
-than keep it in memory.
+A pack at place 0 of a chain is compressed alone; a pack at place p was written by the p-th save after it. It is coded
+against the pack of 1, 4, 16, ... saves before, the largest such number that divides p. Most packs are coded against the
+previous one, from which they differ least, and the newest of 32 saves needs at most 7 older ones. A save reads the
+reference pack again rather than keep it in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
 
 _MAX_SHARED_BYTES = 1 << 16  # smaller items share a pack
-_MIN_DELTA_BYTES = 1 << 10  # smaller packs are not worth the time that models take
-_PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
-_MAX_DELTA_RATIO = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
+_MIN_DELTA_BYTES = 1 << 10  # of a delta: for smaller packs it takes more time than it saves bytes
+_PIECE = 1 << 23  # bytes; larger items are cut into such pieces
+_MAX_DELTA_RATIO = 0.95  # to the bytes of the pack alone: a smaller gain does not justify a longer chain
 _CHAIN_FACTOR = 4
 
 Tree = dict[str, Any]
@@ -33,13 +33,13 @@ class PackRef(NamedTuple):
 
 
 class PackLink(NamedTuple):
-    """The pack that another one is coded given.
+    """Link of a pack to its reference pack, against which it is coded.
 
     Attributes:
-        ref: where it is.
-        place: place of the other one in its chain.
-        data: its bytes.
-        requires: the files that it is decoded from.
+        ref: location of the reference pack.
+        place: place of the coded pack in its chain.
+        data: bytes of the reference pack.
+        requires: files that the reference pack is decoded from.
     """
 
     ref: PackRef
@@ -49,20 +49,20 @@ class PackLink(NamedTuple):
 
 
 class ParentPacks(Protocol):
-    """The packs of a parent checkpoint."""
+    """Packs of a parent checkpoint."""
 
     def find_packs(self, records: Sequence[Tree]) -> Sequence[PackRef]:
-        """Return the packs that hold the same records there, and nothing else; none if they are not there."""
+        """Return the parent's packs that hold exactly the same records; empty if there are none."""
 
     def find_scale_pack(self, records: Sequence[Tree]) -> PackRef | None:
-        """Return the pack that holds the scales of the same records there, and no others; None if there is none."""
+        """Return the parent's pack that holds exactly the scales of the same records; None if there is none."""
 
     def make_link(self, newest: PackRef, size: int, itemsize: int) -> PackLink | None:
-        """Return what the pack after `newest` is coded given; None if that cannot be read, or is of another size."""
+        """Return the link of the pack after `newest`; None if the reference is unreadable or has another size."""
 
 
 class CompressedPack(NamedTuple):
-    """A compressed pack, and what it is coded given, if anything."""
+    """Compressed pack, and the link to its reference pack; None if it is compressed alone."""
 
     data: bytes
     link: PackLink | None
@@ -71,9 +71,9 @@ class CompressedPack(NamedTuple):
     def compress(
         cls, raw: memoryview | bytes, itemsize: int, level: int, link: Callable[[], PackLink | None]
     ) -> CompressedPack:
-        """Compress a pack by itself and, if that is smaller, given what `link` returns.
+        """Compress a pack alone, or against the reference that `link` returns if that is smaller.
 
-        Not by itself if nothing has changed, as in frozen weights.
+        If nothing has changed, as in frozen weights, it is not compressed alone for comparison.
         """
         reference, delta = link() if itemsize in difference.ITEM_SIZES else None, b""
         if reference is not None:
@@ -86,14 +86,14 @@ class CompressedPack(NamedTuple):
         return cls(alone, None)
 
     def write(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
-        """Write the pack; return what the table of contents tells of it."""
+        """Write the pack; return its entry in the table of contents."""
         own = base.add(self.data), itemsize, size
         return own if self.link is None else (*own, self.link.ref, self.link.place)
 
 
 @dataclass
 class _OpenPack:
-    """Small items that share one pack; `at` is the byte offset of the next item."""
+    """Pack being filled with small items; `at` is the byte offset of the next item."""
 
     parts: list[bytes] = field(default_factory=list)
     at: int = 0
@@ -104,15 +104,15 @@ class PackWriter:
     """Writer of the packs of one base file.
 
     Args:
-        base: the file.
+        base: writer of the file.
         workers: threads.
-        level: of zstd.
-        earlier: packs of the parent; None: it has none that may be used.
-        requires: files of ancestors that the base file needs, to which those that packs need are added. Where there
-            are none, small packs are stored by themselves: a checkpoint does not depend on another for a few bytes.
+        level: zstd level.
+        earlier: packs of the parent; None: packs are compressed alone.
+        requires: files of ancestors that the base file needs; those that packs need are added. If it is empty, small
+            packs are compressed alone, so that a checkpoint does not depend on another for a few bytes.
 
     Attributes:
-        contents: the packs, for the table of contents.
+        contents: entries of the packs in the table of contents.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class PackWriter:
         """Store the bytes of a record.
 
         Args:
-            record: takes their place, now or by the end.
+            record: record; its location is set now, or by `finish`.
             raw: the bytes.
-            itemsize: bytes of an item.
-            sized: called with the bytes that they take in the file.
+            itemsize: bytes per item.
+            sized: called with the compressed size in bytes.
         """
         record["size"] = len(raw)
         if len(raw) > _MAX_SHARED_BYTES:
@@ -148,18 +148,18 @@ class PackWriter:
             self._flush(itemsize)
 
     def add_scales(self, records: Sequence[Tree], items: bytes) -> tuple[int, int]:
-        """Store the scales of these records, in order, as a pack; return its number, and the bytes that it takes."""
+        """Store the scales of these records, in order, as a pack; return its number and its size in bytes."""
         parent = self._get_usable_parent(len(items))
         (size,) = self._write([memoryview(items)], 2, [None if parent is None else parent.find_scale_pack(records)])
         return len(self.contents) - 1, size
 
     def finish(self) -> None:
-        """Write the packs that small items share."""
+        """Write the open packs of small items."""
         for itemsize in list(self._open):
             self._flush(itemsize)
 
     def _flush(self, itemsize: int) -> None:
-        """Compress the open pack of an item size, and record its location in its members."""
+        """Write the open pack of an item size, and set its location in its members."""
         pack = self._open.pop(itemsize)
         raw = memoryview(b"".join(pack.parts))
         (size,) = self._add([record for record, _ in pack.members], [raw], itemsize)
@@ -168,7 +168,7 @@ class PackWriter:
             sized(-(-size * record["size"] // max(len(raw), 1)))  # its share, rounded up
 
     def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
-        """Write packs that hold these records together; yield the bytes of each."""
+        """Write packs that together hold these records; yield the compressed size of each in bytes."""
         parent = self._get_usable_parent(sum(map(len, pieces)))
         refs = () if parent is None else parent.find_packs(records)
         return self._write(pieces, itemsize, refs if len(refs) == len(pieces) else [None] * len(pieces))
@@ -176,7 +176,7 @@ class PackWriter:
     def _write(
         self, pieces: Sequence[memoryview], itemsize: int, earlier: Sequence[PackRef | None]
     ) -> Iterator[int]:
-        """Write packs, each coded given that of an earlier checkpoint if there is one; yield the bytes of each."""
+        """Write packs, each coded against its pack of the parent if there is one; yield the size of each in bytes."""
 
         def compress(task: tuple[memoryview, PackRef | None]) -> CompressedPack:
             raw, ref = task
@@ -189,7 +189,7 @@ class PackWriter:
             yield len(packed.data)
 
     def _get_usable_parent(self, size: int) -> ParentPacks | None:
-        """Return the packs of the parent, if one of so many bytes may be coded given them."""
+        """Return the packs of the parent if packs of so many bytes may be coded against them."""
         return self._earlier if size > (_MIN_DELTA_BYTES if self._requires else _MAX_SHARED_BYTES) else None
 
     def _make_link(self, newest: PackRef | None, size: int, itemsize: int) -> PackLink | None:
@@ -197,7 +197,7 @@ class PackWriter:
 
 
 def reference_place(place: int) -> int:
-    """Return the place of a chain that the pack at `place`, from 1 on, is coded given."""
+    """Return the place of the reference of the pack at `place`, at least 1."""
     step = 1
     while place % (_CHAIN_FACTOR * step) == 0:
         step *= _CHAIN_FACTOR

@@ -1,4 +1,4 @@
-"""The packs of a parent checkpoint, which those of the next one are coded given."""
+"""Packs of a parent checkpoint, as references of the next save's packs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
 _COMPARED_KEYS = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at", "scales")
-"""What the records of a pack, or with scales in it, must have in common with those of an earlier one, item by item."""
+"""Record fields that must be equal for a pack to be coded against a pack of the parent."""
 
 
 class ParentPackReader:
-    """The packs of an opened checkpoint; see `ParentPacks`.
+    """Reader of a checkpoint's packs; see `ParentPacks`. A context manager.
 
-    A context manager. It is opened where there is something to look for. What cannot be read is stored anew: the next
-    checkpoint needs it no longer.
+    The checkpoint is opened on first use. Packs that cannot be read are stored anew, so that later checkpoints do not
+    need them.
 
     Args:
-        directory: the checkpoint.
-        save_id: id of the save that is to have written it.
-        known: records of chunks that this rank wrote; for others its index is read.
+        directory: directory of the checkpoint.
+        save_id: save id that the checkpoint must have.
+        known: records of chunks that this rank wrote; for other chunks the index is read.
     """
 
     def __init__(self, directory: Path, save_id: str, known: Mapping[ChunkKey, RecordRef]) -> None:
         self._directory, self._save_id, self._known = directory, save_id, known
-        self._lock, self._told = threading.Lock(), False
+        self._lock, self._warned = threading.Lock(), False
         self._files: CheckpointFiles | None = None
 
     def __enter__(self) -> ParentPackReader:
@@ -60,9 +60,9 @@ class ParentPackReader:
     def _find_common(
         self, records: Sequence[Tree], packs: Callable[[ContainerReader, Tree], Sequence[int]]
     ) -> Sequence[PackRef]:
-        """Return the packs that all of these records have there, which `packs` tells of the file and the record."""
+        """Return the packs common to all of these records in the parent; `packs` returns those of one record."""
         found: set[tuple[PackRef, ...]] = set()
-        if any("offsets" not in record for record in records):  # objects, which only the index of all ranks leads to
+        if any("offsets" not in record for record in records):  # objects, which only the index of all ranks locates
             return ()
         try:
             files = self._open()
@@ -106,8 +106,7 @@ class ParentPackReader:
         return self._files
 
     def _warn_once(self, error: DSQError) -> None:
-        """Warn once."""
         with self._lock:
-            told, self._told = self._told, True
-        if not told:
+            warned, self._warned = self._warned, True
+        if not warned:
             warn_safely(f"exact data of the parent checkpoint cannot be read; storing it anew: {error}")

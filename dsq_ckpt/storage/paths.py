@@ -1,4 +1,4 @@
-"""Paths that users give."""
+"""Paths passed by users."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://+[^/].*")
 
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user gave: a URL, or a local path with `~` and `~user` replaced by the home directory.
+    """Return a user's path as a URL, or as a local path with `~` and `~user` expanded.
 
     Raises:
-        ConfigError: it is a URL without a bucket, or with "..", or one of another form, such as with one slash.
+        ConfigError: it is a URL without a bucket, with "..", or malformed, such as with one slash.
     """
     if isinstance(path, RemotePath):
         return path
@@ -34,10 +34,10 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
 
 
 def to_absolute(path: Path) -> Path:
-    """Return a path from the root on; links and `..` stay.
+    """Return an absolute path; links and `..` are not resolved.
 
     Raises:
-        ConfigError: it begins at the working directory, which was deleted.
+        ConfigError: the path is relative and the working directory was deleted.
     """
     try:
         return path.absolute()
@@ -49,10 +49,10 @@ def to_absolute(path: Path) -> Path:
 
 
 def resolve_local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the local checkpoint directory that a user named, as an absolute path.
+    """Return a user's path of a local checkpoint directory as an absolute path.
 
     Raises:
-        ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
+        ConfigError: it is a URL, empty, or relative to a deleted directory.
     """
     expect_path("path", path)
     if is_url(path) and not _LOCAL.match(str(path)):
@@ -61,10 +61,10 @@ def resolve_local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def resolve_checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint directory that a user named: a URL, or an absolute path.
+    """Return a user's path of a checkpoint directory as a URL or an absolute path.
 
     Raises:
-        ConfigError: it is empty, a URL of another form than expected, or relative to a directory that was deleted.
+        ConfigError: it is empty, a malformed URL, or relative to a deleted directory.
     """
     expect_path("path", path)
     found = expand_path(path)
@@ -76,22 +76,22 @@ def resolve_checkpoint_path(path: str | os.PathLike[str]) -> Path:
 
 
 def find_file_above(path: Path) -> Path | None:
-    """Return the nearest path above one that exists and is no directory, so that nothing can lie below; None: none."""
+    """Return the nearest parent of a path that exists and is not a directory; None if there is none."""
     return next((above for above in path.parents if os.path.lexists(above) and not above.is_dir()), None)
 
 
 def explain_absence(path: Path) -> str:
-    """Return why nothing is at a path, as the end of a sentence."""
+    """Return why a path does not exist, as the end of a sentence."""
     file = find_file_above(path)
     return "does not exist" if file is None else f"leads through '{file}', which is no directory"
 
 
 def require_checkpoint_path(path: str | os.PathLike[str] | None) -> Path:
-    """Return the directory of a checkpoint to be read; whether it exists is not checked.
+    """Return the path of a checkpoint to read; its existence is not checked.
 
     Raises:
-        CheckpointNotFound: it is None.
-        ConfigError: it is empty.
+        CheckpointNotFound: the path is None.
+        ConfigError: the path is empty.
     """
     if path is None:
         raise CheckpointNotFound(

@@ -1,8 +1,7 @@
-"""Tensors in pickled files of another format, whose values lie in the checkpoint beside these files.
+"""Placeholders of tensors in pickled files of another format, whose values are in the checkpoint beside the files.
 
-`torch.save` of a `StoredTensor` writes a call of `decode`. So `torch.load` of such a file gives ordinary tensors
-wherever this package can be imported, by whatever program reads it. Decoding reads checksummed containers and runs
-nothing.
+`torch.save` of a `StoredTensor` writes a call of `decode`, so `torch.load` of the file returns ordinary tensors in any
+program that can import this package. Decoding reads checksummed containers and executes no stored code.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from dsq_ckpt.storage.shard import RecordRef
 _VERSION = 1
 _source: ContextVar[CheckpointSource | None] = ContextVar("_source", default=None)
 _code_cache: ContextVar[CodeCache | None] = ContextVar("_kept", default=None)
-_checked_files: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
+_checked_files: set[tuple[Path, str, int]] = set()  # files whose checksums were verified
 
 
 class CheckpointSource(NamedTuple):
-    """The checkpoint that holds the values of files being loaded, whether they are refined, and the threads."""
+    """Checkpoint that holds the values of files being loaded, whether to use its refinement layer, and threads."""
 
     directory: Path
     refined: bool
@@ -48,17 +47,17 @@ class CheckpointSource(NamedTuple):
 
 
 class CodeCache(NamedTuple):
-    """Codes of a checkpoint's chunks that are kept while its files are loaded."""
+    """Cache of a checkpoint's codes, filled while its files are loaded."""
 
     directory: Path
     needs_codes: Callable[[ChunkKey], bool]
     codes: dict[ChunkKey, Codes]
     by_record: dict[RecordRef, Codes]
-    """The same, and those of second moments that first moments were multiplied by, by record."""
+    """The same by record, and the codes of second moments that first moments were multiplied by."""
 
 
 class FlatRange(NamedTuple):
-    """Elements of a stored tensor, and where they go: `length` elements of `fqn` from `start` on, to `at`; all flat."""
+    """Range of a flattened stored tensor: `length` elements of `fqn` from `start` on, copied to flat offset `at`."""
 
     fqn: str
     start: int
@@ -67,10 +66,10 @@ class FlatRange(NamedTuple):
 
 
 class StoredTensor:
-    """A placeholder of a tensor in a state dict that is to be pickled.
+    """Placeholder of a tensor in a state dict to be pickled.
 
     Args:
-        save_id: save id of the checkpoint whose directory the file will lie in.
+        save_id: save id of the checkpoint in whose directory the file will be.
         dtype: dtype of the tensor; ranges stored in another dtype are cast to it.
         shape: shape of the tensor.
         pieces: ranges of stored tensors; elements outside of them and of `rest` are zero.
@@ -91,18 +90,17 @@ class StoredTensor:
 
 
 def decode(spec: dict[str, Any]) -> torch.Tensor:
-    """Return the tensor that a `StoredTensor` stood for, on the CPU; called by unpicklers.
+    """Return the tensor of a `StoredTensor` placeholder, on the CPU; called by unpicklers.
 
     The checkpoint is the directory of the file that `torch.load` is reading, or that of `stored_in`.
 
-    A universal checkpoint of DeepSpeed has a copy of such a file without what it speaks of. There, weights are in the
-    folder `zero`, and those of the file are not used; they become tensors on the meta device, which nobody can mistake
-    for values.
+    A universal checkpoint of DeepSpeed has a copy of such a file without the checkpoint. Its weights are in the folder
+    `zero`, and those of the file are not used, so they become tensors on the meta device.
 
     Raises:
         LoadFailed: the file is not read by its path, so that the location of the checkpoint is unknown.
         CheckpointNotFound: the checkpoint beside the file is not complete, or is of another save.
-        CorruptCheckpoint: it is altered, or does not hold what it should.
+        CorruptCheckpoint: it is altered, or lacks elements of the tensor.
         UnsupportedFormat: it was written by a newer version.
     """
     if spec.get("version") != _VERSION:
@@ -144,7 +142,7 @@ def _make_workers() -> Workers:
 
 
 def _iter_gaps(count: int, pieces: Iterable[slice]) -> Iterator[slice]:
-    """Yield the parts of a flat tensor of `count` elements that are in no piece of it."""
+    """Yield the ranges of a flat tensor of `count` elements that are in no piece."""
     at = 0
     for start, stop, _ in sorted(piece.indices(count) for piece in pieces):
         if start > at:
@@ -154,23 +152,23 @@ def _iter_gaps(count: int, pieces: Iterable[slice]) -> Iterator[slice]:
         yield slice(at, count)
 
 
-decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, that may not
+decode.__module__ = "dsq_ckpt"  # the name in pickled files, which must not change
 
 
 def read_flat(
     checkpoint: Checkpoint, pieces: Sequence[tuple[str, int, torch.Tensor]], refined: bool, workers: Workers
 ) -> None:
-    """Read elements of flattened tensors, chunks side by side.
+    """Read ranges of flattened tensors, decoding chunks in parallel.
 
     Args:
-        checkpoint: opened.
-        pieces: for each, the name of its tensor, its first element, and its destination, flat, of any dtype, whose
-            length is the number of elements.
-        refined: use the refinement layer where it was kept.
+        checkpoint: opened checkpoint.
+        pieces: for each range the name of its tensor, its first element, and its destination, flat, of any dtype,
+            whose length is the number of elements.
+        refined: use the refinement layer if the checkpoint has it.
         workers: threads.
 
     Raises:
-        CorruptCheckpoint: the checkpoint does not have all of them.
+        CorruptCheckpoint: the checkpoint does not have all elements.
     """
     parts = deque[_ChunkPart]()
     taken = AddressRanges()
@@ -201,11 +199,11 @@ def read_flat(
 
 
 class _ChunkPart(NamedTuple):
-    """Elements of a chunk, from `first` on, and where they go, flat.
+    """Range of a chunk from the element `first` on, and its flat destination.
 
     Attributes:
-        keeps: whether the codes of the chunk are to be kept.
-        done: whether they are decoded where they go.
+        keeps: whether the codes of the chunk are cached.
+        done: whether the chunk is decoded directly to its destination.
     """
 
     ref: RecordRef
@@ -217,7 +215,7 @@ class _ChunkPart(NamedTuple):
 
 
 def _iter_parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor) -> Iterator[_ChunkPart]:
-    """Yield the parts of chunks that elements of a flattened tensor are in."""
+    """Yield the ranges of chunks that make up a range of a flattened tensor."""
     tensor = checkpoint.index["tensors"].get(fqn)
     if tensor is None:
         raise CorruptCheckpoint(f"'{checkpoint.directory}' has no '{fqn}', which a file beside it asks for")
@@ -241,11 +239,11 @@ def _iter_parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor)
 
 @contextmanager
 def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterator[None]:
-    """Let files that are loaded in the block belong to the checkpoint in this directory, wherever they are read from.
+    """Use the checkpoint in this directory for all files loaded in the context, whatever their paths.
 
     Args:
         directory: directory of the checkpoint.
-        refined: use its refinement layer where it was kept.
+        refined: use its refinement layer if it has one.
     """
     with _make_workers() as workers:
         token = _source.set(CheckpointSource(Path(directory), refined, workers))
@@ -257,13 +255,13 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
 
 @contextmanager
 def keep_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
-    """Keep codes of a checkpoint as they are decoded, so that they are not decoded twice.
+    """Cache codes of a checkpoint as they are decoded, so that they are not decoded twice.
 
-    The caller loads the whole checkpoint, and tells itself where that has only its base layer.
+    The caller loads the whole checkpoint, and warns itself if it has only its base layer.
 
     Args:
-        directory: directory of the checkpoint; DeepSpeed may read others meanwhile.
-        wanted: returns whether the codes of a chunk are kept.
+        directory: directory of the checkpoint; other checkpoints read in the context are not cached.
+        wanted: returns whether the codes of a chunk are cached.
 
     Yields:
         The codes so far, 1 byte per element.
@@ -277,17 +275,17 @@ def keep_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[
 
 
 def _needs_codes(kept: CodeCache, checkpoint: Checkpoint, part: _ChunkPart) -> bool:
-    """Return whether the codes of a chunk are to be kept."""
+    """Return whether to cache the codes of a chunk."""
     record = checkpoint.read_record(part.ref)
     coded = record["type"] == "coded" and "residual" not in record
     return coded and kept.directory == checkpoint.directory and kept.needs_codes(part.key)
 
 
 def _check_file(file: Path, checkpoint: Checkpoint) -> None:
-    """Compare a file with its checksum, once.
+    """Verify the checksum of a file, once.
 
     Raises:
-        CorruptCheckpoint: it is not what was written.
+        CorruptCheckpoint: the file was altered.
     """
     key = (file, checkpoint.manifest.save_id, file.stat().st_mtime_ns)
     if key in _checked_files:
@@ -299,7 +297,7 @@ def _check_file(file: Path, checkpoint: Checkpoint) -> None:
 
 
 def _find_loading_file() -> Path | None:
-    """Return the path of the file that `torch.load` reads further up the stack; unpickling itself does not know it."""
+    """Return the path of the file that `torch.load` is reading, from its stack frame: unpicklers do not know it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == "torch.serialization":
@@ -323,7 +321,7 @@ _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
-    """Reset a child, which lacks the thread that may have held this lock, or those of the open checkpoint."""
+    """Reset the state in a child process, which lacks the threads of the lock and of the open checkpoint."""
     global _last, _lock
     _last, _lock = None, threading.Lock()
 
@@ -332,7 +330,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _open_checkpoint(directory: Path, save_id: str) -> Checkpoint:
-    """Return the open checkpoint; keep the last one open, since a file has many tensors."""
+    """Return the checkpoint, opened. The last one stays open, since a file has many tensors."""
     global _last
     with _lock:
         try:
@@ -361,7 +359,7 @@ def _open_checkpoint(directory: Path, save_id: str) -> Checkpoint:
 
 
 def close_last_checkpoint() -> None:
-    """Close the checkpoint that was read last."""
+    """Close the last checkpoint that was read."""
     global _last
     if _last is not None:
         _last.checkpoint.close()

@@ -1,4 +1,4 @@
-"""The checkpoints that a checkpoint came after in its run."""
+"""Predecessors of a checkpoint in its run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MAX_REPLACED = 32
 
 
 def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the checkpoints that one came after, newest first, with their manifests, as far as they can be read.
+    """Yield the predecessors of a checkpoint, newest first, with their manifests, as far as they can be read.
 
-    One that was replaced, as `last` is by each save, is passed over: what replaced it tells what it came after.
+    A replaced checkpoint, such as `last`, is skipped: the manifest of its replacement records its predecessor.
 
     Raises:
         DSQError: the checkpoint itself cannot be read.
@@ -32,12 +32,12 @@ def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
             yield directory, manifest
             save_id, name = manifest.previous, manifest.previous_name
         else:
-            links = {old: (previous, beside) for old, previous, beside in manifest.replaced[::-1]}
+            links = {old: (previous, name) for old, previous, name in manifest.replaced[::-1]}
             save_id, name = links.get(save_id, (None, None))
 
 
 def list_replaced(directory: Path) -> list[tuple[str, str | None, str | None]]:
-    """Return the field `replaced` of a checkpoint that is to replace the one in a directory, if there is one."""
+    """Return the manifest field `replaced` for a save that replaces the checkpoint in a directory, if there is one."""
     try:
         old = Manifest.read(directory)
     except DSQError:

@@ -1,4 +1,4 @@
-"""Ranges of a file that is far away, read in windows: a request takes as long as a megabyte."""
+"""Reads of ranges of a remote file in windows: a request takes as long as the transfer of a megabyte."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 WINDOW = 1 << 21
-"""Bytes of a window; longer reads are requests of their own."""
+"""Bytes of a window; a longer read is a request of its own."""
 _MAX_CACHED_BYTES = 1 << 28
-"""Bytes of windows that a process keeps, those used last: a chain of checkpoints is read from many files at once."""
+"""Bytes of cached windows per process, least recently used first out: a chain is read from many files at once."""
 
 
 class ReadAheadFile:
-    """A file that is read at any place by any thread; see `RegularFile`.
+    """Remote file open for reads of ranges, by any thread; see `RegularFile`.
 
     Args:
-        size: size of the file in bytes; it never changes.
-        fetch: returns the bytes from an offset up to, and without, another.
+        size: size of the file in bytes; it must not change.
+        fetch: returns the bytes from a start offset to a stop offset, exclusive.
     """
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
@@ -44,7 +44,7 @@ class ReadAheadFile:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Forget what is held of the file."""
+        """Drop the cached windows of the file."""
         with _lock:
             for key in [key for key in _windows if key[0] is self]:
                 del _windows[key]
@@ -78,7 +78,7 @@ _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
-    """Reset a child, which lacks the threads that held the lock or were reading."""
+    """Reset the lock and the cache in a child, which lacks the threads that held or filled them."""
     global _lock
     _lock = threading.Lock()
     _windows.clear()

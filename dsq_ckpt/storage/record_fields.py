@@ -1,4 +1,4 @@
-"""Fields of records, checked before anything is done by them."""
+"""Checked access to fields of records."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dsq_ckpt.quantization.moments import from_octave_units, from_roots
 from dsq_ckpt.storage.shard import RecordRef
 
 FACTORS = frozenset({"unit", "root", "scales"})
-"""Keys of a record by which its values are multiplied after they were dequantized."""
+"""Keys of a record that specify factors of its dequantized values."""
 _MAX_EXPONENT = 100
 
 
 def get_root_multiplier(record: dict[str, Any]) -> Callable[[F32, F32], None]:
-    """Return what multiplies first moments by the roots of second moments."""
+    """Return the function that multiplies first moments by the roots of second moments, in place."""
     return from_roots if "root" in record else from_octave_units  # which format version 4 had
 
 
 def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]) -> None:
-    """Refuse a record with two factors, or with one that is none of those that are known here."""
+    """Raise CorruptCheckpoint for a record with two factors, or with a factor that is not in `known`."""
     factors = sorted(FACTORS & record.keys())
     if len(factors) > 1 or not set(factors) <= set(known):
         raise CorruptCheckpoint(
@@ -34,7 +34,7 @@ def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]
 
 
 def get_protected_count(record: dict[str, Any]) -> int:
-    """Return how many values of a record stand beside its codes."""
+    """Return the number of protected values of a record."""
     count = record.get("protected_count", 0)
     if type(count) is not int or not 0 <= count <= math.prod(record["shape"]):
         raise CorruptCheckpoint(f"'{record['fqn']}' of shape {record['shape']} has {count} protected values")
@@ -42,7 +42,7 @@ def get_protected_count(record: dict[str, Any]) -> int:
 
 
 def get_exponent(record: dict[str, Any]) -> float:
-    """Return log2 of the factor that a record's levels are multiplied by."""
+    """Return log2 of the factor of a record's levels."""
     parts = record.get("exponent", 0), record.get("shift", 0)
     for name, part in zip(("exponent", "shift"), parts, strict=True):
         if type(part) not in (int, float) or not -_MAX_EXPONENT <= part <= _MAX_EXPONENT:
@@ -51,10 +51,10 @@ def get_exponent(record: dict[str, Any]) -> float:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of this name.
+    """Return the torch dtype of a name.
 
     Raises:
-        CorruptCheckpoint: there is none.
+        CorruptCheckpoint: there is no such dtype.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):

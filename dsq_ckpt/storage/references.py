@@ -1,15 +1,14 @@
-"""Checkpoints on object stores, which refer to files of their ancestors: commit, removal, and what is needed still.
+"""References to files of ancestors on object stores: commit, removal, and the files that are still needed.
 
-Nothing is locked. Two rules keep every file that a complete checkpoint needs:
+There are no locks. Two rules keep every file that a complete checkpoint needs:
 
-* A save writes its manifest, and looks then whether the manifest of its parent is still the one it was coded against.
-* Whoever removes or replaces a checkpoint removes or replaces its manifest, and looks then which files the manifests of
-  the run name. It deletes the others.
+* A save writes its manifest, and then checks that the manifest of its parent is still the one it was coded against.
+* A removal or replacement first removes or replaces the manifest, then reads which files the manifests of the run
+  list, and deletes the others.
 
-So, whichever of the two comes first, either the save finds its parent gone, and takes its manifest back, or the other
-one finds the save's manifest, and keeps the files. Ancestors before the parent are named by the parent's manifest.
-Every key that holds data is of one save, and is never written again. Listings must show what was written before, as
-those of S3, Google Cloud Storage and Azure do.
+In either order of the two, the save finds its parent gone and removes its manifest, or the removal finds the save's
+manifest and keeps the files. Ancestors before the parent are listed in the parent's manifest. Every data key belongs to
+one save and is never overwritten. Listings must be strongly consistent, as those of S3, Google Cloud Storage and Azure.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_MANIFEST_BYTES = 1 << 28
 
 
 def format_concurrent_save(path: Path) -> str:
-    """Return a message on a checkpoint that another save completed first."""
+    """Return the error message for a checkpoint that another save committed first."""
     return (
         f"another save completed a checkpoint in '{path}' while this one was written; choose another path, or "
         "overwrite it (overwrite=True)"
@@ -39,17 +38,17 @@ def format_concurrent_save(path: Path) -> str:
 
 
 def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path, str] | None) -> None:
-    """Commit a checkpoint on an object store; remove what it replaces, as far as no other checkpoint needs that.
+    """Commit a checkpoint on an object store, and remove files of a replaced checkpoint that no other one needs.
 
     Args:
-        path: the checkpoint.
+        path: path of the checkpoint.
         manifest: its manifest.
         overwrite: replace a checkpoint at `path`.
-        parent: path and save id of the checkpoint that it is coded against.
+        parent: path and save id of its parent.
 
     Raises:
-        CheckpointExists: another save completed a checkpoint here meanwhile.
-        SaveFailed: the parent was removed or replaced meanwhile, also the one at `path` itself.
+        CheckpointExists: another save committed a checkpoint here meanwhile.
+        SaveFailed: the parent, which may be at `path` itself, was removed or replaced meanwhile.
     """
     before = _try_read_manifest(path) if overwrite else None
     if parent is not None and parent[0] == path and (before is None or before.save_id != parent[1]):
@@ -63,7 +62,7 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
         raise CheckpointExists(format_concurrent_save(path)) from error
     except OSError:
         found = _try_read_manifest(path)
-        if found is None or found.save_id != manifest.save_id:  # else only the answer was lost
+        if found is None or found.save_id != manifest.save_id:  # otherwise only the response was lost
             raise
     if parent is not None and parent[0] != path:
         try:
@@ -85,13 +84,13 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
 
 
 def _try_read_manifest(path: Path) -> Manifest | None:
-    with suppress(DSQError):  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+    with suppress(DSQError):  # files of an unreadable checkpoint are for `dsq gc`
         return Manifest.read(path)
     return None
 
 
 def collect_needed_files(run: Path) -> dict[str, set[str]]:
-    """Return the names of the files that complete checkpoints of a run need, by the directory that they lie in.
+    """Return the names of the files that the complete checkpoints of a run need, by the directory that holds them.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
@@ -104,12 +103,12 @@ def collect_needed_files(run: Path) -> dict[str, set[str]]:
 
 
 def select_needed_files(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> set[Path]:
-    """Return which of some files of a run its complete checkpoints need, some of them left out.
+    """Return the files that complete checkpoints of a run need, except the checkpoints in `but`.
 
     Args:
-        run: the run.
-        files: the files.
-        but: paths and save ids of the checkpoints that are left out; another save at the path of one counts.
+        run: run directory.
+        files: files to select from.
+        but: path and save id of each checkpoint to ignore; another save at the same path is not ignored.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
@@ -122,10 +121,10 @@ def select_needed_files(run: Path, files: Iterable[Path], but: Container[tuple[P
 
 
 def find_held_files(directory: Path, but: Container[Path] = ()) -> set[str]:
-    """Return the names of files of a local checkpoint that manifests beside it refer to, some of them left out.
+    """Return the names of files in a local checkpoint's directory that other manifests of the run refer to.
 
-    There are some only in a run that was copied from an object store as it lies there. Manifests that cannot be read
-    are passed over.
+    There are such files only in a run copied from an object store by other programs. Unreadable manifests, and the
+    checkpoints in `but`, are ignored.
     """
     found: set[str] = set()
     storage, run = get_storage(directory), directory.absolute().parent
@@ -139,10 +138,10 @@ def find_held_files(directory: Path, but: Container[Path] = ()) -> set[str]:
 
 
 def remove_files(files: Iterable[Path]) -> None:
-    """Remove files, as many at a time as an object store takes requests.
+    """Remove files by concurrent requests.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a file cannot be removed.
     """
     with ThreadPoolExecutor(_MAX_REQUESTS) as requests:
         for _ in requests.map(lambda file: get_storage(file).remove(file), list(files)):
@@ -150,9 +149,9 @@ def remove_files(files: Iterable[Path]) -> None:
 
 
 def remove_unneeded_files(path: Path, names: set[str]) -> None:
-    """Remove files of a checkpoint that was replaced, but those that a checkpoint of the run needs.
+    """Remove the files of a replaced checkpoint that no checkpoint of the run needs.
 
-    What cannot be removed, and all if a manifest of the run cannot be read, is left to `dsq gc`, with a warning.
+    Files that cannot be removed, or all of them if a manifest is unreadable, are left to `dsq gc` with a warning.
     """
     try:
         remove_files(path / name for name in sorted(names - collect_needed_files(get_run(path))[path.name]))

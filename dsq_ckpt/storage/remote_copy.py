@@ -1,9 +1,9 @@
-"""Copies of checkpoints and runs between a disk and object stores, or between two of these.
+"""Copy of checkpoints and runs between a disk and object stores, or between object stores.
 
-Every file is compared with its checksum on its way, and copied once for the whole run. On a disk the other checkpoints
-get hard links to it, on an object store their manifests name the checkpoint that has it. A copy on a disk appears
+The checksum of every file is verified during the copy. A shared file is copied once: on a disk other checkpoints get
+hard links to it, on an object store their manifests name the checkpoint that holds it. A copy on a disk appears
 complete or not at all; to an object store checkpoints are copied one by one, oldest first, each with its manifest last.
-Files that other programs wrote into a run or its checkpoints go along, and those that name a checkpoint come last.
+Files of other programs in a run or its checkpoints are copied, too, and those that name a checkpoint last.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_compl
 from dsq_ckpt.storage.references import remove_files
 
 POINTERS = ("latest", "latest_universal")
-"""Names of DeepSpeed's files in a run that name the checkpoint to load."""
+"""DeepSpeed's files in a run that contain the name of the checkpoint to load."""
 _MAX_ATTEMPTS = 3
 _LONGEST_NAME = 4096
 
 
 class RemoteCopy:
-    """A copy of a checkpoint, or of a run: its checkpoints, and the files beside them.
+    """Copy of a checkpoint, or of a run with its checkpoints and other files.
 
     Args:
         origin: a checkpoint or a run.
@@ -41,8 +41,8 @@ class RemoteCopy:
         checkpoints: number of checkpoints in the copy.
         files: number of files written.
         bytes: bytes of the files written.
-        links: number of further names or references to files that were written already.
-        left_out: what lies in the run and was not copied, and why.
+        links: number of links or references to files that were written already.
+        left_out: paths that were not copied, with the reason.
         removed: checkpoints and files that were removed meanwhile.
     """
 
@@ -52,26 +52,26 @@ class RemoteCopy:
         self.removed: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[str, str], Path] = {}
-        """Path of each file in the copy, by name and checksum; names of data files are of one save."""
+        """Path of each file in the copy, by name and checksum; the name of a data file has its save id."""
         self._made: list[Path] = []
         self._committed: list[Path] = []
 
     def run(self, goal: Path) -> None:
-        """Make the copy.
+        """Copy to `goal`.
 
         Raises:
-            CheckpointExists: something is at `goal`.
-            CheckpointNotFound: there is no complete checkpoint, or none is left.
-            CorruptCheckpoint: a manifest cannot be read, or a file is not what its manifest says; there is no copy.
-            SaveFailed: `goal` lies in what is to be copied.
-            OSError: a file cannot be read or written; there is no copy.
+            CheckpointExists: `goal` exists.
+            CheckpointNotFound: there is no complete checkpoint, or all were removed meanwhile.
+            CorruptCheckpoint: a manifest is unreadable, or a file does not match its manifest; no copy is made.
+            SaveFailed: `goal` is inside the source.
+            OSError: a file cannot be read or written; no copy is made.
         """
         if goal.is_relative_to(self._origin):
             raise SaveFailed(f"'{goal}' lies in '{self._origin}', which is to be copied; copy it to somewhere else")
-        pointers = _read_pointers(self._origin)  # before it is looked at what is there, as training may go on
+        pointers = _read_pointers(self._origin)  # before the run is listed, since training may continue
         found = [self._origin] if is_complete(self._origin) else [path for path, _ in iter_checkpoints(self._origin)]
         if not found:
-            Manifest.read(self._origin)  # raises, and says what is there instead
+            Manifest.read(self._origin)  # raises, with a description of the path
             raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
         with self._create_target(goal) as made:
             for path in found:
@@ -88,7 +88,7 @@ class RemoteCopy:
 
     @contextmanager
     def _create_target(self, goal: Path) -> Iterator[Path]:
-        """Yield where the copy is to be made; an error leaves nothing of it."""
+        """Yield the path at which to create the copy, and remove the copy after an error."""
         if not is_remote(goal):
             with create_directory(goal) as hidden:
                 get_storage(hidden).make_directory(hidden, True)
@@ -101,13 +101,13 @@ class RemoteCopy:
         except BaseException:
             with suppress(OSError, DSQError):
                 remove_files(path / MANIFEST for path in self._committed)
-                # Another copy to here, which has the same names, may have completed a checkpoint meanwhile.
+                # Another copy to this path, which has the same names, may have committed a checkpoint meanwhile.
                 needed = {path for path in {made.parent for made in self._made} if is_complete(path)}
                 remove_files(path for path in self._made if path.parent not in needed)
             raise
 
     def _copy_run_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a checkpoint of a run, if it is not removed meanwhile."""
+        """Copy a checkpoint of a run, unless it is removed meanwhile."""
         before, manifest = (self.files, self.bytes, self.links), None
         try:
             manifest = Manifest.read(source)
@@ -116,7 +116,7 @@ class RemoteCopy:
             save_id = None if manifest is None else manifest.save_id
             if detect_change(source, save_id, manifest, time.monotonic() + REMOVAL_TIMEOUT) != "removed":
                 raise
-            # Others that need files of it get their own.
+            # Other checkpoints that need its files get their own copies.
             self._written = {key: path for key, path in self._written.items() if path.parent != target}
             remove_files(path for path in self._made if path.parent == target)
             self._made = [path for path in self._made if path.parent != target]
@@ -127,7 +127,7 @@ class RemoteCopy:
             self.removed = [path for path in self.removed if path.parent != source] + [source]
 
     def _copy_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a checkpoint; begin again if its manifest was replaced meanwhile, as when its refinement goes."""
+        """Copy a checkpoint. Start over if its manifest is replaced meanwhile, as when its refinement is dropped."""
         get_storage(target).make_directory(target, True)
         for attempt in range(_MAX_ATTEMPTS):
             manifest = Manifest.read(source)
@@ -142,8 +142,8 @@ class RemoteCopy:
         remove_files(path for path in self._made if path.parent == target and path.name not in named)
         copied = manifest.model_copy(update={"files": files})
         self._copy_other_files(source, target, _list_named_files(manifest))
-        Manifest.read(source)  # raises if the checkpoint was removed, and files beside it may be lacking
-        if is_complete(target):  # the same bytes, which a store cannot tell from a second try of this one
+        Manifest.read(source)  # raises if the checkpoint was removed, since other files may be missing then
+        if is_complete(target):  # of equal bytes, which a store cannot distinguish from a repeated request
             raise CheckpointExists(f"another copy to '{target}' was completed while this one was made; it stays")
         copied.write(target, exclusive=True, fsync=True)
         self._committed.append(target)
@@ -151,7 +151,7 @@ class RemoteCopy:
         self.files += 1
 
     def _copy_other_files(self, source: Path, target: Path, known: Collection[str]) -> None:
-        """Copy files of a directory that others wrote, such as settings; none of those below it."""
+        """Copy the files of other programs directly in a directory, such as settings."""
         for entry in _list_other_entries(source, known):
             path = source / entry.name
             if is_hidden(entry.name):
@@ -172,7 +172,7 @@ class RemoteCopy:
                     self.files += 1
 
     def _copy_pointer(self, source: Path, target: Path, data: bytes) -> None:
-        """Copy a file that names a checkpoint, if the copy has that."""
+        """Copy a file that contains the name of a checkpoint, if the copy has this checkpoint."""
         name = data.decode(errors="replace").strip()
         if target.parent / name not in self._committed:
             self.left_out[source] = f"it names '{name}', which is not in the copy"
@@ -184,11 +184,11 @@ class RemoteCopy:
         self.files, self.bytes = self.files + 1, self.bytes + len(data)
 
     def _copy_file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
-        """Copy a file, or refer to what was copied of it; its entry in the manifest of the copy."""
+        """Copy a file, or link or refer to its copy; return its entry in the manifest of the copy."""
         here = file.model_copy(update={"held_by": None})
         known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
         if known is not None and known.parent != target and file.role == "own" and is_remote(target):
-            known = None  # two checkpoints are of the same save, one a copy of the other: each has its own files
+            known = None  # two checkpoints of one save, as by a copy, each have their own files
         if known is None or known.parent == target:
             if known is None:
                 self._made.append(target / file.name)
@@ -204,12 +204,12 @@ class RemoteCopy:
 
 
 def has_held_files(origin: Path) -> bool:
-    """Return whether manifests of a local checkpoint or run name other checkpoints, as copied from an object store."""
+    """Return whether manifests of a local checkpoint or run refer to files of others, as on an object store."""
     return any(file.held_by is not None for _, manifest in _list_checkpoints(origin) for file in manifest.files)
 
 
 def compute_copy_size(origin: Path) -> int:
-    """Return the bytes of all files that a copy writes."""
+    """Return the total bytes of the files that a copy writes."""
     found = _list_checkpoints(origin)
     others = [entry for path, manifest in found for entry in _list_other_entries(path, _list_named_files(manifest))]
     if not is_complete(origin):
@@ -219,7 +219,7 @@ def compute_copy_size(origin: Path) -> int:
 
 
 def _list_checkpoints(origin: Path) -> list[tuple[Path, Manifest]]:
-    """Return a checkpoint and its manifest, or those of a run that can be read."""
+    """Return the checkpoint and its manifest, or all readable ones of a run."""
     if is_complete(origin):
         return [(origin, Manifest.read(origin))]
     return list(iter_checkpoints(origin, lambda *_: None))
@@ -230,7 +230,7 @@ def _list_named_files(manifest: Manifest) -> set[str]:
 
 
 def _list_other_entries(directory: Path, known: Collection[str]) -> list[DirectoryEntry]:
-    """Return what lies in a directory and is not ours."""
+    """Return the entries of a directory that are neither dsq files nor in `known`."""
     return [
         entry for entry in get_storage(directory).list_entries(directory)
         if entry.name not in known and not is_dsq_file(entry.name)
@@ -246,7 +246,7 @@ def _is_gone(file: Path) -> bool:
 
 
 def _read_pointers(run: Path) -> dict[str, bytes]:
-    """Return the contents of files of a run that name a checkpoint."""
+    """Return the contents of a run's files that contain the name of a checkpoint."""
     found = {}
     for entry in get_storage(run).list_entries(run):
         if entry.name in POINTERS and not entry.is_directory and entry.size <= _LONGEST_NAME:

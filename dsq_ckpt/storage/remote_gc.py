@@ -1,8 +1,8 @@
-"""Garbage on an object store: objects of interrupted saves, and of checkpoints that nobody needs any more.
+"""Garbage collection on an object store: objects of interrupted saves and of checkpoints that are no longer needed.
 
-The rules are those of `gc`: only objects whose whole name has the form that a save gives are deleted; none that a
-manifest of the run names; none below a key with objects that are not ours, unless a manifest is there; and none before
-the youngest of them is older than `min_age_seconds`, since a save may be under way.
+The rules are those of `gc`: only dsq files are deleted, by the form of their whole name; none that a manifest of the
+run lists; none in a directory with other objects, unless it has a manifest; and none before the youngest of them is
+older than `min_age_seconds`, since a save may be in progress.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dsq_ckpt.storage.paths import expand_path
 
 
 def find_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
-    """Find orphans in a checkpoint, or in a run and the checkpoints in it; see `gc.garbage`."""
+    """Find orphans in a checkpoint, or in a run and its checkpoints; see `gc.find_garbage`."""
     return [orphan for found in _scan(path, min_age_seconds) if isinstance(found, list) for orphan in found]
 
 
 def collect_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
-    """Delete what `garbage` finds; returns what was deleted.
+    """Delete the orphans that `find_garbage` returns; return them.
 
     Raises:
         OSError: an object cannot be deleted.
@@ -36,15 +36,15 @@ def collect_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
 
 
 def find_skipped(path: Path, min_age_seconds: float = 3600) -> list[SkippedDirectory]:
-    """Return what `garbage` passes over, and why."""
+    """Return the directories that `find_garbage` skips, and why."""
     return [found for found in _scan(path, min_age_seconds) if isinstance(found, SkippedDirectory)]
 
 
 def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | SkippedDirectory]:
-    """Yield, for each directory, its orphans, or why they are left.
+    """Yield for each directory its orphans, or why it is skipped.
 
     Raises:
-        CheckpointNotFound: nothing is there.
+        CheckpointNotFound: there are no objects below `path`.
     """
     path = expand_path(path)
     here = get_storage(path).list_entries(path)
@@ -83,9 +83,9 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
 
 
 def _collect_needed_names(listed: dict[Path, list[DirectoryEntry]]) -> dict[Path, set[str]]:
-    """Return which names in each directory are needed: by a manifest there, or by others of the run that it lies in.
+    """Return the needed names in each directory: those listed in its manifest or in others of its run.
 
-    A checkpoint may have keys below its own, as of logs; so its own run counts, whatever else is looked at.
+    The run of a checkpoint counts even if only the checkpoint is collected: it may have keys below its own, as of logs.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
@@ -100,12 +100,12 @@ def _collect_needed_names(listed: dict[Path, list[DirectoryEntry]]) -> dict[Path
         if run not in runs:
             runs[run] = references.collect_needed_files(run)
         found[directory] |= runs[run].get(directory.name, set())
-        if run == directory and any(entry.name == MANIFEST for entry in entries):  # a bucket is in no run
+        if run == directory and any(entry.name == MANIFEST for entry in entries):  # a bucket has no run
             found[directory] |= {file.name for file in Manifest.read(directory).files}
     return found
 
 
 def _is_young(entry: DirectoryEntry, min_age_seconds: float) -> bool:
-    if entry.modified is None:  # the store does not tell
+    if entry.modified is None:  # not reported by the store
         return min_age_seconds > 0
     return time.time() - entry.modified < min_age_seconds

@@ -1,8 +1,8 @@
-"""Removal of a checkpoint: its manifest first, then what no other checkpoint of the run needs.
+"""Removal of a checkpoint: its manifest first, then the files that no other checkpoint of the run needs.
 
-Locally every checkpoint has links of its own to the files that it needs, so all files of the removed one go; the space
-of one is free when its last link goes. On an object store others may refer to them (`references`); then they stay,
-until the last of these is removed. Files of a library that belong to the checkpoint go too; those of others stay.
+Locally every checkpoint has its own links to the files that it needs, so all files of the checkpoint are removed; the
+space of a file is freed with its last link. On an object store files stay while other checkpoints refer to them
+(`references`). Companion files of a library are removed, too; files of other programs stay.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dsq_ckpt.storage.runs import canonicalize
 
 
 class RemovalResult(NamedTuple):
-    """The result of a removal.
+    """Result of a removal, or of its dry run.
 
     Attributes:
-        path: the checkpoint.
-        files: its files that were deleted, but for the manifest, or would be; those of a library that belong to it too.
-        bytes: bytes that are free then: of these files but those in `linked`.
+        path: path of the checkpoint.
+        files: its removed files, including companion files, without the manifest.
+        bytes: freed bytes: those of `files` without `linked`.
         kept: its files that other checkpoints of the run need.
-        linked: local ones of `files` whose bytes stay, by links elsewhere, such as those of other checkpoints.
-        others: files of others in its directory, which stay.
+        linked: local files in `files` whose bytes stay because of other links, such as those of other checkpoints.
+        others: files of other programs in its directory, which stay.
         save_id: its save id.
     """
 
@@ -47,21 +47,21 @@ class RemovalResult(NamedTuple):
 
 
 def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[RemovalResult] = ()) -> RemovalResult:
-    """Remove a checkpoint; every other one stays complete.
+    """Remove a checkpoint. All other checkpoints stay complete.
 
-    Its directory goes too, unless files of others are in it. The manifest goes first, so that nothing loads what is
-    left when this fails; files of a library come next, since `dsq gc` removes what is left then.
+    Its directory is removed unless it has files of other programs. The manifest is removed first, so that the rest
+    cannot be loaded if the removal fails; companion files are next, since `dsq gc` removes all other files.
 
     Args:
         path: a complete checkpoint.
-        dry_run: say what would be removed, remove nothing.
-        after: what is taken as removed before it, in a dry run of several.
+        dry_run: return the result without removing anything.
+        after: results of earlier removals, in a dry run of several.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: there is no checkpoint, or its manifest cannot be read.
         ConfigError: DeepSpeed's file `latest` names it.
         DSQError: the manifest of another checkpoint of the run cannot be read, so any file may be needed.
-        OSError: a file cannot be removed; `dsq gc` removes the rest.
+        OSError: a file cannot be removed; `dsq gc` removes the remaining files.
     """
     path = canonicalize(require_checkpoint_path(path))
     if path.is_symlink():
@@ -69,9 +69,9 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
     manifest, storage = _read_manifest(path), get_storage(path)
     _refuse_latest(path)
     if is_remote(path):
-        references.collect_needed_files(path.parent)  # before anything is removed: all manifests can be read
+        references.collect_needed_files(path.parent)  # raise before the removal if a manifest is unreadable
     others = list_other_files(path, manifest)
-    named_beside = {path / name for name in manifest.beside} & set(others)  # none by a link to a directory elsewhere
+    named_beside = {path / name for name in manifest.beside} & set(others)  # not below a linked directory
     library = {file: size for file, size in read_sizes(sorted(named_beside)).items() if isinstance(size, int)}
     if not dry_run:
         storage.remove(path / MANIFEST)
@@ -97,7 +97,7 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:
-    """Remove directories in which nothing is; on an object store there are none."""
+    """Remove local directories that are empty."""
     for directory in sorted(set(directories), reverse=True):
         if not is_remote(directory):
             with suppress(OSError):  # not empty: something else lives there
@@ -105,7 +105,7 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Return the manifest, or say what removes a checkpoint that has lost it."""
+    """Return the manifest; if it is corrupt, raise an error that explains how to remove the checkpoint."""
     try:
         return Manifest.read(path)
     except CorruptCheckpoint as error:
@@ -118,7 +118,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _refuse_latest(path: Path) -> None:
-    """Refuse a tag that DeepSpeed would load next."""
+    """Raise ConfigError for the tag that DeepSpeed would load next."""
     if is_remote(path):
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Run directories: what is one, and what a wrong path may have meant."""
+"""Run directories: validation of their paths, and hints for mistyped ones."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import is_complete, iter_checkpoints
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path, to_absolute
 
-_MAX_NAMES = 1000  # names that are compared with one that does not exist
-_LONG_WORD = 5  # letters of a word in which one that differs is a slip
+_MAX_NAMES = 1000  # of a directory that are compared with a path that does not exist
+_LONG_WORD = 5  # letters of a word in which one differing letter counts as a typo
 _SEPARATORS = re.compile(r"(?<!\d)[-_. ]+|[-_. ]+(?!\d)")
-"""Characters between the words of a name, but those between numbers: 1.1 is not 11."""
+"""Separators between words of a name, except those between numbers: 1.1 is not 11."""
 
 _PARTS = re.compile(r"[^\W\d_]+|\d+|[^-_. \w]")  # words, numbers, other characters
 _EARLY_FILE_NAMES = re.compile(
     r"\..*|latest.*|.*\.(?:log|out|err|txt|md|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|png|svg)|.*tfevents.*", re.IGNORECASE
 )
-"""Names of files that training may leave in the directory of a run before its first checkpoint."""
+"""Names of files that training may write to a run directory before its first checkpoint."""
 
 
 def resolve_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
-    """Return the directory of a run, which need not exist yet.
+    """Return the path of a run directory, which need not exist yet.
 
-    A directory that does not exist, beside one with checkpoints whose name differs as by a typing error, is warned of.
+    Warn if it does not exist and a similarly named directory has checkpoints.
 
     Args:
         run: path of the directory.
-        rank: of this process, of which 0 warns.
+        rank: rank of this process; rank 0 warns.
 
     Raises:
-        CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
+        CheckpointNotFound: it is a file, a checkpoint or a dangling link.
         OSError: whether it exists is unknown.
     """
     directory = expand_path(run)
@@ -74,9 +74,9 @@ def resolve_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
 
 
 def warn_about_unrelated_directory(directory: Path, rank: int = 0) -> None:
-    """Warn of a directory without checkpoints that does not look like a new run: the path may be wrong.
+    """Warn about a directory without checkpoints that does not look like that of a new run.
 
-    New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
+    A new run's directory may have subdirectories, hidden files, logs, notes and settings.
     """
     entries = islice(get_storage(directory).list_entries(directory), _MAX_NAMES)
     found = [entry.name for entry in entries if not entry.is_directory and not _EARLY_FILE_NAMES.fullmatch(entry.name)]
@@ -94,7 +94,7 @@ def warn_about_unrelated_directory(directory: Path, rank: int = 0) -> None:
 
 
 def find_run_below(directory: Path) -> str | None:
-    """Return the first name in a directory, in alphabetical order, of one that holds checkpoints; None without any."""
+    """Return the alphabetically first name of a subdirectory that has checkpoints; None without any."""
     entries = islice(get_storage(directory).list_entries(directory), _MAX_NAMES)
     names = sorted(entry.name for entry in entries if entry.is_directory)
     return next((name for name in names if _has_checkpoints(directory / name)), None)
@@ -105,24 +105,24 @@ def _has_checkpoints(directory: Path) -> bool:
 
 
 def _find_similar_run(missing: Path) -> Path | None:
-    """Return a run with checkpoints whose path differs in the spelling of the first component that does not exist."""
+    """Return a run with checkpoints whose path differs by a typo in the first component that does not exist."""
     first = missing
     while not os.path.lexists(first.parent):
         first = first.parent
     with suppress(OSError):
         with os.scandir(first.parent) as entries:
             names = [entry.name for entry in islice(entries, _MAX_NAMES)]
-        for name in sorted(name for name in names if _is_mistyped(first.name, name)):
+        for name in sorted(name for name in names if _is_similar(first.name, name)):
             other = first.with_name(name) / missing.relative_to(first)
             if _has_checkpoints(other):
                 return other
     return None
 
 
-def _is_mistyped(name: str, other: str) -> bool:
-    """Return whether two names differ as by a typing error: by case and separators, or by a slip within one word.
+def _is_similar(name: str, other: str) -> bool:
+    """Return whether two names differ by case and separators, or by a typo within one word.
 
-    Names of runs that belong together differ by numbers, single letters, beginnings and ends of words, and short words.
+    Related runs have names that differ by numbers, single letters, prefixes and suffixes of words, and short words.
     """
     one, two = name.casefold(), other.casefold()
     parts, others = _PARTS.findall(one), _PARTS.findall(two)
@@ -133,7 +133,7 @@ def _is_mistyped(name: str, other: str) -> bool:
 
 
 def _is_typo(word: str, other: str) -> bool:
-    """Return whether words differ by two neighbours that are swapped, or, if they are long, by one letter within."""
+    """Return whether words differ by two swapped neighbouring letters or, if they are long, by one inner letter."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
     short, long = sorted((word[same:], other[same:]), key=len)
     if not (word + other).isalpha():
@@ -145,10 +145,10 @@ def _is_typo(word: str, other: str) -> bool:
 
 
 def get_run(path: Path) -> Path:
-    """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
+    """Return the run directory of a checkpoint: its parent directory, with links resolved."""
     return path.parent if is_remote(path) else Path(os.path.realpath(path.absolute().parent))
 
 
 def canonicalize(path: Path) -> Path:
-    """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
+    """Return the canonical path of a checkpoint: links in the path of its run directory are resolved."""
     return get_run(path) / path.absolute().name

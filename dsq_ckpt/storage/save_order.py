@@ -1,4 +1,4 @@
-"""The order in which the checkpoints of a run were saved."""
+"""Order in which the checkpoints of a run were saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sort_by_save_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
-    """Return checkpoints of a run in the order in which they were saved; see `checkpoints`."""
+    """Return checkpoints of a run in the order of their saves; see `iter_checkpoints`."""
     created: dict[str, float] = {}
     for _, manifest in found:
         created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
@@ -23,6 +23,6 @@ def sort_by_save_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Pat
         for save_id in TopologicalSorter(before).static_order():
             latest = max((place[older] for older in before[save_id]), default=(-math.inf, 0))
             place[save_id] = max(place[save_id], (latest[0], latest[1] + 1))
-    except CycleError:  # no saves make one
+    except CycleError:  # not possible by saves
         pass
     return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))

@@ -1,4 +1,4 @@
-"""Records that one rank writes, coded or exact, in a base file and a refinement file."""
+"""Writer of the records of one rank, coded or exact, in a base file and a refinement file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import PackWriter, ParentPacks
 
 _BATCH_ELEMENTS = 1 << 18
-"""Elements of small blocks that one thread encodes together: to hand one over takes as long as to encode thousands."""
-_BLOCK_OVERHEAD = 1 << 12  # elements' worth of work of an empty block
-_PREFIX_CODES = 4096  # codes that nearly always tell whether a block changed
+"""Elements per batch of small blocks: to pass a task to a thread takes as long as to encode thousands of elements."""
+_BLOCK_OVERHEAD = 1 << 12  # work for an empty block, in elements
+_PREFIX_CODES = 4096  # codes compared first: they nearly always differ if the block does
 
 
 class RecordRef(NamedTuple):
-    """A record of a data file of the same checkpoint directory."""
+    """Reference to a record of a data file of the same checkpoint."""
 
     file: str
     record: int
@@ -39,7 +39,7 @@ class RecordRef(NamedTuple):
 
 @dataclass
 class WrittenRecord:
-    """Size of one record: bytes of the tensor itself, and bytes in the base and the refinement file."""
+    """Written record and its sizes in bytes: of the tensor, in the base file, in the refinement file."""
 
     ref: RecordRef
     logical: int
@@ -48,14 +48,14 @@ class WrittenRecord:
 
 
 class ChunkRequest(NamedTuple):
-    """A chunk to be coded, and the records of the parent checkpoint that it is coded against.
+    """Request to write a chunk, with the records of the parent checkpoint that it is coded against.
 
     Attributes:
-        source: codes of the chunk; `source.parent` is the context if and only if `parent` is given.
+        source: codes of the chunk; `source.parent` is the coding context if and only if `parent` is not None.
         dtype: dtype of the tensor.
         parent: record of the parent checkpoint that holds the previous codes.
         requires: all files that the record of the parent checkpoint needs, its own included.
-        residual: record of the parent checkpoint to which the decoded values are added; `requires` is then of it.
+        residual: record of the parent checkpoint to which the decoded values are added; then `requires` is of this one.
     """
 
     source: CodeSource
@@ -67,7 +67,7 @@ class ChunkRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class _BlockTask:
-    """One block of a chunk, to be encoded by a worker thread."""
+    """Task of a worker thread: encode one block of a chunk."""
 
     chunk: ChunkRequest
     coder: Coder
@@ -75,33 +75,32 @@ class _BlockTask:
     last: bool
 
     def run(self) -> tuple[_BlockTask, bytes | None, BlockData]:
-        """Encode the block; return its codes as bytes, None if they equal the previous ones, and its refinement."""
+        """Return the task, its encoded codes (None if they equal those of the parent), and other data of the block."""
         source = self.chunk.source
         if not len(source.codes):
             return self, b"", BlockData(np.empty(0, np.uint32), b"")
-        beside = source.block(self.where)
+        data = source.block(self.where)
         parent = None if source.parent is None else source.parent[self.where]
         codes = source.codes[self.where]
         bits = source.refinement_bits
-        shorter = layered.encode(beside.refinement, codes, bits) if bits else b""
-        beside = beside._replace(refinement=shorter)
+        data = data._replace(refinement=layered.encode(data.refinement, codes, bits) if bits else b"")
         if parent is not None and _codes_equal(codes, parent):  # a frozen layer
-            return self, None, beside
-        return self, self.coder.encode(codes, parent), beside
+            return self, None, data
+        return self, self.coder.encode(codes, parent), data
 
 
 def _batch_tasks(tasks: Iterable[_BlockTask], most: int) -> Iterator[list[_BlockTask]]:
-    """Yield tasks in lists, in order, each list as soon as it holds so many elements."""
-    some: list[_BlockTask] = []
-    held = 0
+    """Yield batches of tasks, in order, each as soon as it has `most` elements."""
+    batch: list[_BlockTask] = []
+    elements = 0
     for task in tasks:
-        some.append(task)
-        held += task.where.stop - task.where.start + _BLOCK_OVERHEAD
-        if held >= most:
-            yield some
-            some, held = [], 0
-    if some:
-        yield some
+        batch.append(task)
+        elements += task.where.stop - task.where.start + _BLOCK_OVERHEAD
+        if elements >= most:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
 
 
 def _run_all(tasks: Iterable[_BlockTask]) -> list[tuple[_BlockTask, bytes | None, BlockData]]:
@@ -113,7 +112,7 @@ def _codes_equal(codes: Codes, parent: Codes) -> bool:
 
 
 class ShardWriter:
-    """Writer of the records of one rank; as a context manager it leaves no file behind on failure."""
+    """Writer of the records of one rank. Its context removes the files on failure."""
 
     def __init__(
         self, directory: Path, save_id: str, rank: int, plan: QuantizationPlan, workers: Workers,
@@ -149,16 +148,16 @@ class ShardWriter:
         return self._base.path.name
 
     def add_coded(self, chunks: Iterable[ChunkRequest]) -> Iterator[WrittenRecord]:
-        """Entropy-code chunks, quantizing those whose codes are not there yet.
+        """Entropy-code chunks, and quantize those that have no codes yet.
 
-        Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk, small ones together.
-        Only a few lists of blocks per thread are ahead of the writes, so that memory stays bounded.
+        Blocks of different chunks are encoded in parallel, small ones in batches, so that no thread waits at the end of
+        a chunk. Only a few batches per thread are ahead of the writes, so that memory stays bounded.
         """
 
         def tasks() -> Iterator[_BlockTask]:
             for chunk in chunks:
                 coder = self._get_coder(chunk.source.group, len(chunk.source.codes))
-                blocks = list(self._workers.blocks(len(chunk.source.codes))) or [slice(0, 0)]  # empty: a record alone
+                blocks = list(self._workers.blocks(len(chunk.source.codes))) or [slice(0, 0)]  # empty: only a record
                 for where in blocks:
                     yield _BlockTask(chunk, coder, where, last=where is blocks[-1])
 
@@ -168,16 +167,16 @@ class ShardWriter:
         steps: StepLengths | None = None
         most = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
         encoded = self._workers.map(_run_all, _batch_tasks(tasks(), most))
-        for task, data, beside in chain.from_iterable(encoded):
+        for task, codes, data in chain.from_iterable(encoded):
             run_pending_handlers()
-            protected.append(beside.protected)
-            if beside.steps is not None and (scales := task.chunk.source.scales) is not None:
+            protected.append(data.protected)
+            if data.steps is not None and (scales := task.chunk.source.scales) is not None:
                 steps = steps or StepLengths.none(scales)
-                steps.add(beside.steps)
+                steps.add(data.steps)
             if len(task.chunk.source.codes):
-                base.append(None if data is None else self._base.add(data))
+                base.append(None if codes is None else self._base.add(codes))
                 if task.chunk.source.refinement_bits:
-                    refined.append(self._get_refinement_writer().add(beside.refinement))
+                    refined.append(self._get_refinement_writer().add(data.refinement))
             if task.last:
                 yield self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
                 base, refined, protected, steps = [], [], [], None
@@ -195,7 +194,7 @@ class ShardWriter:
         scales, moved = source.scales, 0.0
         if scales is not None and steps is not None:
             scales, moved = corrected(scales, steps)
-        if shift := round(moved, 4):  # a factor to 16 bits is all that levels are multiplied by
+        if shift := round(moved, 4):  # levels are multiplied by a factor of 16 bits
             record["shift"] = shift
         if source.second_moment is not None:
             record["root"] = source.second_moment
@@ -227,7 +226,7 @@ class ShardWriter:
         return written
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> WrittenRecord:
-        """Store a tensor bit for bit, or converted to `stored`; finite values stay finite in that."""
+        """Store a tensor exactly, or converted to the dtype `stored`, clamped so that finite values stay finite."""
         kept = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if stored is not None:
             limit = torch.finfo(stored).max
@@ -244,7 +243,7 @@ class ShardWriter:
         return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
 
     def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
-        """Close both files; return them and the names of the ancestors' files that the base file needs."""
+        """Finish and return both files, and the names of the ancestors' files that the base file needs."""
         scales = self._write_scales()
         self._packs.finish()
         requires = sorted(self._requires)
@@ -261,7 +260,7 @@ class ShardWriter:
         return base, refinement, requires
 
     def _write_scales(self) -> dict[str, Any]:
-        """Store the numbers of all scales as one pack; return its entry in the contents."""
+        """Store the numbers of all scales as one pack; return its entry in the table of contents."""
         if not self._scales:
             return {}
         records, parts, numbers = zip(*self._scales, strict=True)
@@ -271,7 +270,7 @@ class ShardWriter:
         return {"scales": [pack, self._scale_count]}
 
     def _get_coder(self, name: str, elements: int) -> Coder:
-        """Return the coder of a group; write its codebook and model once per file."""
+        """Return the coder of a group. Write its codebook and model once per file."""
         if name not in self._groups:
             fitted = self._fitted[name]
             coder = _fit_coder(self._config.delta, fitted.counts)

@@ -1,4 +1,4 @@
-"""Targets of saves and exports: the checks before a save or export writes, and the cleanup after a save failed."""
+"""Target directories of saves and exports: checks before the first write, and cleanup after a failed save."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ unfinished."""
 
 
 def refuse_existing(goal: Path, overwrite: bool) -> None:
-    """Refuse to replace a file or directory without `overwrite`.
+    """Raise an error if the target of an export exists and `overwrite` is False.
 
     Raises:
-        CheckpointExists: the target exists, and is not to be overwritten.
+        CheckpointExists: the target exists and `overwrite` is False.
     """
     if os.path.lexists(goal) and not overwrite:
         raise CheckpointExists(f"'{goal}' exists; choose another target, or overwrite it (overwrite=True)")
 
 
 def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
-    """Refuse a checkpoint directory that is not new, empty or ours, before anything is written to it.
+    """Raise an error if the target of a save is neither new, nor empty, nor a directory of dsq files.
 
-    Files of an interrupted save are ours. Whatever lies beside a complete checkpoint was put there knowingly.
+    Files of an interrupted save are dsq files. Other files beside a complete checkpoint are accepted.
 
     Args:
         path: the checkpoint directory.
         overwrite: a complete checkpoint may be replaced.
-        attached: files of DeepSpeed belong to the checkpoint.
+        attached: DeepSpeed's files are part of the checkpoint.
 
     Raises:
-        CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
-        SaveFailed: something is there that is no directory, or a directory with other files; or it would lie in a
-            checkpoint, or be a whole bucket.
+        CheckpointExists: there is a complete checkpoint and `overwrite` is False.
+        SaveFailed: the path is not a directory, has other files, is inside a checkpoint, or is a whole bucket.
     """
     if is_remote(path) and path.parent == path:
         example = path / "run" / "step-000001"
@@ -81,10 +80,10 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
 
 
 def refuse_within_checkpoint(path: Path) -> None:
-    """Refuse a checkpoint that would lie in another one.
+    """Raise an error if a path is inside a checkpoint.
 
     Raises:
-        SaveFailed: it would.
+        SaveFailed: the path is inside a checkpoint.
     """
     for above in canonicalize(path).parents:
         if _is_checkpoint(above):
@@ -95,7 +94,7 @@ def refuse_within_checkpoint(path: Path) -> None:
 
 
 def _list_foreign_names(path: Path, attached: bool) -> list[str]:
-    """Return the names in a directory that no save gives; none where a complete checkpoint lies."""
+    """Return the names of a directory that are not of dsq files; none if it has a complete checkpoint."""
     names = sorted(entry.name for entry in get_storage(path).list_entries(path))
     if MANIFEST in names:
         try:
@@ -104,7 +103,7 @@ def _list_foreign_names(path: Path, attached: bool) -> list[str]:
         except UnsupportedFormat:  # of a newer version
             return []
         except DSQError:
-            if any(map(is_dsq_file, names)):  # one of ours that was damaged; alone it may be anybody's
+            if any(map(is_dsq_file, names)):  # a damaged manifest; alone it may belong to another program
                 names.remove(MANIFEST)
     return [
         name for name in names
@@ -113,7 +112,7 @@ def _list_foreign_names(path: Path, attached: bool) -> list[str]:
 
 
 def _explain_foreign_names(path: Path, found: list[str]) -> str:
-    """Return what a directory holds instead of a checkpoint, and where the checkpoint could go."""
+    """Return an error message with the contents of the directory and a possible path of the checkpoint."""
     below = [name for name in found if _holds_checkpoint(path / name)]
     if below:
         return (
@@ -128,7 +127,7 @@ def _explain_foreign_names(path: Path, found: list[str]) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint of ours lies here; others have files of the manifest's name too."""
+    """Return whether a directory is a checkpoint; other programs use the manifest's file name, too."""
     try:
         return is_complete(path) and bool(Manifest.read(path))
     except UnsupportedFormat:
@@ -140,35 +139,35 @@ def _is_checkpoint(path: Path) -> bool:
 def _holds_checkpoint(path: Path) -> bool:
     try:
         return is_complete(path)
-    except DSQError:  # somebody else's directory, as in the root of a file system
+    except DSQError:  # no permission, as in the root of a file system
         return False
 
 
 class TargetDirectory:
-    """The target directory of a save, which `discard` leaves as it was before.
+    """Target directory of a save, whose former state `discard` restores.
 
     Args:
-        path: the checkpoint directory, which was not refused.
+        path: the checkpoint directory, which was checked.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         above = () if is_remote(path) else (path, *path.parents)
-        self._absent = list(itertools.takewhile(lambda one: not one.exists(), above))
+        self._absent = list(itertools.takewhile(lambda directory: not directory.exists(), above))
         self._since = time.time()
         self._claimed: tuple[str, set[str]] | None = None
 
     def claim(self, save_id: str, parent: Manifest | None) -> None:
-        """Note which files are going to be the save's: those of this id, and links to those of its parent.
+        """Set the files that the save will write: those with its save id, and links to files of its parent.
 
-        A save that fails before this call has written nothing.
+        A save that fails before this call has not written anything.
         """
         self._claimed = save_id, set() if parent is None else {file.name for file in parent.files}
 
     def discard(self) -> None:
-        """Remove what the save left, once no rank writes any more: its files, and directories that it made.
+        """Remove the files of the failed save and the directories it created, once no rank writes any more.
 
-        A checkpoint that is there stays, and so does what another save is writing, and all that is not ours.
+        A complete checkpoint, files of a save in progress, and files of other programs stay.
         """
         if self._claimed is None:
             return
@@ -184,9 +183,9 @@ class TargetDirectory:
 
 
 def _discard_objects(path: Path, save_id: str) -> None:
-    """Remove the objects of a save that failed, all of which have its id; those of its parent stay where they are.
+    """Remove the objects of a failed save, all of which have its save id.
 
-    None is removed if the save may have been committed, though its last answer was lost.
+    None is removed if the save may have been committed, as when only the last response was lost.
     """
     storage = get_storage(path)
     with suppress(CheckpointNotFound):

@@ -33,7 +33,7 @@ from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.search import Axis, Space
-from dsq_ckpt.search.folds import degradation
+from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.search.trial import TrialModel
 from evaluation.offline import OURS, RIVAL, summary, system_config
 from evaluation.recording import load_recording
@@ -237,13 +237,13 @@ class Bisection:
         usual = sketches.fit()
         tried: dict[int, Tried] = {}
         with TrialModel(self._model, local, workers) as trial:
-            exact = trial.metric(self._evaluate)
+            exact = trial.evaluate(self._evaluate)
 
             def ask(place: int) -> Tried:
                 if place not in tried:
                     self.evaluations += 1
                     analysis = self._fitted(sketches, usual, config.with_values(**self._candidates[place]))
-                    harm = degradation(trial.metric(self._evaluate, analysis), exact, config.search)
+                    harm = compute_degradation(trial.evaluate(self._evaluate, analysis), exact, config.search)
                     tried[place] = Tried(harm, *_size(analysis))
                 return tried[place]
 

@@ -23,7 +23,7 @@ from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.search.folds import degradation
+from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
@@ -151,11 +151,11 @@ class Replay:
 
     def degradations(self) -> list[float]:
         """Return the relative increases of the loss with weights from base layers, after step 0."""
-        return [degradation(point.base_loss, point.loss, self.config.search) for point in self.measured]
+        return [compute_degradation(point.base_loss, point.loss, self.config.search) for point in self.measured]
 
     def refined_degradations(self) -> list[float]:
         """Return the relative increases of the loss with weights from all layers that are kept, after step 0."""
-        return [degradation(point.refined_loss, point.loss, self.config.search) for point in self.measured]
+        return [compute_degradation(point.refined_loss, point.loss, self.config.search) for point in self.measured]
 
 
 def replay(

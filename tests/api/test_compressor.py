@@ -148,7 +148,7 @@ def test_what_fails_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
     def exhausted(*arguments):
         raise MemoryError("no room to decode a trial")
 
-    monkeypatch.setattr(TrialModel, "_decoded", exhausted)
+    monkeypatch.setattr(TrialModel, "_decode_chunk", exhausted)
     with pytest.raises(SaveFailed, match="MemoryError: no room to decode a trial") as failure:
         compressor.save(tmp_path / "a")
     assert "evaluate" not in str(failure.value) and same_bits(model, before) and not (tmp_path / "a").exists()

@@ -174,7 +174,7 @@ def test_manifests_are_read_silently(tmp_path):
         manager = ConfigManager(torch.nn.Linear(2, 2), lambda: 0.0)
         quality = {"chosen": {"variant": "default", "step": 1.0}, "metric": 1.5}
         manager.resume(manifest.model_copy(update={"config": config, "quality": quality}), refined=True)
-        return manager._known
+        return manager._memory
 
     known, texts = warned(lambda: resumed(written))
     assert texts == [] and known == resumed(manifest.config) and known.point is not None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dsq_ckpt.gradients import offload
-from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
+from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
 from tests.helpers.gradients import BETA, Net, Recorded, tokens
 
 OPTIMIZERS = {
@@ -58,7 +58,7 @@ def count(average: GradientAverage, parameter: nn.Parameter, gradient: torch.Ten
 def test_formula(kind, drive, clip, micro):
     model = Net()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    average, recorded = GradientAverage(names_of(model), BETA), Recorded(model)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(model)
     if drive in ("manual", "step"):
         average.attach(optimizer, drive)
     elif drive == "hooks":
@@ -96,7 +96,7 @@ def test_gradients_that_never_led_to_a_step_do_not_count():
 def test_optimizers_inside_backward():
     """Their hooks free the gradient; registered earlier, they still run later."""
     model = Net()
-    recorded, average = Recorded(model), GradientAverage(names_of(model), BETA)
+    recorded, average = Recorded(model), GradientAverage(get_named_parameters(model), BETA)
 
     def step(parameter: nn.Parameter) -> None:
         seen[parameter] = parameter.grad.clone()
@@ -124,7 +124,7 @@ def test_optimizers_inside_backward():
 def test_closures():
     model = Net()
     optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=3)
-    average, recorded = GradientAverage(names_of(model), BETA), Recorded(model)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(model)
     average.attach(optimizer)
 
     def closure() -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_loss_scaling(kind, drive, unscale):
     """Averages are of the unscaled gradients; a batch whose step the scaler refuses does not count."""
     model, plain = Net(), Net()
     optimizer, reference = OPTIMIZERS[kind](model.parameters()), OPTIMIZERS[kind](plain.parameters())
-    average, recorded = GradientAverage(names_of(model), BETA), Recorded(plain)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(plain)
     average.attach(optimizer, drive)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
@@ -218,7 +218,7 @@ def test_dtypes(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sparse_gradients(dtype):
     layer = nn.Embedding(50, 4, sparse=True, dtype=dtype)
-    average = GradientAverage(names_of(layer))
+    average = GradientAverage(get_named_parameters(layer))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     average.attach(optimizer)
     layer(torch.tensor([3, 3, 7])).sum().backward()
@@ -244,7 +244,7 @@ def test_strides_do_not_matter(monkeypatch):
 
 def test_tied_frozen_and_unused_parameters():
     model = Net()
-    average = GradientAverage(names_of(model))
+    average = GradientAverage(get_named_parameters(model))
     average.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     model(tokens(0)).backward()
     model.frozen.weight.grad = torch.ones_like(model.frozen.weight)  # left over from before it was frozen
@@ -318,7 +318,7 @@ def test_several_optimizers():
 def test_nothing_is_kept_alive_or_pickled():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    average = GradientAverage(names_of(model))
+    average = GradientAverage(get_named_parameters(model))
     average.attach(optimizer)
     average.attach_to_parameters(settle=False)
     model(tokens(0)).backward()
@@ -337,7 +337,7 @@ def test_nothing_is_kept_alive_or_pickled():
     assert gone() is None and average.average("embed.weight") is not None
 
     optimizer = torch.optim.AdamW(twin.parameters())
-    average = GradientAverage(names_of(twin))
+    average = GradientAverage(get_named_parameters(twin))
     average.attach(optimizer)
     gone = weakref.ref(average)
     del average
@@ -361,7 +361,7 @@ def test_captures_that_never_count_are_reported_once():
 def test_names():
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 3))
     model[1].module = nn.Linear(3, 3)
-    names = names_of(torch.compile(model))
+    names = get_named_parameters(torch.compile(model))
     assert set(names) == {
         "0.weight", "0.bias", "1.weight", "1.bias", "_orig_mod.1.module.weight", "_orig_mod.1.module.bias",
     }

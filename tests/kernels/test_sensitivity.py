@@ -27,7 +27,7 @@ def blended(subject, average, new, weight):
     """What `GradientAverage` makes of them."""
     expected = average.clone()
     if rounds_once(subject):
-        offload.blend(expected, new, weight)
+        offload.update_average(expected, new, weight)
         return expected
     product = new.float() * torch.tensor(weight)
     return expected.mul_(1.0 - weight).add_(product)

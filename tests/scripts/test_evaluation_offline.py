@@ -22,7 +22,7 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import ALPHA
 from dsq_ckpt.quantization.plan import as_configured
-from dsq_ckpt.search.folds import degradation
+from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.storage.manifest import KindSizes, Manifest
 from tests.helpers.commands import words
 
@@ -133,7 +133,7 @@ def test_ratios_are_sums_over_the_run(replayed: Callable[[str], Replay]) -> None
     assert made.ratio_files == everything / sum(point.files for point in made.checkpoints)
     assert made.elements > 3 * sum(p.numel() for p in create("gpt-tiny").model.parameters())
     harm = offline.summary(made)
-    assert harm["degradation_final"] == degradation(
+    assert harm["degradation_final"] == compute_degradation(
         made.checkpoints[-1].base_loss, made.checkpoints[-1].loss, made.config.search
     )
 

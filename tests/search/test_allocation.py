@@ -10,7 +10,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError
-from dsq_ckpt.search.allocation import classes_of
+from dsq_ckpt.search.allocation import group_into_classes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,13 +128,13 @@ def test_wrong_numbers_of_probes(tmp_path, probes):
 
 def test_classes_are_roles_and_then_depths():
     sizes = {f"h.{layer}.{role}": 100 for layer in range(4) for role in ("attn", "mlp")} | {"embed": 1000, "head": 10}
-    assert sorted(map(len, classes_of(sizes, 4))) == [1, 1, 4, 4]
-    assert sorted(map(len, classes_of(sizes, 6))) == [1, 1, 2, 2, 2, 2]
-    halves = [names for names in classes_of(sizes, 6) if "h.0.attn" in names]
+    assert sorted(map(len, group_into_classes(sizes, 4))) == [1, 1, 4, 4]
+    assert sorted(map(len, group_into_classes(sizes, 6))) == [1, 1, 2, 2, 2, 2]
+    halves = [names for names in group_into_classes(sizes, 6) if "h.0.attn" in names]
     assert halves == [["h.0.attn", "h.1.attn"]], "neighbours are together"
-    assert sorted(map(len, classes_of(sizes, 2))) == [1, 9]
-    assert len(classes_of(sizes, 99)) == len(sizes)
-    assert sorted(name for names in classes_of(sizes, 3) for name in names) == sorted(sizes)
+    assert sorted(map(len, group_into_classes(sizes, 2))) == [1, 9]
+    assert len(group_into_classes(sizes, 99)) == len(sizes)
+    assert sorted(name for names in group_into_classes(sizes, 3) for name in names) == sorted(sizes)
 
 
 def test_a_step_that_was_set_stays(tmp_path):

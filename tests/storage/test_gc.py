@@ -273,7 +273,7 @@ def test_copies_and_exports_that_were_killed(run, killed, later):
 def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, tmp_path):
     assert find_garbage(run) == collect_garbage(run) == []
     assert [entry.path.name for entry in find_skipped(run) if entry.is_young and entry.path != run] == killed
-    assert [path.name for path in copy_checkpoints(run, tmp_path / "copied").skipped] == killed
+    assert [path.name for path in copy_checkpoints(run, tmp_path / "copied").left_out] == killed
     now = time.time()
     monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
     (run / killed[1] / "young").write_text("")

@@ -125,7 +125,7 @@ def test_what_is_not_copied_is_told(place):
     (source / "killed" / "0123456789abcdef-00000.dsq").write_text("x")
     os.mkfifo(source / "pipe")
     (source / "latest").write_text("killed")
-    assert {path.name: why for path, why in copy_checkpoints(source, target).skipped.items()} == {
+    assert {path.name: why for path, why in copy_checkpoints(source, target).left_out.items()} == {
         "killed": "a directory that is no complete checkpoint", "pipe": "neither a file nor a directory",
         "latest": "it names 'killed', which is not in the copy",
     }
@@ -158,7 +158,7 @@ def test_files_beside_checkpoints_go_along(place, kinds, monkeypatch):
     done, expected = copy_checkpoints(source, target), compute_copy_size(source)
     assert {name: get_storage(target).read(target / name, 99) for name in files} == files
     assert sorted(there) == ["step-1", "step-2", "zero_to_fp32.py"]
-    assert (done.skipped, done.removed) == ({}, [])
+    assert (done.left_out, done.removed) == ({}, [])
     assert done.files == 2 * 4 + len(files)
     if kinds[0] == "store":
         assert done.bytes == expected

@@ -133,8 +133,8 @@ dsq_ckpt.save(large(1), f"{run}/step-1")
 if when == "between files and manifest":
     Manifest.write = die
 else:
-    sent = Upload._wait
-    Upload._wait = lambda self: (sent(self), die())
+    sent = Upload._wait_for_piece
+    Upload._wait_for_piece = lambda self: (sent(self), die())
 dsq_ckpt.save(large(2), f"{run}/step-2")
 """
 

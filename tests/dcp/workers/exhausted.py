@@ -41,7 +41,9 @@ QUANTIZING: list[tuple[Any, str]] = [
 WRITING: list[tuple[Any, str]] = [
     (pipeline, "write_rank"), (ShardWriter, "_add_record"), (ShardWriter, "finish"), (inheritance, "link_files"),
 ]
-SEARCHING: list[tuple[Any, str]] = [(SaveSearch, "candidate"), (SaveSearch, "refined"), (TrialModel, "_decoded")]
+SEARCHING: list[tuple[Any, str]] = [
+    (SaveSearch, "get_candidate"), (SaveSearch, "fit_refinement"), (TrialModel, "_decode_chunk"),
+]
 OF_WAY: dict[str, list[tuple[Any, str]]] = {
     "dcp": [(writer, "make_write_results")], "save": [(writer, "make_write_results")],
     "compressor": [(writer, "make_write_results")], "copy": [(writer, "make_write_results")],

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
+from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
 from tests.helpers.gradients import Net, Recorded, tokens
 
 STEPS = 3
@@ -76,7 +76,7 @@ def same_mean_squares(average: GradientAverage, expected: dict[str, torch.Tensor
 
 
 def shards(average: GradientAverage, model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    for name, parameter in names_of(model).items():
+    for name, parameter in get_named_parameters(model).items():
         if name in average.aliases or name not in expected:
             continue
         assert isinstance(parameter, DTensor)
@@ -91,7 +91,7 @@ def fsdp2(mesh: DeviceMesh, rank: int, size: int, drive: str, clip: bool) -> Non
     for layer in (model.up, model.unused, model.frozen):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, average = optimizer_of(model), GradientAverage(names_of(model))
+    optimizer, average = optimizer_of(model), GradientAverage(get_named_parameters(model))
     if drive == "step":
         average.attach(optimizer)
     else:
@@ -107,7 +107,7 @@ def inside_backward(mesh: DeviceMesh, rank: int, size: int) -> None:
     """FSDP2 with an optimizer per parameter, whose hook frees the gradient."""
     model = Net()
     fully_shard(model, mesh=mesh)
-    average = GradientAverage(names_of(model))
+    average = GradientAverage(get_named_parameters(model))
 
     def step(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
@@ -127,7 +127,7 @@ def inside_backward(mesh: DeviceMesh, rank: int, size: int) -> None:
 
 def ddp(rank: int, size: int, views: bool) -> None:
     model = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True, gradient_as_bucket_view=views)
-    optimizer, average = optimizer_of(model), GradientAverage(names_of(model))
+    optimizer, average = optimizer_of(model), GradientAverage(get_named_parameters(model))
     average.attach(optimizer)
     train(model, optimizer, rank, True, lambda: None)
     expected = reference(size, True)
@@ -142,7 +142,7 @@ def ddp(rank: int, size: int, views: bool) -> None:
 def fsdp1(rank: int, size: int) -> None:
     """Flat shards: parts of parameters, or nothing of them."""
     model = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer, average = optimizer_of(model), GradientAverage(names_of(model))
+    optimizer, average = optimizer_of(model), GradientAverage(get_named_parameters(model))
     average.attach(optimizer)
     train(model, optimizer, rank, False, lambda: None)
     assert average.steps == STEPS
@@ -164,7 +164,7 @@ def tensor_parallel(mesh: DeviceMesh, rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
     model.load_state_dict(whole.state_dict())
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    recorded, average = Recorded(whole), GradientAverage(names_of(model))
+    recorded, average = Recorded(whole), GradientAverage(get_named_parameters(model))
     optimizers = [optimizer_of(model), optimizer_of(whole)]
     average.attach(optimizers[0])
     for step in range(STEPS):
@@ -175,7 +175,7 @@ def tensor_parallel(mesh: DeviceMesh, rank: int, size: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, parameter in names_of(model).items():
+    for name, parameter in get_named_parameters(model).items():
         assert isinstance(parameter, DTensor)
         expected = distribute_tensor(recorded.averages[name].float(), mesh, parameter.placements)
         close(average.average(name), expected.to_local(), name)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from dsq_ckpt.config.schema import SearchConfig
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.search.folds import degradation
+from dsq_ckpt.search.folds import compute_degradation
 
-_CLEAR = 0.1
+_MIN_DIFFERENCE = 0.1
 """Relative difference of metrics that is no chance: models that have learned nothing differ by less."""
 
 
 @dataclass
-class Reading:
+class MetricDirection:
     """The direction of a metric, as far as it is known.
 
     Attributes:
@@ -27,23 +27,24 @@ class Reading:
         asked: the metric of the model when a ruined one was evaluated last; None: none was.
     """
 
-    doubted: bool = False
-    settled: bool = False
-    asked: float | None = None
+    is_doubted: bool = False
+    is_settled: bool = False
+    checked_at: float | None = None
 
-    def is_open(self, exact: float, search: SearchConfig) -> bool:
+    def needs_check(self, exact: float, search: SearchConfig) -> bool:
         """Return whether a ruined model may tell more than at the saves before: once the metric has moved."""
-        if self.settled or search.higher_is_better:  # which somebody has thought of
+        if self.is_settled or search.higher_is_better:  # which somebody has thought of
             return False
-        return self.asked is None or abs(exact - self.asked) > _CLEAR * abs(self.asked)
+        return self.checked_at is None or abs(exact - self.checked_at) > _MIN_DIFFERENCE * abs(self.checked_at)
 
-    def judge(self, name: str, exact: float, ruined: float, search: SearchConfig, rank: int) -> None:
+    def update(self, name: str, exact: float, ruined: float, search: SearchConfig, rank: int) -> None:
         """Warn if the ruined model scores much better; settle that lower is better once training shows it too."""
-        worse = degradation(ruined, exact, search)
-        self.doubted = worse < -_CLEAR
-        self.settled = self.doubted or (worse > _CLEAR and self.asked is not None and exact < self.asked)
-        self.asked = exact
-        if self.doubted:
+        worse = compute_degradation(ruined, exact, search)
+        self.is_doubted = worse < -_MIN_DIFFERENCE
+        improved = self.checked_at is not None and exact < self.checked_at
+        self.is_settled = self.is_doubted or (worse > _MIN_DIFFERENCE and improved)
+        self.checked_at = exact
+        if self.is_doubted:
             warn(
                 f"`{name}` gave {exact:.6g} for the model and {ruined:.6g} for one with random signs of its weights, "
                 "which is ruined and counts as better, since search.higher_is_better is false. For an accuracy, set "

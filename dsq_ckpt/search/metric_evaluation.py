@@ -13,16 +13,18 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.search.candidates import SaveSearch
 from dsq_ckpt.search.folds import Fold
-from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, Probe
+from dsq_ckpt.search.trial import EvaluationRaised, ModelChanged, Probe
 
-_VISIBLE = 0.1  # relative squared error of weights that any metric must notice
+_MIN_VISIBLE_DISTORTION = 0.1  # relative squared error of weights that any metric must notice
 
 
 class EvaluationFailed(Exception):
     """`evaluate` or `check` raised, or gave no finite number; on any rank."""
 
 
-def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], bits: int = 0) -> list[float]:
+def measure_metrics(
+    save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], bits: int = 0
+) -> list[float]:
     """Return the metrics of configurations: of all ranks together, or with `parallel_trials` some by each rank.
 
     Args:
@@ -43,11 +45,11 @@ def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | No
     stopped: BaseException | None = None
     try:
         for place in mine:
-            found[place] = save.model.metric(fold.evaluate, trials[place], bits, fold.name)
+            found[place] = save.model.evaluate(fold.evaluate, trials[place], bits, fold.name)
             run_pending_handlers()
     except ModelChanged as error:
         changed = str(error)
-    except EvaluateRaised as error:
+    except EvaluationRaised as error:
         failure = str(error)
     except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
         stopped = error
@@ -78,7 +80,7 @@ def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | No
 def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, Any]) -> None:
     """Warn if the metric of the same model differs by more than a relative bound with other random numbers."""
     exact = save.metrics[fold.name]
-    again = measure(save, fold, [Probe.AGAIN])[0]
+    again = measure_metrics(save, fold, [Probe.AGAIN])[0]
     noise = abs(again - exact) / max(abs(exact), 1e-30)
     if noise:
         record["noise"] = max(noise, record.get("noise", 0.0))
@@ -90,7 +92,7 @@ def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, An
         )
 
 
-def ruined_metric(save: SaveSearch, fold: Fold) -> float:
+def measure_ruined_model(save: SaveSearch, fold: Fold) -> float:
     """Return the metric of the model with random signs of its weights; infinite if there is none.
 
     Raises:
@@ -98,15 +100,16 @@ def ruined_metric(save: SaveSearch, fold: Fold) -> float:
     """
     exact = save.metrics[fold.name]
     try:
-        ruined = measure(save, fold, [Probe.RUINED])[0]
+        ruined = measure_metrics(save, fold, [Probe.RUINED])[0]
     except EvaluationFailed:  # as where weights have to be positive; no checkpoint gives such a model back
         return math.inf
     if ruined == exact:  # as the accuracy of a model may be that has learned nothing yet
         coarsest = max(
-            (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
-            key=save.distortion,
+            (save.get_candidate(point, 0) for point in save.space.points() if math.isfinite(save.get_size(point, 0))),
+            key=save.compute_distortion,
         )
-        if save.distortion(coarsest) > _VISIBLE and measure(save, fold, [coarsest.analysis])[0] == exact:
+        visible = save.compute_distortion(coarsest) > _MIN_VISIBLE_DISTORTION
+        if visible and measure_metrics(save, fold, [coarsest.analysis])[0] == exact:
             raise EvaluationFailed(
                 f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
                 "evaluate the model that the Compressor was given, with its present weights (does it measure an "

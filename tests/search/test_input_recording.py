@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsq_ckpt.quantization.compensation import Compensation, Spread
-from dsq_ckpt.search.inputs import recorded
+from dsq_ckpt.search.input_recording import record_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,9 +113,9 @@ def run(model: nn.Module) -> None:
 
 def found(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[str, Compensation | None]:
     weights = {name: weight for name, weight in model.named_parameters() if weight.ndim > 1 or name == "weight"}
-    with recorded(weights.values()) as recorder, grad():
+    with record_inputs(weights.values()) as recorder, grad():
         run(model)
-    return {name: recorder.compensation(weight) for name, weight in weights.items()}
+    return {name: recorder.get_compensation(weight) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad, torch.inference_mode])
@@ -153,7 +153,7 @@ def test_moments_are_those_of_the_inputs(kind, inputs):
 
 
 def test_large_matrices_are_divided(monkeypatch):
-    monkeypatch.setattr("dsq_ckpt.search.inputs._MOST_INPUTS", 5)
+    monkeypatch.setattr("dsq_ckpt.search.input_recording._MAX_INPUTS", 5)
     (compensation,) = found(SEEN["linear"]()).values()
     assert compensation is not None
     assert [len(block.order) for block in compensation.parts[0][1]] == [4, 4, 4]
@@ -166,10 +166,10 @@ def test_large_matrices_are_divided(monkeypatch):
 def test_batches_add_up(seed):
     model, g = nn.Linear(FEATURES, OUTPUTS), torch.Generator().manual_seed(seed)
     batches = [torch.randn(30, FEATURES, generator=g) * scale for scale in (1.0, 5.0)]
-    with recorded([model.weight]) as recorder, torch.no_grad():
+    with record_inputs([model.weight]) as recorder, torch.no_grad():
         for batch in batches:
             model(batch)
-    compensation, x = recorder.compensation(model.weight), torch.cat(batches)
+    compensation, x = recorder.get_compensation(model.weight), torch.cat(batches)
     expected = Spread.of(x.T @ x, len(x))
     assert compensation is not None and expected is not None
     assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=1e-3)
@@ -178,9 +178,9 @@ def test_batches_add_up(seed):
 def test_long_batches_are_sampled_evenly():
     model, x = nn.Linear(FEATURES, OUTPUTS), data().repeat(100, 1)
     x[::2] *= 3
-    with recorded([model.weight]) as recorder, torch.no_grad():
+    with record_inputs([model.weight]) as recorder, torch.no_grad():
         model(x)
-    compensation, expected = recorder.compensation(model.weight), Spread.of(x.T @ x, 4096)
+    compensation, expected = recorder.get_compensation(model.weight), Spread.of(x.T @ x, 4096)
     assert compensation is not None and expected is not None
     assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=0.02)
 
@@ -188,27 +188,27 @@ def test_long_batches_are_sampled_evenly():
 @pytest.mark.parametrize("shape", [(1, FEATURES, 40, 3000), (3, FEATURES, 3000, 2)])
 def test_large_images_are_cut(shape):
     model = nn.Conv2d(FEATURES, OUTPUTS, (2, 1), stride=(2, 1))
-    with recorded([model.weight]) as recorder, torch.no_grad():
+    with record_inputs([model.weight]) as recorder, torch.no_grad():
         model(torch.randn(shape))
         (products,) = next(iter(recorder._seen.values())).values()
     assert 0 < products.rows <= 4096
 
 
 def test_sums_that_take_more_than_their_weights_are_not_made(monkeypatch):
-    monkeypatch.setattr("dsq_ckpt.search.inputs._FREE", 0)
+    monkeypatch.setattr("dsq_ckpt.search.input_recording._FREE_BYTES", 0)
     models = {outputs: nn.Linear(FEATURES, outputs) for outputs in (2, 3)}  # 24 and 16 bytes per weight
-    with recorded([model.weight for model in models.values()]) as recorder, torch.no_grad():
+    with record_inputs([model.weight for model in models.values()]) as recorder, torch.no_grad():
         for model in models.values():
             model(data())
-    assert [recorder.compensation(models[outputs].weight) is None for outputs in models] == [True, False]
+    assert [recorder.get_compensation(models[outputs].weight) is None for outputs in models] == [True, False]
 
 
 def test_parameters_in_one_buffer():
     buffer = torch.randn(2, OUTPUTS, FEATURES)
-    with recorded([buffer[0], buffer[1]]) as recorder, torch.no_grad():
+    with record_inputs([buffer[0], buffer[1]]) as recorder, torch.no_grad():
         F.linear(data(), buffer[1])
-    assert recorder.compensation(buffer[0]) is None
-    second = recorder.compensation(buffer[1])
+    assert recorder.get_compensation(buffer[0]) is None
+    second = recorder.get_compensation(buffer[1])
     assert second is not None and second.parts[0][0].offset == 0
 
 
@@ -223,7 +223,7 @@ def test_views_that_overlap_count_once():
 def test_what_torch_may_use_is_as_before():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with pytest.raises(KeyError), recorded([]):
+        with pytest.raises(KeyError), record_inputs([]):
             raise KeyError
         assert torch.backends.mkldnn.enabled and not torch.backends.mha.get_fastpath_enabled()
     finally:
@@ -240,10 +240,10 @@ def test_compiled_code_is_seen_and_runs_again_afterwards():
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():
         compiled(data())
-        with recorded([model.weight]) as recorder:
+        with record_inputs([model.weight]) as recorder:
             compiled(data())
         compiled(data())
-    assert len(runs) == 2 and recorder.compensation(model.weight) is not None
+    assert len(runs) == 2 and recorder.get_compensation(model.weight) is not None
 
 
 def test_operators_of_higher_order_are_called():
@@ -253,7 +253,7 @@ def test_operators_of_higher_order_are_called():
     model = Product([OUTPUTS, FEATURES], chosen)
     with torch.no_grad():
         expected = model(data())
-        with recorded([model.weight]):
+        with record_inputs([model.weight]):
             assert torch.equal(model(data()), expected)
         assert torch.equal(model(data()), expected)
 
@@ -262,14 +262,14 @@ def test_threads_that_record_put_back_what_there_was():
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
-        with recorded([]):
+        with record_inputs([]):
             inside.set()
             go_on.wait(60)
 
     def second() -> None:
         inside.wait(60)
         go_on.set()
-        with recorded([]):
+        with record_inputs([]):
             pass
 
     threads = [threading.Thread(target=work) for work in (first, second)]

@@ -19,33 +19,33 @@ from dsq_ckpt.quantization.compensation import Compensation, MatrixView, Spread
 
 logger = logging.getLogger(__name__)
 
-_MOST_INPUTS = 1024  # of a block; errors are not spread beyond
-_MOST_ROWS = 4096  # of the inputs of one call that are summed, evenly spread
-_MOST_MATRICES = 1024  # in one tensor
-_FREE, _DEAR = 1 << 26, 16  # bytes of sums: so many are taken for any matrix, more only below so many per weight
+_MAX_INPUTS = 1024  # of a block; errors are not spread beyond
+_MAX_ROWS = 4096  # of the inputs of one call that are summed, evenly spread
+_MAX_MATRICES = 1024  # in one tensor
+_FREE_BYTES, _MAX_BYTES_PER_WEIGHT = 1 << 26, 16  # of sums: a matrix may exceed one of the two limits, not both
 
 _ATEN = torch.ops.aten
-_SWITCHES = threading.RLock()
+_SWITCH_LOCK = threading.RLock()
 
 
-class _Products:
+class _InputProducts:
     """Sums of products of the inputs of a matrix, in blocks of consecutive inputs of about the same size."""
 
     def __init__(self, inputs: int) -> None:
-        blocks = -(-inputs // _MOST_INPUTS)
+        blocks = -(-inputs // _MAX_INPUTS)
         self._size = -(-inputs // blocks)
         self.sums: list[Tensor] = []
         self.rows = 0
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [n, inputs]."""
-        rows = _sampled(rows.detach(), _MOST_ROWS)
+        rows = _sample_rows(rows.detach(), _MAX_ROWS)
         new = [block.T @ block for block in rows.to(torch.float32).split(self._size, dim=1)]
         self.sums = [old + more for old, more in zip(self.sums, new, strict=True)] if self.sums else new
         self.rows += len(rows)
 
 
-class _Place(NamedTuple):
+class _TensorLocation(NamedTuple):
     """The place of a tensor, or of the one that it is a copy of: memory of one that is looked for, and an offset."""
 
     memory: tuple[int, int]
@@ -66,17 +66,17 @@ class InputRecorder(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._known = {(_memory(tensor), tensor.element_size()) for tensor in tensors if _memory(tensor)}
-        self._seen: dict[tuple[int, int], dict[MatrixView, _Products]] = {}
-        self._copies: dict[tuple[int, int], tuple[_Place, Tensor]] = {}
+        self._known = {(_get_memory(tensor), tensor.element_size()) for tensor in tensors if _get_memory(tensor)}
+        self._seen: dict[tuple[int, int], dict[MatrixView, _InputProducts]] = {}
+        self._copies: dict[tuple[int, int], tuple[_TensorLocation, Tensor]] = {}
         """By their memory; kept until a tensor is copied again, since memory that is free would be taken by others."""
 
-    def compensation(self, tensor: Tensor) -> Compensation | None:
+    def get_compensation(self, tensor: Tensor) -> Compensation | None:
         """Return how errors of a tensor's elements are to be spread; None: it was not seen, or is not contiguous."""
         if not tensor.is_contiguous():  # offsets are those of elements in row-major order
             return None
         start, parts = int(tensor.storage_offset()), []
-        for view, products in self._seen.get((_memory(tensor), tensor.element_size()), {}).items():
+        for view, products in self._seen.get((_get_memory(tensor), tensor.element_size()), {}).items():
             if view.offset >= start and view.stop <= start + tensor.numel():
                 blocks = [block for own in products.sums if (block := Spread.of(own, products.rows)) is not None]
                 if len(blocks) == len(products.sums):
@@ -99,55 +99,55 @@ class InputRecorder(TorchDispatchMode):
         kind = func.overloadpacket
         try:
             if kind is _ATEN._to_copy:
-                self._copied(args[0], result)
-            elif kind in _SEEN:
-                _SEEN[kind](self, *args)
+                self._record_copy(args[0], result)
+            elif kind in _RECORDERS:
+                _RECORDERS[kind](self, *args)
         except RuntimeError as error:  # as where memory is short: the metric is what was asked for
             logger.info("inputs of a layer are not recorded: %s", error)
         return result
 
-    def _place(self, tensor: Tensor) -> _Place | None:
-        if not (memory := _memory(tensor)):
+    def _locate(self, tensor: Tensor) -> _TensorLocation | None:
+        if not (memory := _get_memory(tensor)):
             return None
         key = memory, tensor.element_size()
         if key in self._known:
-            return _Place(key, int(tensor.storage_offset()))
+            return _TensorLocation(key, int(tensor.storage_offset()))
         if (copied := self._copies.get(key)) is None:
             return None
         origin, _ = copied
         return origin._replace(offset=origin.offset + int(tensor.storage_offset()))
 
-    def _copied(self, tensor: Tensor, copy: Tensor) -> None:
-        place = self._place(tensor)
-        if place is None or not tensor.is_contiguous() or not copy.is_contiguous() or not _memory(copy):
+    def _record_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        place = self._locate(tensor)
+        if place is None or not tensor.is_contiguous() or not copy.is_contiguous() or not _get_memory(copy):
             return
         self._copies = {key: kept for key, kept in self._copies.items() if kept[0] != place}
-        self._copies[_memory(copy), copy.element_size()] = place, copy
+        self._copies[_get_memory(copy), copy.element_size()] = place, copy
 
-    def _product(self, left: Tensor, right: Tensor) -> None:
-        if self._place(left) is not None and self._place(right) is not None:  # as of a penalty: no inputs
+    def _record_product(self, left: Tensor, right: Tensor) -> None:
+        if self._locate(left) is not None and self._locate(right) is not None:  # as of a penalty: no inputs
             return
-        self._multiplied(left, right)
-        self._multiplied(right.mT, left.mT)
+        self._record_multiplication(left, right)
+        self._record_multiplication(right.mT, left.mT)
 
-    def _multiplied(self, rows: Tensor, matrix: Tensor) -> None:
+    def _record_multiplication(self, rows: Tensor, matrix: Tensor) -> None:
         """Note that `rows`, [n, inputs], are multiplied by `matrix`, [inputs, outputs]."""
-        if (place := self._place(matrix)) is not None and matrix.shape[0] > 1:
+        if (place := self._locate(matrix)) is not None and matrix.shape[0] > 1:
             inputs, outputs = matrix.shape
             between_inputs, between_outputs = matrix.stride()
-            self._note(place, MatrixView(place.offset, outputs, inputs, (between_outputs, between_inputs)), rows)
+            self._add_rows(place, MatrixView(place.offset, outputs, inputs, (between_outputs, between_inputs)), rows)
 
-    def _batched(self, left: Tensor, right: Tensor) -> None:
-        if self._place(left) is not None or self._place(right) is not None:
+    def _record_batched_product(self, left: Tensor, right: Tensor) -> None:
+        if self._locate(left) is not None or self._locate(right) is not None:
             for one, other in zip(left, right):  # noqa: B905  # torch itself has compared them
-                self._product(one, other)
+                self._record_product(one, other)
 
-    def _convolved(
+    def _record_convolution(
         self, images: Tensor, weight: Tensor, _: Tensor | None, stride: Sequence[int], padding: Sequence[int],
         dilation: Sequence[int], transposed: bool, __: Sequence[int], groups: int, *others: Any,
     ) -> None:
         usual = not transposed and groups == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
-        if not usual or (place := self._place(weight)) is None or not images.numel():
+        if not usual or (place := self._locate(weight)) is None or not images.numel():
             return
         kernel = weight.shape[2:]
         if weight.ndim == 3:  # in one dimension
@@ -155,17 +155,17 @@ class InputRecorder(TorchDispatchMode):
             stride, padding, dilation = [*stride, 1], [*padding, 0], [*dilation, 1]
         wide = (images.shape[-1] + 2 * padding[-1] - dilation[-1] * (kernel[-1] - 1) - 1) // stride[-1] + 1
         reach = dilation[0] * (kernel[0] - 1) + 1
-        most = (max(1, _MOST_ROWS // wide) - 1) * stride[0] + reach  # rows of pixels, of one image
+        most = (max(1, _MAX_ROWS // wide) - 1) * stride[0] + reach  # rows of pixels, of one image
         if images.shape[-2] > most:
             images = images.narrow(-2, (images.shape[-2] - most) // 2, most)
         high = (images.shape[-2] + 2 * padding[0] - reach) // stride[0] + 1
-        few = _sampled(images, max(1, _MOST_ROWS // max(1, wide * high)))
+        few = _sample_rows(images, max(1, _MAX_ROWS // max(1, wide * high)))
         patches = nn.functional.unfold(few, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
         inputs = weight[0].numel()
         view = MatrixView(place.offset, len(weight), inputs, (inputs, 1))
-        self._note(place, view, patches.mT.reshape(-1, inputs))
+        self._add_rows(place, view, patches.mT.reshape(-1, inputs))
 
-    def _note(self, place: _Place, view: MatrixView, rows: Tensor) -> None:
+    def _add_rows(self, place: _TensorLocation, view: MatrixView, rows: Tensor) -> None:
         if not rows.is_floating_point() or rows.layout is not torch.strided or not len(rows):
             return
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # of what is computed later, and again
@@ -175,52 +175,52 @@ class InputRecorder(TorchDispatchMode):
             elements = view.outputs * view.inputs
             if min(view.strides) < 1 or elements > view.stop - view.offset:  # elements that are one in memory
                 return
-            if len(seen) == _MOST_MATRICES or any(view.offset < one.stop and one.offset < view.stop for one in seen):
+            if len(seen) == _MAX_MATRICES or any(view.offset < one.stop and one.offset < view.stop for one in seen):
                 return
-            if 4 * view.inputs * min(view.inputs, _MOST_INPUTS) > max(_FREE, _DEAR * elements):
+            if 4 * view.inputs * min(view.inputs, _MAX_INPUTS) > max(_FREE_BYTES, _MAX_BYTES_PER_WEIGHT * elements):
                 return
-            seen[view] = _Products(view.inputs)
+            seen[view] = _InputProducts(view.inputs)
         seen[view].add(rows)
 
 
-_SEEN: dict[Any, Callable[..., None]] = {
-    _ATEN.mm: InputRecorder._product,
-    _ATEN.addmm: lambda self, _, left, right: self._product(left, right),
-    _ATEN.bmm: InputRecorder._batched,
-    _ATEN.baddbmm: lambda self, _, left, right: self._batched(left, right),
-    _ATEN.convolution: InputRecorder._convolved,
-    _ATEN._convolution: InputRecorder._convolved,
+_RECORDERS: dict[Any, Callable[..., None]] = {
+    _ATEN.mm: InputRecorder._record_product,
+    _ATEN.addmm: lambda self, _, left, right: self._record_product(left, right),
+    _ATEN.bmm: InputRecorder._record_batched_product,
+    _ATEN.baddbmm: lambda self, _, left, right: self._record_batched_product(left, right),
+    _ATEN.convolution: InputRecorder._record_convolution,
+    _ATEN._convolution: InputRecorder._record_convolution,
 }
 
 
 @contextmanager
-def recorded(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
+def record_inputs(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
     """Record what tensors are multiplied by; fused operators that would hide it are off meanwhile, in all threads."""
-    with _SWITCHES:
+    with _SWITCH_LOCK:
         fused, fast = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with _uncompiled(), InputRecorder(tensors) as recorder:
+            with _no_compile(), InputRecorder(tensors) as recorder:
                 yield recorder
         finally:
             torch.backends.mkldnn.enabled = fused
             torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _no_compile() -> AbstractContextManager[Any]:
     """Return a context without torch.compile, which would give up for good on what it meets below such a mode."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
-def _sampled(rows: Tensor, most: int) -> Tensor:
+def _sample_rows(rows: Tensor, most: int) -> Tensor:
     """Return at most so many rows, evenly spread."""
     return rows if len(rows) <= most else rows[torch.arange(most, device=rows.device) * len(rows) // most]
 
 
-def _memory(tensor: Tensor) -> int:
+def _get_memory(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; 0: it has none of its own."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return int(tensor.untyped_storage().data_ptr()) if plain else 0
