@@ -1,4 +1,4 @@
-"""Memory of tensors: ranges of addresses, and whether they overlap."""
+"""Address ranges of tensors, and detection of overlaps."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import torch
 
 
 class AddressRanges:
-    """Ranges of addresses; those that overlap are joined."""
+    """A set of address ranges; overlapping ranges are merged."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
 
     def add(self, start: int, stop: int) -> bool:
-        """Add a range, without its last address; return whether it is apart from all that were added before."""
+        """Add the range from `start` to `stop` (exclusive); return whether it overlaps none of the earlier ranges."""
         if start >= stop:
             return True
         first, last = bisect_left(self._stops, start + 1), bisect_left(self._starts, stop)
-        if apart := first == last:
-            joined = start, stop
+        if is_disjoint := first == last:
+            merged = start, stop
         else:
-            joined = min(start, self._starts[first]), max(stop, self._stops[last - 1])
-        self._starts[first:last], self._stops[first:last] = [joined[0]], [joined[1]]
-        return apart
+            merged = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+        self._starts[first:last], self._stops[first:last] = [merged[0]], [merged[1]]
+        return is_disjoint
 
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor from its first to its last byte, with gaps that it may have; last exclusive."""
+    """Return the address range from a tensor's first to its last byte (exclusive), including gaps of its strides."""
     if not tensor.numel():
         return 0, 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

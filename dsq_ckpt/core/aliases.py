@@ -1,8 +1,8 @@
-"""Tensors in the memory of others, for NumPy.
+"""Aliases of tensors: tensors with a storage of their own in the memory of others, for NumPy.
 
-Once NumPy has seen a tensor's memory, torch refuses to resize its storage, for good. Training does resize storages:
-FSDP frees unsharded parameters so, and raises in its next step if it cannot. So a save reads, and a load fills, the
-memory of the user's tensors through tensors with a storage of their own.
+Once NumPy has a view of a tensor's memory, torch refuses to resize its storage from then on. Training resizes storages:
+FSDP frees unsharded parameters that way, and its next step raises an error if it cannot. Therefore saves and loads
+access the memory of the user's tensors through aliases.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the memory of another, with a storage of its own, which must not be resized meanwhile.
+    """Return a tensor in the same memory with a storage of its own; the original storage must not be resized meanwhile.
 
-    What NumPy does not read as it is (other devices, layouts and subclasses, lazy conjugates) is returned itself.
+    Tensors that NumPy cannot read directly (other devices, layouts and subclasses, lazy conjugates) are returned
+    unchanged.
     """
     if type(tensor) not in _PLAIN_CLASSES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
@@ -29,18 +30,18 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     if not storage.data_ptr():
         return tensor
     own = bytes_of(storage).untyped_storage()
-    with torch.inference_mode(False):  # a tensor that is made in it can only be written to in it, by no other thread
-        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return made.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    with torch.inference_mode(False):  # other threads, outside of inference mode, cannot write to an inference tensor
+        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return alias.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of a storage in host memory, uint8, in its memory, as a tensor with a storage of its own."""
+    """Return a uint8 tensor in the host memory of a storage, with a storage of its own."""
     return torch.from_numpy(np.asarray(_ArrayInterface(storage)))
 
 
 class _ArrayInterface:
-    """The memory of a storage, by NumPy's interface; it keeps the storage alive."""
+    """NumPy's array interface of a storage's memory; it keeps the storage alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

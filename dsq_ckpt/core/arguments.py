@@ -1,4 +1,4 @@
-"""Arguments of the public calls that are of another type than they must be, each said in one sentence."""
+"""Checks of the types of arguments of public functions, with error messages of one sentence."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def expect(name: str, value: Any, kinds: Any, expected: str) -> None:
         name: name of the argument.
         value: value of the argument.
         kinds: classes, as for `isinstance`.
-        expected: what these are, in words.
+        expected: description of these classes, for the message.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the value has another type.
     """
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} is {format_value(value)}, expected {expected}")
@@ -29,34 +29,34 @@ def expect_path(name: str, value: Any) -> None:
     """Check that an argument is a path.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not a path.
     """
     expect(name, value, (str, os.PathLike), "the directory of a checkpoint, as a str or a Path")
 
 
 def expect_on_save(on_save: Any) -> None:
-    """Check what is to be told of each checkpoint.
+    """Check the callback for committed checkpoints.
 
     Raises:
-        ConfigError: it is no function.
+        ConfigError: it is not callable.
     """
     expect("on_save", on_save, Callable | None, "a function of a SaveResult")
 
 
 def expect_extra(extra: Any) -> None:
-    """Check what is to be saved or loaded beside model and optimizer.
+    """Check the state that is saved or loaded in addition to model and optimizer.
 
     Raises:
-        ConfigError: it is no dict.
+        ConfigError: it is not a dict.
     """
     expect("extra", extra, Mapping | None, "a dict, such as {'step': 500}")
 
 
 def expect_folds(evaluate: Any, check: Any) -> None:
-    """Check the functions by which a search judges a model.
+    """Check the functions that evaluate a model for a search.
 
     Raises:
-        ConfigError: one of them is no function, or `check` has nothing to confirm.
+        ConfigError: one of them is not callable, or there is `check` without `evaluate`.
     """
     expect("evaluate", evaluate, Callable | None, "a function that gives the metric of the model as it is")
     expect("check", check, Callable | None, "a function that gives the same metric on other batches")
@@ -65,7 +65,7 @@ def expect_folds(evaluate: Any, check: Any) -> None:
 
 
 def format_value(value: Any) -> str:
-    """Return a short value itself, or the class of a longer one, for messages."""
+    """Return the text of a number or string, shortened, or the class of another value, for messages."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Array type aliases: NumPy arrays by element type, and by meaning where subpackages pass an array to one another."""
+"""Type aliases of NumPy arrays, by element type, and by meaning for arrays that subpackages exchange."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Integers = npt.NDArray[np.integer]
 Mask = npt.NDArray[np.bool_]
 
 Codes = U8
-"""Quantization codes: an index of a level per element."""
+"""Quantization codes: the index of a level for each element."""
 Counts = I64
 """Numbers of elements, as in the bins of a histogram."""
 Bits = U32

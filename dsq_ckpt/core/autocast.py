@@ -1,4 +1,4 @@
-"""Autocast of the caller's thread, which a save may run in, switched off while values are read for themselves."""
+"""Disabling of autocast in the caller's thread, in which a save may run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Compute in the dtypes that tensors have; for a block of code, or as a decorator.
+    """Disable autocast; a context manager or decorator.
 
-    Autocast rounds products of matrices to its dtype, so that the same weights would be told apart otherwise inside
-    of it, and refuses to join halves of a dtype that is not its own.
+    Autocast rounds matrix products to its dtype, so that results for the same weights would differ inside of it, and
+    raises an error when tensors of another 16-bit dtype are concatenated.
     """
     accelerator = torch.accelerator.current_accelerator()
     with ExitStack() as stack:

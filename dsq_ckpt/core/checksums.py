@@ -1,6 +1,6 @@
-"""Whether tensors still hold what they held, by a checksum of all their bytes.
+"""Checksums of tensors, to detect changes of their values.
 
-Torch counts changes in place, but not those made through `.data`, and it counts a change that was undone.
+torch's version counter does not count changes through `.data`, and counts changes that were undone.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.workers import Workers
 
 _BLOCK_ELEMENTS = 1 << 20
-"""Elements that are summed together on other devices: it bounds the memory, to 40 MiB."""
+"""Elements per block of the sum on other devices, which bounds its memory to 40 MiB."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def checksums(tensors: Mapping[_Key, Callable[[], torch.Tensor]], workers: Workers) -> dict[_Key, Hashable]:
-    """Return a checksum by key of what each function gives, on this rank."""
+    """Return the checksum of the tensor that each function returns, by key, on this rank."""
     return dict(zip(tensors, workers.map(lambda tensor: checksum(tensor()), tensors.values()), strict=True))
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> Hashable:
-    """Return a checksum of the bytes of a tensor, with its dtype and shape; tensors made of others count as these.
+    """Return a checksum of the bytes of a tensor, its dtype and shape; for subclasses, that of the inner tensors.
 
-    On the CPU this is xxh3-64, which reads about 20 GB/s on one core. On other devices it is a weighted sum in int64,
-    computed there.
+    On the CPU it is xxh3-64, at about 20 GB/s on one core. On other devices it is a weighted sum in int64, computed on
+    the device.
     """
     if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, a quantized tensor
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -46,26 +46,26 @@ def checksum(tensor: torch.Tensor) -> Hashable:
 
 
 def _weighted_sum(values: torch.Tensor) -> int:
-    """Return the sum of flat elements, as integers of their bits, times odd numbers that tell places apart."""
+    """Return the sum of flat elements, as integers of their bits, weighted by odd numbers that depend on the place."""
     bits = values.view(_INTEGERS[values.itemsize])
     odd = _odd_numbers(min(_BLOCK_ELEMENTS, len(bits)), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK_ELEMENTS):
         wide = block.long()
-        mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # the sign of a double is the highest bit, which no odd number moves
+        mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # a product with an odd number would keep the sign bit of a double
         total = total * 0x9E3779B1 + (mixed * odd[: len(block)]).sum()
     return int(total)
 
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd int64 numbers without a pattern, made on a device: those of splitmix64, from 1 on."""
+    """Return odd pseudorandom int64 numbers on a device: the outputs of splitmix64 for 1, 2, ..., made odd."""
     mixed = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
     return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
 
 
-def quote(changed: list[Any]) -> str:
-    """Return the first few of some names, and how many more there are."""
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return ", ".join(f"'{name}'" for name in changed[:3]) + more
+def quote(names: list[Any]) -> str:
+    """Return the first three names in quotes, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more

@@ -1,4 +1,4 @@
-"""Python's garbage collector paused while much is made that stays."""
+"""Pauses of Python's garbage collector while many permanent objects are created."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _paused = False
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Let no garbage be collected in a block of the main thread that imports modules, or fills tables that stay.
+    """Disable the garbage collector in a block of the main thread that imports modules or fills permanent tables.
 
-    Python looks through all objects of the process whenever their number has grown by a quarter, as it does here after
-    `import torch`. A collector that the program itself has paused before stays so. Other threads pause nothing: their
-    pauses and the program's own would end each other.
+    Python traverses all objects of the process whenever their number has grown by a quarter, as it would after
+    `import torch`. A collector that the program has disabled before stays disabled. In other threads this does nothing,
+    since their pauses and those of the program would end each other.
     """
     global _paused
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
@@ -33,7 +33,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def _resume_in_child() -> None:
-    """Let a child collect that was forked by another thread during a pause, which nothing would end there."""
+    """Enable the collector in a child that another thread has forked during a pause, which would not end there."""
     if _paused:
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, counts, ratios, durations, shares."""
+"""Formatting of numbers for people: sizes, counts, ratios, durations, fractions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def number(count: int) -> str:
 
 
 def ratio(logical: int, stored: int) -> str:
-    """Format how many times smaller: 56.8x; - if there is nothing to compare."""
+    """Format a compression ratio: 56.8x; "-" if a size is 0."""
     return f"{_three_digits(logical / stored)}x" if logical and stored else "-"
 
 
 def quotient(logical: int, stored: int) -> float | None:
-    """Return the ratio for JSON."""
+    """Return the compression ratio for JSON; None if a size is 0."""
     return round(logical / stored, 4) if logical and stored else None
 
 

@@ -1,4 +1,4 @@
-"""Flat ranges of tensors, as ZeRO partitions them, as boxes with offsets and shape, as checkpoints store them."""
+"""Conversion of flat ranges of tensors, as in ZeRO's partitions, to boxes with offsets and shape, as in checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor whose elements lie one after the other: its place, its shape, and its first element's place.
+    """A box of a tensor whose elements are contiguous in the flattened tensor.
 
     Attributes:
-        offsets: in the tensor.
+        offsets: offsets of the box in the tensor.
         shape: shape of the box, with as many dimensions as the tensor.
-        start: place of its first element in the flattened tensor.
+        start: index of its first element in the flattened tensor.
     """
 
     offsets: tuple[int, ...]
@@ -26,12 +26,13 @@ class Box(NamedTuple):
 
 
 def split_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
-    """Yield boxes that together are elements `start` to `start + length` of a flattened tensor, in order.
+    """Yield boxes that cover elements `start` to `start + length` of a flattened tensor, in order.
 
-    At most two per dimension and one more: the rest of a row, whole rows, the beginning of a row, and so on inwards.
+    There are at most two boxes per dimension and one more: the rest of a row, whole rows, the beginning of a row, and
+    so on for inner dimensions.
 
     Raises:
-        ValueError: the range is not in the tensor.
+        ValueError: the range exceeds the tensor.
     """
     total = math.prod(shape)
     if start < 0 or length < 0 or start + length > total:
@@ -41,7 +42,7 @@ def split_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
 
 
 def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
-    """Yield the boxes of a range that starts at `place` in the sub-tensor at `outer`, `start` in the whole one."""
+    """Yield the boxes of a range that starts at index `place` of the sub-tensor at `outer`, `start` of the tensor."""
     before = (1,) * len(outer)
     if not shape:
         yield Box(outer, before, start)

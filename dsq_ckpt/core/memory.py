@@ -1,4 +1,4 @@
-"""Memory that a process can still take, by the system and by the control groups (cgroups) that it is in."""
+"""Available memory of a process, limited by the system and by its control groups (cgroups)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class _GroupFiles(NamedTuple):
-    """Files of a control group: its limit, its usage, and what of the usage the kernel can drop, in memory.stat."""
+    """Names of a control group's files for limit and usage, and of the reclaimable part of the usage in memory.stat."""
 
     limit: str
     usage: str
@@ -20,7 +20,7 @@ _V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process can take before others have to give some back; None: not known (no Linux).
+    """Return the bytes that this process can allocate without taking memory from others; None if unknown (not Linux).
 
     Args:
         root: root of the file system.
@@ -32,14 +32,14 @@ def available_memory(root: Path = Path("/")) -> int | None:
     for group, names in _control_groups(root):
         try:
             limit, usage = int((group / names.limit).read_text()), int((group / names.usage).read_text())
-        except (OSError, ValueError):  # another host's path, or no limit ("max")
+        except (OSError, ValueError):  # a path of another host, or no limit ("max")
             continue
         free.append(limit - usage + _read_numbers(group / "memory.stat").get(names.droppable, 0))
     return max(0, min(free))
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yield the control groups of this process that may limit its memory, and those around them."""
+    """Yield the control groups of this process that may limit its memory, and their parents."""
     mounted = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -56,7 +56,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
 
 
 def _read_numbers(file: Path) -> dict[str, int]:
-    """Return the first number of each line of a file, by the word before it; empty if it cannot be read."""
+    """Return the first number of each line of a file, by the word before it; empty if the file cannot be read."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1}

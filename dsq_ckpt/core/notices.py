@@ -1,7 +1,7 @@
-"""Warnings, each at the line of the caller that led to it, wherever in the package it is raised.
+"""Warnings that point at the line of the caller that caused them.
 
-A fixed `stacklevel` points into torch, or into this package, since the same code runs below `dcp.save`, `dsq_ckpt.save`
-and DeepSpeed's engine, and in threads and processes of DCP that no line of the caller is below.
+A fixed `stacklevel` would point into torch or into this package: the same code runs below `dcp.save`, `dsq_ckpt.save`
+and DeepSpeed's engine, and in threads and processes of DCP whose stacks contain no line of the caller.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 _SKIPPED_PACKAGES = frozenset({
-    "dsq_ckpt", "triton_kernels", "torch", "deepspeed", "pydantic",  # libraries between the caller and here
-    "concurrent", "multiprocessing", "threading", "contextlib", "importlib", "runpy",  # where threads and such begin
+    "dsq_ckpt", "triton_kernels", "torch", "deepspeed", "pydantic",  # libraries between the caller and this package
+    "concurrent", "multiprocessing", "threading", "contextlib", "importlib", "runpy",  # entry points of threads etc.
 })
 
 
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     Attributes:
         filename: path of the source file.
         lineno: line number, from 1.
-        module: name of its module.
+        module: name of the module.
     """
 
     filename: str
@@ -39,18 +39,18 @@ class Line(NamedTuple):
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|\b(?:inf|nan)\b|[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 _foreign_globals: dict[str, Any] = {}
-"""The globals of modules that this process does not have, whose lines began what it does."""
-_background: ContextVar[Line | None] = ContextVar("line that began the work of this thread", default=None)
+"""Globals in place of those of a module that this process does not have, for its warning registry."""
+_background: ContextVar[Line | None] = ContextVar("line that started the work of this thread", default=None)
 
 
 def calling_line() -> Line | None:
-    """Return the innermost line outside of this package and the libraries that call it; None where there is none."""
+    """Return the innermost line outside of this package and the libraries that call it; None without one."""
     frame = _calling_frame()
     return _background.get() if frame is None else _to_line(frame)
 
 
 def set_background_line(line: Line | None) -> None:
-    """Let warnings of this thread, as far as no line of the caller is below them, point at `line`."""
+    """Set the line for warnings of this thread whose stack contains no line of the caller."""
     _background.set(line)
 
 
@@ -59,8 +59,8 @@ def warn(text: str, *, rank: int = 0) -> None:
 
     Args:
         text: the warning.
-        rank: of this process; where all ranks find the same, only rank 0 says it. Where warnings are errors, all ranks
-            raise it, since others would wait for one that raised it alone.
+        rank: this process's rank, if all ranks call this with the same text: only rank 0 warns. If warnings are errors,
+            all ranks raise it, since otherwise the others would wait for rank 0.
     """
     if rank and not _warnings_are_errors():
         return
@@ -68,27 +68,27 @@ def warn(text: str, *, rank: int = 0) -> None:
     line = _background.get() if frame is None else _to_line(frame)
     if line is None:
         warnings.warn(text, stacklevel=2)
-    else:  # with the module's own registry, so that a text is said once for a line, from whatever thread
+    else:  # the registry of the module, so that a text appears once per line, from whatever thread
         module = sys.modules.get(line.module)
         known = frame.f_globals if frame is not None else _foreign_globals if module is None else vars(module)
         registry = known.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
 
 
-def is_new_warning(text: str, told: set[str]) -> bool:
-    """Return whether `told` has no text that differs from this one in numbers alone, and note it there.
+def is_new_warning(text: str, known: set[str]) -> bool:
+    """Return whether no text in `known` is equal apart from numbers, and add this one to it.
 
-    For warnings of what stays as it is from save to save, while the numbers in them change: Python says equal texts
-    once, and these would come at every save.
+    It is for warnings of a lasting condition whose numbers change from save to save: Python filters equal texts only,
+    so they would appear at every save.
     """
-    kind = _NUMBER.sub("#", text)
-    new = kind not in told
-    told.add(kind)
-    return new
+    pattern = _NUMBER.sub("#", text)
+    is_new = pattern not in known
+    known.add(pattern)
+    return is_new
 
 
 def format_error_line(error: BaseException) -> str:
-    """Return the caller's innermost line that an error was raised below, in brackets; empty where there is none."""
+    """Return the innermost line of the caller in the traceback of an error, in brackets; empty without one."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not _is_skipped(frame):
             return f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
@@ -100,7 +100,7 @@ def _warnings_are_errors() -> bool:
 
 
 def warn_safely(text: str) -> None:
-    """Warn where nothing may fail any more, as after a commit; where warnings are errors, the text is logged."""
+    """Warn where no error is allowed, as after a commit: if warnings are errors, log the text."""
     try:
         warn(text)
     except UserWarning:
@@ -115,7 +115,7 @@ def _calling_frame() -> Any:
 
 
 def _is_skipped(frame: Any) -> bool:
-    # A process that multiprocessing spawned begins in a string.
+    # The outermost frame of a process that multiprocessing spawned is a string.
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
     return package in _SKIPPED_PACKAGES or frame.f_code.co_filename == "<string>"
 

@@ -1,4 +1,4 @@
-"""Memory that stays where it is, for fast copies from a GPU: of tensors that were allocated otherwise than by CUDA."""
+"""Pinned host memory, for fast copies from a GPU, that is not allocated by CUDA."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from dsq_ckpt.core.notices import warn_safely
 
 _refused_processes: set[int] = set()
-"""Processes in which CUDA refused to pin memory, as for a limit of what may be locked; each asks once."""
+"""Processes in which CUDA refused to pin memory, as for a limit of locked memory; they do not try again."""
 
 
 def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
-    """Allocate bytes for copies from a GPU, uint8[size], pinned as long as this tensor is there, if CUDA allows.
+    """Allocate uint8[size] for copies from a GPU, pinned during the life of the tensor if CUDA allows it.
 
-    Pages are shared with forked processes, such as workers of a data loader. Others would be copied for each of these,
-    or, by older kernels, parted from those that the GPU goes on to write to.
+    Pages are shared with forked processes, such as workers of a data loader. Private pages would be copied for each of
+    them, or, by older kernels, separated from the pages that the GPU writes to.
     """
     try:
         memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    except OSError:  # a process has so many mappings at most (vm.max_map_count)
+    except OSError:  # the number of mappings of a process is limited (vm.max_map_count)
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     if pin(memory, device):
         weakref.finalize(memory, _unpin_in_process, memory.data_ptr(), os.getpid()).atexit = False
@@ -31,17 +31,17 @@ def allocate_pinned(size: int, device: torch.device) -> torch.Tensor:
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Pin the memory of a CPU tensor for copies from a device until `unpin`.
+    """Pin the memory of a CPU tensor for copies from a device until `unpin`; return whether CUDA allows it.
 
-    False: CUDA refuses, so that copies are slow, which is warned of once.
+    If it does not, copies are slow; a warning says so once.
     """
     if os.getpid() in _refused_processes:
         return False
-    with torch.cuda.device(device):  # else the first device gets a context of this process
+    with torch.cuda.device(device):  # or else the process would create a context on the first device
         status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         if status:
             _refused_processes.add(os.getpid())
-            with suppress(RuntimeError):  # the error stays until the next launch, which is not to be one of training
+            with suppress(RuntimeError):  # clears the error, which the next launch of the training would raise
                 torch.zeros(1, device=device)
     if status:
         warn_safely(
@@ -52,10 +52,10 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`, before the memory at this address is freed."""
+    """Undo `pin`; call it before the memory at this address is freed."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _unpin_in_process(address: int, process: int) -> None:
-    if os.getpid() == process:  # in a forked one CUDA cannot be used, and nothing is pinned
+    if os.getpid() == process:  # a forked process cannot use CUDA, and has no pinned memory
         unpin(address)

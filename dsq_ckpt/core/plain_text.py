@@ -1,4 +1,4 @@
-"""Text from files, as it may be shown."""
+"""Escaping of text from files for display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def escape_controls(text: str, keep: str = "") -> str:
-    """Escape control characters other than those of `keep`: a name in a file must not control what shows it."""
+    """Escape control characters other than those in `keep`: a name from a file must not control the terminal."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in _UNPRINTABLE and letter not in keep else letter for letter in text

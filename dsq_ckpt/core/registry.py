@@ -1,4 +1,4 @@
-"""Things that are looked up by name, and that other packages may add."""
+"""Registries of items by name, which other packages can extend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """Registered things by name.
+    """Mapping of names to registered items.
 
-    A name that is not registered is looked for among the entry points of installed packages: the one of that name is
-    imported, which must register it. So a checkpoint can be written in any process, without an import of the user's.
+    For an unregistered name, the entry point of that name in an installed package is imported; this must register it.
+    So any process can write a checkpoint without an import by the user.
 
     Attributes:
-        what: Is registered, for messages.
-        group: Of the entry points.
+        kind: name of the kind of items, for messages.
+        group: group of the entry points.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -30,10 +30,10 @@ class Registry(MutableMapping[str, T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str, item: T) -> T:
-        """Add something, and return it; the same may be registered again, as a module that is reloaded does.
+        """Register an item and return it; the same item may be registered again, as by a reloaded module.
 
         Raises:
-            ConfigError: The name is taken.
+            ConfigError: another item has the name.
         """
         before = self._items.get(name)
         if before is not None and _get_origin(before) != _get_origin(item):
@@ -42,17 +42,17 @@ class Registry(MutableMapping[str, T]):
         return item
 
     def load(self) -> None:
-        """Import all entry points, as far as that works, so that messages can name them."""
+        """Import all entry points, ignoring failures, so that messages can list their names."""
         for name in self._entry_points():
             with suppress(ConfigError):
                 self.get(name)
 
     def __getitem__(self, name: str) -> T:
-        """Return what has this name.
+        """Return the item of this name.
 
         Raises:
-            KeyError: Nothing has it.
-            ConfigError: An entry point has it, and does not register it.
+            KeyError: there is none.
+            ConfigError: the entry point of this name cannot be imported, or does not register it.
         """
         if name not in self._items and (entry := self._entry_points().get(name)) is not None:
             try:
@@ -64,11 +64,11 @@ class Registry(MutableMapping[str, T]):
         return self._items[name]
 
     def __setitem__(self, name: str, item: T) -> None:
-        """Put something in place of what had the name."""
+        """Set the item of this name, whether or not there was one."""
         self._items[name] = item
 
     def __delitem__(self, name: str) -> None:
-        """Forget what has this name."""
+        """Remove the item of this name."""
         del self._items[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -86,5 +86,5 @@ class Registry(MutableMapping[str, T]):
 
 
 def _get_origin(item: object) -> object:
-    """Return where a class was defined; other things are compared themselves."""
+    """Return module and qualified name of a class; other items are compared themselves."""
     return (item.__module__, item.__qualname__) if isinstance(item, type) else item

@@ -1,4 +1,4 @@
-"""JSON of files that anybody may have written."""
+"""JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def parse_strict_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: the text does not parse, is nested too deep, or has NaN or Infinity, which Python would accept.
+        ValueError: the text does not parse, is nested too deeply, or has NaN or Infinity, which Python would accept.
     """
 
     def refuse(constant: str) -> float:

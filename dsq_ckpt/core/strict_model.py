@@ -1,4 +1,4 @@
-"""The base of all parts of a configuration: each key is known, and nothing is taken for what it is not."""
+"""Base class of the models of a configuration, with strict keys and types."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic_core import PydanticCustomError
 
 
 class StrictModel(BaseModel):
-    """A model whose instances do not change, which refuses unknown keys, and true and false in place of numbers."""
+    """An immutable model that refuses unknown keys, and booleans in place of numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_bool_for_number(cls, tree: Any) -> Any:
-        """Refuse what pydantic would take for 1 or 0."""
+        """Raise an error for a boolean that pydantic would convert to 1 or 0."""
         for name, value in tree.items() if isinstance(tree, dict) else ():
             if isinstance(value, bool) and name in cls.model_fields:
                 kinds = list(_iter_types(cls.model_fields[name].annotation))
@@ -28,7 +28,7 @@ class StrictModel(BaseModel):
 
 
 def _iter_types(annotation: Any) -> Iterator[Any]:
-    """Yield what an annotation consists of."""
+    """Yield an annotation and all types in it."""
     yield annotation
     for part in get_args(annotation):
         yield from _iter_types(part)

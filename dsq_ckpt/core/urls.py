@@ -1,4 +1,4 @@
-"""Paths on object stores: values like any path, of which no call of the operating system can make use."""
+"""Paths on object stores: `Path` values that calls of the operating system refuse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WITH_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # more than the lett
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path that a user gave is a URL, such as s3://bucket/run, or a `Path` of one, s3:/bucket/run.
+    """Return whether a path is a URL, such as s3://bucket/run, or a `Path` of one, s3:/bucket/run.
 
-    As a local path the latter would be a directory of this host that nobody looks for.
+    Taken as a local path, the latter would be an unexpected directory on this host.
     """
     return isinstance(path, RemotePath) or "://" in (text := os.fspath(path)) or _WITH_ONE_SLASH.match(text) is not None
 
@@ -24,17 +24,17 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 class RemotePath(PosixPath):
     """The URL of a checkpoint, of a run or of one of their files, such as s3://bucket/run/step-000500.
 
-    It is a `Path`, so that names, parents and joined paths are written once for all backends; what lies there is told
-    by `dsq_ckpt.storage.backend`. Whatever asks the operating system for such a path raises an error, so that a call
-    that works on local directories only says so.
+    It is a `Path`, so that code for names, parents and joined paths is the same for all backends;
+    `dsq_ckpt.storage.backend` accesses its content. Calls of the operating system with it raise an error, so that
+    functions for local directories only refuse it.
 
     Raises:
-        NotLocal: from any use as a path of the local file system.
+        NotLocal: it is used as a path of the local file system.
     """
 
     def __str__(self) -> str:
         text = super().__str__()
-        if not self.parts or not self.parts[0].endswith(":"):  # relative to another
+        if not self.parts or not self.parts[0].endswith(":"):  # a relative path
             return text
         protocol, _, rest = text.partition(":")
         return f"{protocol}://{rest.lstrip('/')}"
@@ -53,7 +53,7 @@ class RemotePath(PosixPath):
 
     @property
     def parents(self) -> Sequence[RemotePath]:
-        """The paths above, up to the bucket."""
+        """Parent paths, up to the bucket."""
         return [above for above in super().parents if len(above.parts) >= 2]
 
     def absolute(self) -> RemotePath:
@@ -62,7 +62,7 @@ class RemotePath(PosixPath):
     def is_symlink(self) -> bool:
         return False
 
-    # Newer versions of Python pass the text of a path to the operating system here, not the path.
+    # Newer versions of Python pass the text of the path, not the path, to the operating system in these methods.
     def iterdir(self) -> NoReturn:
         self._refuse()
 
@@ -76,7 +76,7 @@ class RemotePath(PosixPath):
 
 
 class RemoteError(OSError):
-    """A request to an object store failed for a reason that says nothing about the file: access, bucket, network."""
+    """A failure of a request to an object store that is not caused by the file: access, bucket, network."""
 
 
 def is_remote(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Threads of one rank. Kernels and coders release the GIL, so blocks of a chunk run side by side."""
+"""Worker threads of one rank. Kernels and coders release the GIL, so blocks of a chunk run in parallel."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import numpy.typing as npt
 from dsq_ckpt.core.arrays import Array
 
 _MIN_PARALLEL_ELEMENTS = 1 << 18
-"""Elements that one thread is done with before another has begun, about."""
+"""About the number of elements that one thread processes before a second one has started."""
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 class Scratch(threading.local):
-    """Memory that a thread uses again for each block, by what it is for; gone with the thread or with this object."""
+    """Scratch memory of a thread by its use, which blocks reuse; freed with the thread or with this object."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
 
     def array(self, use: str, size: int, dtype: npt.DTypeLike) -> Array:
-        """Return an array of undefined content, valid until the same thread asks for the same use again."""
-        wanted = size * np.dtype(dtype).itemsize
-        held = self._held.get(use)
-        if held is None or len(held) < wanted:
-            held = self._held[use] = np.empty(wanted, np.uint8)
-        return held[:wanted].view(dtype)
+        """Return an uninitialized array, valid until the same thread calls this for the same use again."""
+        nbytes = size * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers[use] = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes].view(dtype)
 
 
 class Workers:
     """A bounded parallel map; a context manager, so that no thread outlives a save or a load.
 
     Attributes:
-        scratch: memory of each thread, also of the one that asks.
-        other: memory for what a thread does beside that.
+        scratch: scratch memory of each thread, also of the calling one.
+        other: further scratch memory, for work of a thread while `scratch` is in use.
     """
 
     def __init__(self, threads: int, block_elements: int) -> None:
@@ -56,7 +56,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def for_elements(self, elements: int) -> Workers:
-        """Return these, or the thread that asks alone where elements are too few for others to pay."""
+        """Return these workers, or only the calling thread if there are too few elements for several threads."""
         return self if elements > _MIN_PARALLEL_ELEMENTS else Workers(1, self.block_elements)
 
     def blocks(self, elements: int) -> Iterator[slice]:
@@ -65,7 +65,7 @@ class Workers:
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
     def map(self, work: Callable[[_In], _Out], items: Iterable[_In], ahead: int = 2) -> Iterator[_Out]:
-        """Yield `work` of every item, in order; `ahead` items per thread are taken at most, which bounds memory."""
+        """Yield `work(item)` of every item, in order; at most `ahead` items per thread are pending (bounds memory)."""
         if self._pool is None:
             yield from map(work, items)
             return
@@ -74,8 +74,8 @@ class Workers:
             task = _Task(work, item)
             try:
                 self._pool.submit(task.run)
-            except RuntimeError:  # the interpreter is exiting, with a save still in its background thread: do it here;
-                task.run()  # or there can be no more threads: those that there are may take it too
+            except RuntimeError:  # the interpreter is exiting during a background save, or threads are exhausted:
+                task.run()  # run it here, unless a thread of the pool has taken it
             waiting.append(task.done)
             if len(waiting) > ahead * self.threads:
                 yield waiting.popleft().result()
@@ -84,10 +84,10 @@ class Workers:
 
 
 class _Task(Generic[_In, _Out]):
-    """Work that is done once, by the thread that comes first.
+    """Work that the first thread to call `run` does.
 
     Attributes:
-        done: its result.
+        done: future of its result.
     """
 
     def __init__(self, work: Callable[[_In], _Out], item: _In) -> None:
@@ -95,7 +95,7 @@ class _Task(Generic[_In, _Out]):
         self._work, self._item, self._taken = work, item, threading.Lock()
 
     def run(self) -> None:
-        """Do it, unless it is being done or was."""
+        """Do the work, unless a thread has started it before."""
         if not self._taken.acquire(blocking=False):
             return
         try:

@@ -1,4 +1,4 @@
-"""Components that wrappers of modules put into the names of what they hold."""
+"""Components that wrappers of modules add to the names of parameters and buffers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ WRAPPERS = {
     "_orig_mod": "torch.compile", "module": "DistributedDataParallel",
     "_fsdp_wrapped_module": "FullyShardedDataParallel", "_checkpoint_wrapped_module": "activation checkpointing",
 }
-"""What makes each component."""
+"""Wrapper that adds each component."""
 
 
 def strip_wrappers(name: str) -> str:
