@@ -23,9 +23,9 @@ from dsq_ckpt.api.snapshot_config import quantize_small_weights, snapshot_config
 from dsq_ckpt.api.stateful import expand_stateful, get_state_dict
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped_files import State
-from dsq_ckpt.convert.partitioner import deal
-from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
-from dsq_ckpt.convert.sources import Source as Opened
+from dsq_ckpt.convert.partitioner import partition_source
+from dsq_ckpt.convert.sources import InMemory, open_source, read_state_dict
+from dsq_ckpt.convert.sources import Source as OpenedSource
 from dsq_ckpt.core.arguments import expect_folds
 from dsq_ckpt.core.interrupts import in_user_code, propagate_handler_errors
 from dsq_ckpt.core.tensor_subclasses import replace_subclasses
@@ -124,7 +124,7 @@ def compress(
     """
     comm = communicator or SingleProcess()
 
-    def prepare() -> tuple[Path, DSQConfig, Opened]:
+    def prepare() -> tuple[Path, DSQConfig, OpenedSource]:
         target = resolve_local_path(path)
         refuse_target(target, overwrite)
         if evaluate is not None and comm.size > 1:
@@ -168,13 +168,13 @@ def compress(
     return result
 
 
-def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
+def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> OpenedSource:
     """Open the source; with `evaluate` and `model`, load it into the model and open the model's tensors."""
     if isinstance(source, nn.Module) and model not in (None, source):
         raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
     if evaluate is not None and model is None and not isinstance(source, nn.Module):
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
-    opened: Opened
+    opened: OpenedSource
     if isinstance(source, nn.Module | Mapping):
         state = get_state_dict(source) if isinstance(source, nn.Module) else expand_stateful(dict(source))
         opened = _open_state_dict(dict(state))
@@ -190,7 +190,7 @@ def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evalu
         )
     if evaluate is not None and model is not None and not isinstance(source, nn.Module):
         with closing(opened):
-            opened = InMemory(_load_model(model, whole_state(opened)))
+            opened = InMemory(_load_model(model, read_state_dict(opened)))
     return opened
 
 
@@ -227,9 +227,9 @@ def _check_ranks_agree(comm: Communicator, settings: RankSettings, arguments: Ma
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 
-def _local_share(opened: Opened, comm: Communicator) -> LocalState:
+def _local_share(opened: OpenedSource, comm: Communicator) -> LocalState:
     """Return the shards that this rank reads and writes; rank 0 also has the values that are not tensors."""
-    values = opened.read(deal(opened, comm.size)[comm.rank])
+    values = opened.read(partition_source(opened, comm.size)[comm.rank])
     parts = [
         LocalShard(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
         for key in values

@@ -1,8 +1,9 @@
-"""A checkpoint in formats that need no `dsq_ckpt` to be read: plain DCP, `torch.save`, safetensors.
+"""Export of checkpoints to formats that can be read without `dsq_ckpt`: plain DCP, `torch.save`, safetensors.
 
-All run in one process, whatever number of ranks saved. Values are those that `dsq_ckpt.load` gives. DCP and
-safetensors files are written tensor by tensor, so memory holds one tensor; a `torch.save` file needs all of them. A tag
-of DeepSpeed has more in DeepSpeed's own files, as a warning says, and is refused if it has all of it there.
+An export runs in one process, for a checkpoint of any number of ranks. Values are those that `dsq_ckpt.load` returns.
+DCP and safetensors files are written tensor by tensor, with one tensor in memory; a `torch.save` file needs all of them
+in memory. A tag of DeepSpeed has further state in DeepSpeed's own files, as a warning says; it is refused if all of its
+state is there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.convert.causes import cause_of
+from dsq_ckpt.convert.causes import find_cause
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
@@ -39,11 +40,11 @@ from dsq_ckpt.storage.target_directory import refuse_existing
 
 StrPath = str | os.PathLike[str]
 Progress = Callable[[int], None]
-"""Called with the uncompressed bytes of each tensor that was exported."""
+"""Called with the number of uncompressed bytes of each exported tensor."""
 
 
 class ExportError(DSQError):
-    """A request that does not fit the target format, or a target that may not be replaced."""
+    """An export that the target format does not support, or a target that may not be replaced."""
 
 
 @dataclass
@@ -57,35 +58,35 @@ class Exported:
     refined: bool
     """Whether the refinement layer was used."""
     left_out: list[str] = field(default_factory=list)
-    """Objects that the format cannot hold, names that have a path but no value in the checkpoint, as after a planner
-    saved a part, and DeepSpeed's files."""
+    """Objects that the format does not support; names that have a path but no value in the checkpoint, as when a
+    planner saves a part; and DeepSpeed's files."""
 
 
 def export_dcp(
     source: StrPath, target: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
-    """Write a plain DCP directory, which `dcp.load` reads into the state dict that was saved.
+    """Write a plain DCP directory, which `dcp.load` can load into the saved state dict.
 
-    Objects are passed on as the bytes DCP made of them; none is unpickled.
+    Objects are copied as the bytes that DCP serialized; none is unpickled.
 
     Args:
         source: a checkpoint directory.
-        target: the directory to make.
-        refinement: as in `dsq_ckpt.load`.
+        target: the directory to create.
+        refinement: as for `dsq_ckpt.load`.
         overwrite: replace a plain DCP checkpoint at `target`.
-        part: export only what is below this key of the state dict, by names without it; None: everything.
+        part: export only entries below this key of the state dict, with names without it; None: everything.
         progress: called after every tensor.
 
     Raises:
-        CheckpointExists: `target` exists.
-        ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint; or nothing is below `part`.
+        CheckpointExists: `target` exists, without `overwrite`.
+        ExportError: with `overwrite`, `target` is not a plain DCP checkpoint; or nothing is below `part`.
     """
     goal = Path(os.path.normpath(resolve_local_path(target)))
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
-    with Opened(source, refinement, progress, part, done="exported") as opened:
+    with OpenedCheckpoint(source, refinement, progress, part, done="exported") as opened:
         flat: dict[str, Any] = {
             fqn: torch.empty(tensor["shape"], dtype=parse_dtype(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
@@ -95,10 +96,10 @@ def export_dcp(
             writer = dcp.FileSystemWriter(hidden, single_file_per_rank=True, thread_count=1)
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
-                    dcp.save(flat, storage_writer=writer, planner=_Planner(opened), no_dist=True)
+                    warnings.simplefilter("ignore", UserWarning)  # "assuming a single process", which is intended
+                    dcp.save(flat, storage_writer=writer, planner=_StreamingPlanner(opened), no_dist=True)
             except CheckpointException as error:
-                raise cause_of(error) from error
+                raise find_cause(error) from error
             sync_directory(hidden)
         return opened.result(goal)
 
@@ -107,7 +108,7 @@ def export_torch(
     source: StrPath, file: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     allow_pickle: bool = False, part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
-    """Write a `torch.save` file with the nested state dict that was saved; all tensors are in memory at once.
+    """Write a `torch.save` file with the saved nested state dict; all tensors are in memory at once.
 
     Args:
         source: a checkpoint directory.
@@ -120,22 +121,22 @@ def export_torch(
 
     Raises:
         CheckpointExists: `file` exists.
-        ExportError: an object is more than plain data and `allow_pickle` was not given; or nothing is below `part`.
+        ExportError: an object is more than plain data, without `allow_pickle`; or nothing is below `part`.
     """
     goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress, part, done="exported") as opened:
+    with OpenedCheckpoint(source, refinement, progress, part, done="exported") as opened:
         nested = opened.to_nested(allow_pickle)
         with create_file(goal) as stream:
             try:
                 torch.save(nested, stream)
             except RuntimeError as error:
-                raise cause_of(error) from error
+                raise find_cause(error) from error
         return opened.result(goal)
 
 
 def read(source: StrPath, *, refinement: RefinementOption = "auto", allow_pickle: bool = False) -> dict[str, Any]:
-    """Return the saved nested state dict, as whole tensors on the CPU; the run is not resumed by this.
+    """Return the saved nested state dict, with whole tensors on the CPU; this does not resume the run.
 
     Args:
         source: a checkpoint directory.
@@ -143,9 +144,9 @@ def read(source: StrPath, *, refinement: RefinementOption = "auto", allow_pickle
         allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
 
     Raises:
-        ExportError: an object is more than plain data and `allow_pickle` was not given.
+        ExportError: an object is more than plain data, without `allow_pickle`.
     """
-    with Opened(source, refinement, None, done="read") as opened:
+    with OpenedCheckpoint(source, refinement, None, done="read") as opened:
         return opened.to_nested(allow_pickle)
 
 
@@ -153,10 +154,10 @@ def export_safetensors(
     source: StrPath, file: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
-    """Write all tensors, by their flat names, to a safetensors file.
+    """Write all tensors to a safetensors file, with their flat names.
 
-    The format has no place for objects: their names are in the result, and in the file's metadata as the JSON list
-    `left_out`. The file is written here and not by the `safetensors` package, which wants all tensors in memory.
+    The format does not support objects: their names are in the result, and in the file's metadata as the JSON list
+    `left_out`. The `safetensors` package is not used, since it needs all tensors in memory.
 
     Args:
         source: a checkpoint directory.
@@ -172,8 +173,8 @@ def export_safetensors(
     """
     goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress, part, done="exported") as opened:
-        # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
+    with OpenedCheckpoint(source, refinement, progress, part, done="exported") as opened:
+        # Wide dtypes first, so that every tensor is aligned to its item size, as memory-mapping readers need.
         names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
         left_out = json.dumps([*opened.objects, *opened.files])
         metadata = {"format": "pt", "save_id": opened.checkpoint.manifest.save_id, "left_out": left_out}
@@ -196,7 +197,7 @@ def export_safetensors(
         return result
 
 
-_SAFETENSORS = {
+_SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -204,21 +205,27 @@ _SAFETENSORS = {
 }
 
 
-class Opened:
-    """A checkpoint opened for export: tensors by name, from the chunks of all ranks, with refinement or without.
+class OpenedCheckpoint:
+    """A checkpoint opened for export: whole tensors by name, joined from the chunks of all ranks.
 
     Args:
         path: a checkpoint directory.
-        refinement: as in `dsq_ckpt.load`.
+        refinement: as for `dsq_ckpt.load`.
         progress: called after every whole tensor.
-        part: see only what is below this key of the state dict, by names without it; None: everything.
-        done: participle of what is done to all tensors, to tell where they are not all; None: do not tell.
+        part: restrict it to entries below this key of the state dict, with names without it; None: everything.
+        done: participle for messages, such as "exported", that some or all tensors are in DeepSpeed's own files; None:
+            no such message.
 
     Attributes:
-        files: names of DeepSpeed's files in a tag of it.
+        checkpoint: the checkpoint.
+        refined: whether the refinement layer is used.
+        paths: nesting of the state dict; None: the planner stored no paths.
+        tensors: index entries of tensors, by name.
+        objects: names of objects.
+        files: names of DeepSpeed's own files, in a tag of DeepSpeed.
 
     Raises:
-        ExportError: nothing is below `part`; or, with `done`, all that it holds is in `files`.
+        ExportError: nothing is below `part`; or, with `done`, all tensors are in `files`.
     """
 
     def __init__(
@@ -238,7 +245,7 @@ class Opened:
                 self.objects: list[str] = sorted(self.checkpoint.index["objects"])
                 self._stored: dict[str, str] = {}
                 if part is not None:
-                    self._select(part)
+                    self._select_part(part)
         except BaseException:
             self.checkpoint.close()
             raise
@@ -246,7 +253,7 @@ class Opened:
         storage = StorageConfig()
         self._workers = Workers(storage.thread_count(), storage.block_elements)
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> OpenedCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -257,8 +264,8 @@ class Opened:
         self._workers.__exit__()
         self.checkpoint.close()
 
-    def _select(self, part: str) -> None:
-        """Leave out what is not below a key; `_stored` has the names that the rest has in the checkpoint."""
+    def _select_part(self, part: str) -> None:
+        """Restrict it to entries below a key, and set `_stored` to their names in the checkpoint."""
         below = None if self.paths is None else self.paths.below((part,))
         if below is None or self.paths is None:
             known = sorted({str(path[0]) for path in self.paths.values()}) if self.paths is not None else []
@@ -273,7 +280,7 @@ class Opened:
         self.objects = sorted(name for name, own in self._stored.items() if own in objects)
 
     def to_nested(self, allow_pickle: bool) -> dict[str, Any]:
-        """Return all tensors and objects, in memory, in the nesting that was saved where it is known."""
+        """Return all tensors and objects in memory, nested as the saved state dict; flat if its nesting is unknown."""
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
@@ -283,14 +290,14 @@ class Opened:
             return root
 
     def order(self) -> list[str]:
-        """Return all names in the order of the saved state dict, where it is known."""
+        """Return all names, in the order of the saved state dict if it is known."""
         return list(self.paths) if self.paths is not None else [*self.tensors, *self.objects]
 
     def dtype(self, fqn: str) -> torch.dtype:
         return parse_dtype(self.tensors[fqn]["dtype"])
 
     def size(self, fqn: str) -> int:
-        """Return the uncompressed bytes of a tensor."""
+        """Return the number of uncompressed bytes of a tensor."""
         return torch.Size(self.tensors[fqn]["shape"]).numel() * self.dtype(fqn).itemsize
 
     def tensor(self, fqn: str) -> torch.Tensor:
@@ -315,7 +322,7 @@ class Opened:
         return whole
 
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
-        """Return the part of a tensor that a rank stored."""
+        """Return a stored chunk of a tensor."""
         with self.checkpoint.translate_errors():
             ref = self.checkpoint.find_record(self._stored.get(fqn, fqn), offsets)
             return self.checkpoint.decode_tensor(ref, self.refined, self._workers)
@@ -326,7 +333,7 @@ class Opened:
             return self.checkpoint.read_object(self.checkpoint.find_record(self._stored.get(fqn, fqn), None))
 
     def object(self, fqn: str, allow_pickle: bool) -> Any:
-        """Return an object; unpickle only plain data unless the caller trusts the file."""
+        """Return an object; without `allow_pickle`, only plain data is unpickled."""
         try:
             return torch.load(io.BytesIO(self.object_bytes(fqn)), map_location="cpu", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -341,22 +348,22 @@ class Opened:
             ) from error
         except DSQError:
             raise
-        except Exception as error:  # unpicklers raise anything
+        except Exception as error:  # unpickling can raise any exception
             raise CorruptCheckpoint(
                 f"object '{fqn}' of '{self.checkpoint.directory}' cannot be unpickled: {error!r}"
             ) from error
 
     def result(self, path: Path) -> Exported:
         stored = {*self.tensors, *self.objects}
-        nowhere = [fqn for fqn in self.paths or () if fqn not in stored]
-        left_out = [*nowhere, *self.files]
+        without_value = [fqn for fqn in self.paths or () if fqn not in stored]
+        left_out = [*without_value, *self.files]
         return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, left_out)
 
 
-class _Planner(DefaultSavePlanner):
-    """Plans a state dict of meta tensors; the data of each item is decoded when DCP writes it."""
+class _StreamingPlanner(DefaultSavePlanner):
+    """A planner of a state dict of meta tensors, which decodes the data of each item when DCP writes it."""
 
-    def __init__(self, source: Opened) -> None:
+    def __init__(self, source: OpenedCheckpoint) -> None:
         super().__init__(flatten_state_dict=source.paths is not None)
         self._source = source
 
@@ -376,15 +383,15 @@ class _Planner(DefaultSavePlanner):
         return self.lookup_object(write_item.index)
 
 
-def _safetensors_dtype(fqn: str, source: Opened) -> str:
+def _safetensors_dtype(fqn: str, source: OpenedCheckpoint) -> str:
     name = source.tensors[fqn]["dtype"]
-    if name not in _SAFETENSORS:
+    if name not in _SAFETENSORS_DTYPES:
         raise ExportError(f"'{fqn}' is {name}, for which safetensors has no name; export to DCP or torch")
-    return _SAFETENSORS[name]
+    return _SAFETENSORS_DTYPES[name]
 
 
 def _is_plain_dcp(directory: Path) -> bool:
-    """Return whether a directory holds a plain DCP checkpoint and nothing that replacing it would lose."""
+    """Return whether a directory holds a plain DCP checkpoint and no other files."""
     if directory.is_symlink() or not (directory / ".metadata").is_file():
         return False
     return all(entry.name == ".metadata" or entry.suffix == ".distcp" for entry in directory.iterdir())

@@ -1,6 +1,6 @@
-"""State dicts in files of safetensors and `torch.save`, mapped: values are read from disk when they are looked at.
+"""Memory-mapped state dicts in files of safetensors and `torch.save`: values are read from disk on access.
 
-Nothing but plain data is unpickled. Files of torch before 1.6 cannot be mapped, and are read whole.
+Only plain data is unpickled. Files of torch before 1.6 cannot be mapped, and are read completely.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ State = dict[str, Any]
 
 SAFETENSORS = ".safetensors"
 INDEX = ".safetensors.index.json"
-UNDERSTOOD = (
+SUPPORTED_SOURCES = (
     "a .safetensors file or index, a torch.save file, or a directory with safetensors, a plain DCP or a dsq_ckpt "
     "checkpoint"
 )
 
 
-def torch_state(path: Path) -> State:
+def open_torch_file(path: Path) -> State:
     """Return the state dict of a `torch.save` file.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or no such file.
-        LoadFailed: it holds more than plain data, or no state dict.
+        CorruptCheckpoint: the file is damaged, or is not a `torch.save` file.
+        LoadFailed: the file holds more than plain data, or no state dict.
     """
     try:
-        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be mapped
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip files
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         name = re.search(r"unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)", str(error), re.I)
         if name is None:
             detail = re.search(r"Unpickler error:\s*(.+)", str(error))
             raise CorruptCheckpoint(
-                f"'{path}' is not a torch.save file of plain data ({detail[1].strip() if detail else _first(error)})"
+                f"'{path}' is not a torch.save file of plain data "
+                f"({detail[1].strip() if detail else _first_line(error)})"
             ) from error
         raise LoadFailed(
             f"'{path}' holds more than plain data ('{name[1]}'); unpickling that can run code, and is not done. If you "
@@ -51,23 +52,23 @@ def torch_state(path: Path) -> State:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # whatever the readers make of other bytes, EINVAL for a zip file cut short included
+    except Exception as error:  # any error of the readers for other bytes, such as EINVAL for a truncated zip file
         if isinstance(error, OSError) and error.filename is not None:
-            raise  # it cannot be opened
+            raise  # the file cannot be opened
         raise CorruptCheckpoint(
-            f"'{path}' is not a torch.save file of a state dict, or is damaged ({_first(error)}); a source is "
-            f"{UNDERSTOOD}"
+            f"'{path}' is not a torch.save file of a state dict, or is damaged ({_first_line(error)}); a source is "
+            f"{SUPPORTED_SOURCES}"
         ) from error
     if not isinstance(state, Mapping):
         raise LoadFailed(f"'{path}' holds {type(state).__name__}, expected a state dict")
     return dict(state)
 
 
-def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
-    """Return the files of an index, and the tensors that each is to have.
+def read_safetensors_index(index: Path) -> list[tuple[Path, list[str] | None]]:
+    """Return the files in an index of safetensors files, and the names of the tensors in each.
 
     Raises:
-        CorruptCheckpoint: it is no index, or names files elsewhere.
+        CorruptCheckpoint: it is not an index, or it names files in other directories.
     """
     try:
         where = parse_strict_json(index.read_text())["weight_map"]
@@ -82,13 +83,16 @@ def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
     return [(index.parent / name, files[name]) for name in sorted(files)]
 
 
-def safetensors_state(shards: list[tuple[Path, list[str] | None]]) -> State:
-    """Open tensors of one file or several; names None: all tensors of a file.
+def open_safetensors(shards: list[tuple[Path, list[str] | None]]) -> State:
+    """Open tensors of safetensors files.
+
+    Args:
+        shards: files, and the names of the tensors to open in each; None: all tensors of the file.
 
     Raises:
         CheckpointNotFound: a file is missing.
-        CorruptCheckpoint: a file is damaged, lacks a tensor, or has one that another has too.
-        LoadFailed: the package for it is not installed.
+        CorruptCheckpoint: a file is damaged or lacks a tensor, or two files have the same tensor.
+        LoadFailed: the `safetensors` package is not installed.
     """
     try:
         from safetensors import safe_open
@@ -99,7 +103,7 @@ def safetensors_state(shards: list[tuple[Path, list[str] | None]]) -> State:
     for path, names in shards:
         if not path.is_file():
             raise CheckpointNotFound(f"'{path}' is missing, which the index beside it names")
-        with _damaged(path), safe_open(path, framework="pt") as file:
+        with _translate_errors(path), safe_open(path, framework="pt") as file:
             held = list(file.keys())
             for fqn in held if names is None else names:
                 if fqn not in held:
@@ -114,7 +118,7 @@ def safetensors_state(shards: list[tuple[Path, list[str] | None]]) -> State:
 
 
 @contextmanager
-def _damaged(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
@@ -123,6 +127,6 @@ def _damaged(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(f"'{path}' is damaged, or not a safetensors file: {error}") from error
 
 
-def _first(error: BaseException) -> str:
-    """Return the first line of a message that may be long."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, shortened to 200 characters."""
     return (str(error) or type(error).__name__).splitlines()[0][:200]

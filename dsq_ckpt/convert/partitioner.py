@@ -1,4 +1,4 @@
-"""Partitioning of a checkpoint that all ranks can read: the chunks that each compresses, the same on every rank."""
+"""Partitioning of a checkpoint that all ranks can read into the chunks that each rank compresses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from dsq_ckpt.convert.sources import Source, Stored
+from dsq_ckpt.convert.sources import Source, StoredTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import second_moment_of
 
-_CUTS = 4  # a part is at most a quarter of what a rank gets, so that none gets much more than another
-_SMALLEST = 1 << 20  # bytes of a part that is worth a record of its own
+_PARTS_PER_RANK = 4  # a part is at most a quarter of a rank's share, which bounds the imbalance
+_MIN_PART_BYTES = 1 << 20  # smaller parts are not worth a record of their own
 
 
 class _Block(NamedTuple):
-    """A part of a tensor, and the same part of those tied to it, which one rank must have together."""
+    """A part of a tensor and the same part of tied tensors, which must be on one rank."""
 
     names: list[str]
     offsets: tuple[int, ...]
@@ -26,57 +26,57 @@ class _Block(NamedTuple):
     bytes: int
 
 
-def deal(source: Source, ranks: int) -> list[list[ChunkKey]]:
-    """Partition a source over ranks, in its order: every chunk once, and about as many bytes for each rank.
+def partition_source(source: Source, ranks: int) -> list[list[ChunkKey]]:
+    """Return the chunks of each rank, in the order of the source, with about the same number of bytes.
 
-    What is decoded does not depend on it: sketches are sums over all chunks, and everything else is per element. Second
-    moments are an exception, whose scales are those of a chunk's rows and columns.
+    The partition is the same on every rank. Decoded values do not depend on it: sketches are sums over all chunks, and
+    everything else is per element. An exception are second moments, whose scales belong to rows and columns of a chunk.
 
     Args:
-        source: source to be partitioned.
+        source: source to partition.
         ranks: number of ranks.
     """
-    total = sum(_bytes(stored, stored.shape) for stored in source.tensors.values())
-    cut = ranks > 1 and source.mapped  # elsewhere each rank would read the whole chunk for its part of it
-    blocks = list(_blocks(source, max(total // (ranks * _CUTS), _SMALLEST) if cut else sys.maxsize))
+    total = sum(_count_bytes(stored, stored.shape) for stored in source.tensors.values())
+    splits = ranks > 1 and source.mapped  # otherwise each rank would read the whole chunk for its part
+    blocks = list(_blocks(source, max(total // (ranks * _PARTS_PER_RANK), _MIN_PART_BYTES) if splits else sys.maxsize))
     loads = [(0, rank) for rank in range(ranks)]
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    # The largest first, each to the rank that has least.
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    # Greedy: the largest block first, to the rank with the fewest bytes.
     for place in sorted(range(len(blocks)), key=lambda place: -blocks[place].bytes):
         load, rank = heapq.heappop(loads)
-        dealt[rank].append(place)
+        assigned[rank].append(place)
         heapq.heappush(loads, (load + blocks[place].bytes, rank))
     return [
-        [ChunkKey(name, blocks[place].offsets, blocks[place].shape) for place in sorted(mine)
+        [ChunkKey(name, blocks[place].offsets, blocks[place].shape) for place in sorted(places)
          for name in blocks[place].names]
-        for mine in dealt
+        for places in assigned
     ]
 
 
-def _blocks(source: Source, most: int) -> Iterator[_Block]:
-    """Yield all of a source: chunks as they are stored, cut in rows where they are larger than `most` bytes."""
+def _blocks(source: Source, max_bytes: int) -> Iterator[_Block]:
+    """Yield the stored chunks of a source, split by rows if they are larger than `max_bytes`."""
     tied: dict[object, list[str]] = {}
     for name, stored in source.tensors.items():
-        second = second_moment_of(name)  # it measures the first moment: a rank has both, or none
-        leader = second if second in source.tensors and _alike(stored, source.tensors[second]) else name
+        second = second_moment_of(name)  # the first moment is quantized relative to it, so one rank has both
+        leader = second if second in source.tensors and _same_chunks(stored, source.tensors[second]) else name
         memory = source.tensors[leader].memory
         tied.setdefault(leader if memory is None else memory, []).append(name)
     for names in tied.values():
         stored = source.tensors[names[0]]
         for offsets, shape in stored.chunks:
-            parts = min(-(-_bytes(stored, shape) // most), shape[0]) if shape else 1
+            parts = min(-(-_count_bytes(stored, shape) // max_bytes), shape[0]) if shape else 1
             if parts <= 1:
-                yield _Block(names, offsets, shape, _bytes(stored, shape))
+                yield _Block(names, offsets, shape, _count_bytes(stored, shape))
                 continue
             edges = [shape[0] * part // parts for part in range(parts + 1)]
             for start, stop in pairwise(edges):
                 rows = (stop - start, *shape[1:])
-                yield _Block(names, (offsets[0] + start, *offsets[1:]), rows, _bytes(stored, rows))
+                yield _Block(names, (offsets[0] + start, *offsets[1:]), rows, _count_bytes(stored, rows))
 
 
-def _alike(one: Stored, other: Stored) -> bool:
+def _same_chunks(one: StoredTensor, other: StoredTensor) -> bool:
     return (one.shape, list(one.chunks)) == (other.shape, list(other.chunks))
 
 
-def _bytes(stored: Stored, shape: tuple[int, ...]) -> int:
+def _count_bytes(stored: StoredTensor, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * stored.dtype.itemsize

@@ -1,8 +1,8 @@
-"""Checkpoints that others wrote, opened: safetensors, `torch.save`, plain DCP directories, and our own.
+"""Readers of checkpoints to compress: safetensors, `torch.save`, plain DCP directories, and dsq_ckpt checkpoints.
 
-What a source holds is known when it is open; values are read when they are asked for, so that a rank reads what it
-compresses and no more. Files are mapped where their format allows it. Nothing is unpickled, with one exception: torch
-reads the metadata and the objects of a plain DCP directory by unpickling, which can run code of whoever wrote it.
+An open source has the names and shapes of its tensors. Values are read on access, so a rank reads only what it
+compresses. Files are memory-mapped if their format allows it. Nothing is unpickled, with one exception: torch unpickles
+the metadata and the objects of a plain DCP directory, which can run code of whoever wrote it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dsq_ckpt.convert import export
 from dsq_ckpt.convert.mapped_files import (
     INDEX,
     SAFETENSORS,
-    UNDERSTOOD,
+    SUPPORTED_SOURCES,
     State,
-    safetensors_state,
-    shards_of,
-    torch_state,
+    open_safetensors,
+    open_torch_file,
+    read_safetensors_index,
 )
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.urls import is_url
@@ -48,14 +48,14 @@ Values = dict[ChunkKey, torch.Tensor]
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a source.
 
     Attributes:
         shape: shape of the whole tensor.
         dtype: dtype of the tensor.
         chunks: offsets and shapes of the parts in which it is stored.
-        memory: equal for tensors that share all of their memory; None: it shares none.
+        memory: key that is equal for tensors with the same memory; None: the tensor shares no memory.
     """
 
     shape: tuple[int, ...]
@@ -65,49 +65,49 @@ class Stored(NamedTuple):
 
 
 class Source(Protocol):
-    """A checkpoint that is open.
+    """An open checkpoint.
 
     Attributes:
-        tensors: by flat name, in the order of the state dict.
-        nesting: by which the state dict is put together.
+        tensors: tensors by flat name, in the order of the state dict.
+        nesting: nesting of the state dict.
         mapped: parts of a chunk can be read without the rest of it.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     nesting: Nesting
     mapped: bool
 
     def read(self, keys: Iterable[ChunkKey]) -> Values:
-        """Read chunks of tensors, on the CPU if they are in a file; for mapped sources also parts of chunks.
+        """Read chunks of tensors, to the CPU if they are in a file; for mapped sources also parts of chunks.
 
         Raises:
             CorruptCheckpoint: a file is damaged.
         """
 
     def objects(self) -> State:
-        """Return the values that are no tensors, by flat name.
+        """Return the values that are not tensors, by flat name.
 
         Raises:
-            LoadFailed: it is more than plain data.
+            LoadFailed: a value is more than plain data.
         """
 
     def close(self) -> None:
-        """Close its files; what was read stays."""
+        """Close its files; values that were read stay valid."""
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint that somebody wrote.
+    """Open a checkpoint.
 
     Args:
         path: a `.safetensors` file; the index of several (`*.safetensors.index.json`) or a directory with them; a
-            `torch.save` file; a plain DCP directory, to be trusted (see above); or a dsq_ckpt checkpoint, with its
-            refinement layer where that was kept.
+            `torch.save` file; a plain DCP directory, which must be trusted (see above); or a dsq_ckpt checkpoint, with
+            its refinement layer if that was kept.
 
     Raises:
-        CheckpointNotFound: nothing is there, or nothing that is understood.
-        CorruptCheckpoint: a file is damaged, or is not what its name says.
-        LoadFailed: a file cannot be opened, holds more than plain data, or is no state dict, `safetensors` is not
-            installed, or all tensors of a tag of DeepSpeed are in DeepSpeed's own files.
+        CheckpointNotFound: there is no file or directory, or none of a supported format.
+        CorruptCheckpoint: a file is damaged, or does not have the format of its suffix.
+        LoadFailed: a file cannot be opened, holds more than plain data, or is not a state dict; `safetensors` is not
+            installed; or all tensors of a tag of DeepSpeed are in DeepSpeed's own files.
     """
     if is_url(path):
         raise ConfigError(
@@ -116,22 +116,22 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     path = expand_path(path)
     try:
         if path.is_dir():
-            return _directory(path)
+            return _open_directory(path)
         if not path.is_file():
-            raise CheckpointNotFound(f"'{path}' does not exist; name {UNDERSTOOD}")
+            raise CheckpointNotFound(f"'{path}' does not exist; name {SUPPORTED_SOURCES}")
         if path.name.endswith(SAFETENSORS):
-            return InMemory(safetensors_state([(path, None)]))
+            return InMemory(open_safetensors([(path, None)]))
         if path.suffix == ".json":
-            return InMemory(safetensors_state(shards_of(path)))
-        return InMemory(torch_state(path))
+            return InMemory(open_safetensors(read_safetensors_index(path)))
+        return InMemory(open_torch_file(path))
     except OSError as error:
         if isinstance(error, CheckpointNotFound):
             raise
         raise LoadFailed(f"'{error.filename or path}' cannot be read: {error.strerror or error}") from error
 
 
-def whole_state(source: Source) -> State:
-    """Return the whole state dict of a source, in memory, as whole tensors."""
+def read_state_dict(source: Source) -> State:
+    """Return the nested state dict of a source, with whole tensors in memory."""
     if isinstance(source, InMemory):
         return source.state
     values = source.read(
@@ -152,7 +152,7 @@ def whole_state(source: Source) -> State:
 
 
 class InMemory:
-    """A state dict, in memory or in mapped files."""
+    """A state dict in memory or in memory-mapped files."""
 
     mapped = True
 
@@ -161,7 +161,7 @@ class InMemory:
         self._flat, paths = flatten_state_dict(state)
         self.nesting = Nesting.of(state, paths)
         self.tensors = {
-            name: Stored(tuple(value.shape), value.dtype, (_all_of(value.shape),), _memory(value))
+            name: StoredTensor(tuple(value.shape), value.dtype, (_whole_chunk(value.shape),), _memory_key(value))
             for name, value in self._flat.items() if isinstance(value, torch.Tensor)
         }
 
@@ -183,29 +183,27 @@ class InMemory:
         return {name: value for name, value in self._flat.items() if name not in self.tensors}
 
     def close(self) -> None:
-        """Do nothing: only mappings are open."""
-
-
-def _all_of(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and shape of the only chunk of a tensor."""
+        """Do nothing: mappings have no open files."""
+def _whole_chunk(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and shape of the chunk that is a whole tensor."""
     shape = tuple(shape)
     return (0,) * len(shape), shape
 
 
-def _memory(value: torch.Tensor) -> Any:
-    ordinary = type(value) in (torch.Tensor, torch.nn.Parameter)  # others may hold their values elsewhere
-    if not ordinary or value.is_meta or value.layout is not torch.strided or not value.numel():
+def _memory_key(value: torch.Tensor) -> Any:
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # subclasses may have their values elsewhere
+    if not is_plain or value.is_meta or value.layout is not torch.strided or not value.numel():
         return None
     return value.device, value.data_ptr(), value.stride(), value.dtype, value.shape
 
 
-class _Own:
-    """A checkpoint of ours."""
+class _DSQSource:
+    """A dsq_ckpt checkpoint."""
 
     mapped = False
 
     def __init__(self, path: Path) -> None:
-        self._opened = export.Opened(path, "auto", None)
+        self._opened = export.OpenedCheckpoint(path, "auto", None)
         try:
             refuse_without_tensors(self._opened.checkpoint, "compressed", LoadFailed)
             warn_about_attachments(self._opened.checkpoint, "compressed", get_job_rank())
@@ -213,8 +211,8 @@ class _Own:
             self._opened.close()
             raise
         with self._opened.checkpoint.translate_errors():
-            self.tensors = _covered(path, {
-                name: Stored(tuple(tensor["shape"]), parse_dtype(tensor["dtype"]), tuple(
+            self.tensors = _check_coverage(path, {
+                name: StoredTensor(tuple(tensor["shape"]), parse_dtype(tensor["dtype"]), tuple(
                     (tuple(offsets), tuple(shape)) for offsets, shape, _, _ in tensor["chunks"]
                 )) for name, tensor in self._opened.tensors.items()
             })
@@ -237,68 +235,68 @@ class _Own:
         self._opened.close()
 
 
-class _DCP:
-    """A plain DCP directory, by torch's own reader."""
+class _DCPSource:
+    """A plain DCP directory, read by torch's own reader."""
 
     mapped = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: dict[MetadataIndex, Any] = {}
-        with self._readable(".metadata"):
+        with self._translate_errors(".metadata"):
             self._reader = dcp.FileSystemReader(path)
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, True)
             self._parts.update(metadata.storage_data)
-            held, paths = metadata.state_dict_metadata, metadata.planner_data
-            self.tensors = _covered(path, {
-                name: Stored(tuple(entry.size), entry.properties.dtype, tuple(
+            entries, paths = metadata.state_dict_metadata, metadata.planner_data
+            self.tensors = _check_coverage(path, {
+                name: StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(
                     (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks
-                )) for name, entry in held.items() if isinstance(entry, TensorStorageMetadata)
+                )) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
             })
             known = paths if isinstance(paths, dict) else {}
-            self.nesting = Nesting({name: known.get(name, (name,)) for name in held}, empty=())
+            self.nesting = Nesting({name: known.get(name, (name,)) for name in entries}, empty=())
 
     def read(self, keys: Iterable[ChunkKey]) -> Values:
         values = {key: torch.empty(key.shape, dtype=self.tensors[key.fqn].dtype, device="cpu") for key in keys}
-        wanted = {MetadataIndex(key.fqn, torch.Size(key.offsets)): key for key in values if key.elements}
+        requested = {MetadataIndex(key.fqn, torch.Size(key.offsets)): key for key in values if key.elements}
         self._load(
-            [_item(LoadItemType.TENSOR, index, key.shape) for index, key in wanted.items()],
-            _Planner({index: values[key] for index, key in wanted.items()}),
+            [_read_item(LoadItemType.TENSOR, index, key.shape) for index, key in requested.items()],
+            _ChunkPlanner({index: values[key] for index, key in requested.items()}),
         )
         return values
 
     def objects(self) -> State:
         names = [name for name in self.nesting if name not in self.tensors]
-        planner = _Planner({})
-        self._load([_item(LoadItemType.BYTE_IO, MetadataIndex(name), (0,)) for name in names], planner)
+        planner = _ChunkPlanner({})
+        self._load([_read_item(LoadItemType.BYTE_IO, MetadataIndex(name), (0,)) for name in names], planner)
         return planner.objects
 
     def close(self) -> None:
-        """Close nothing: files are open only while they are read."""
+        """Do nothing: files are open only during reads."""
 
-    def _load(self, items: list[ReadItem], planner: _Planner) -> None:
+    def _load(self, items: list[ReadItem], planner: _ChunkPlanner) -> None:
         by_file: dict[str, list[ReadItem]] = {}
-        with self._readable(".metadata"):
+        with self._translate_errors(".metadata"):
             for item in items:
                 by_file.setdefault(self._parts[item.storage_index].relative_path, []).append(item)
         for name, held in by_file.items():  # one at a time, so that an error names the file
-            with self._readable(name):
+            with self._translate_errors(name):
                 self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(held)), planner).wait()
 
     @contextmanager
-    def _readable(self, name: str) -> Iterator[None]:
+    def _translate_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except CorruptCheckpoint:
             raise
         except Exception as error:
             raise CorruptCheckpoint(
-                f"'{self._path}' cannot be read as a plain DCP checkpoint: '{name}'{self._wrong(name, error)}"
+                f"'{self._path}' cannot be read as a plain DCP checkpoint: '{name}'{self._describe_error(name, error)}"
             ) from error
 
-    def _wrong(self, name: str, error: Exception) -> str:
-        """Return what is wrong with a file; of one that was cut short torch tells what its zip reader met."""
+    def _describe_error(self, name: str, error: Exception) -> str:
+        """Return the problem of a file; for a truncated one, torch reports an error of its zip reader."""
         if isinstance(error, OSError):
             return " is missing" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
         size = (self._path / name).stat().st_size
@@ -308,8 +306,8 @@ class _DCP:
         return f": {described(error).splitlines()[0].partition('. ')[0]}"
 
 
-class _Planner(DefaultLoadPlanner):
-    """Tells DCP's reader where chunks go, and takes objects."""
+class _ChunkPlanner(DefaultLoadPlanner):
+    """A planner that reads chunks into given tensors, and collects objects."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor]) -> None:
         super().__init__()
@@ -323,13 +321,18 @@ class _Planner(DefaultLoadPlanner):
         return self._targets[read_item.dest_index]
 
 
-def _item(kind: LoadItemType, index: MetadataIndex, shape: tuple[int, ...]) -> ReadItem:
-    """Return a whole chunk, or an object."""
+def _read_item(kind: LoadItemType, index: MetadataIndex, shape: tuple[int, ...]) -> ReadItem:
+    """Return the read item of a whole chunk, or of an object."""
     offsets = torch.Size([0] * len(shape))
     return ReadItem(kind, index, offsets, index, offsets, torch.Size(shape))
 
 
-def _covered(path: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _check_coverage(path: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return `tensors` after checking that chunks cover each of them.
+
+    Raises:
+        CorruptCheckpoint: they do not.
+    """
     for name, stored in tensors.items():
         filled = sum(math.prod(shape) for _, shape in stored.chunks)
         if filled != math.prod(stored.shape):
@@ -339,26 +342,26 @@ def _covered(path: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
     return tensors
 
 
-def _directory(path: Path) -> Source:
+def _open_directory(path: Path) -> Source:
     if is_complete(path):
-        return _Own(path)
+        return _DSQSource(path)
     if (path / ".metadata").is_file():
-        return _DCP(path)
+        return _DCPSource(path)
     names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     indexes = [name for name in names if name.endswith(INDEX)]
-    if f"model{INDEX}" in indexes:  # as on the hub; others beside it are variants of it
+    if f"model{INDEX}" in indexes:  # the name on the Hugging Face hub; the others are variants
         indexes = [f"model{INDEX}"]
     if len(indexes) > 1:
         raise CheckpointNotFound(f"'{path}' holds several indexes: {', '.join(indexes)}; name one of them")
     if indexes:
-        return InMemory(safetensors_state(shards_of(path / indexes[0])))
+        return InMemory(open_safetensors(read_safetensors_index(path / indexes[0])))
     shards = [name for name in names if name.endswith(SAFETENSORS)]
     if shards:
-        return InMemory(safetensors_state([(path / name, None) for name in shards]))
+        return InMemory(open_safetensors([(path / name, None) for name in shards]))
     if next(iter_checkpoints(path, lambda *_: None), None) is not None:
-        Manifest.read(path)  # raises: it is a run, and which is its newest checkpoint
+        Manifest.read(path)  # raises an error that names the run's newest checkpoint
     if other := describe_other_format(path):
         raise CheckpointNotFound(f"'{path}' {other}")
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
-    raise CheckpointNotFound(f"'{path}' is not {UNDERSTOOD}{found}")
+    raise CheckpointNotFound(f"'{path}' is not {SUPPORTED_SOURCES}{found}")

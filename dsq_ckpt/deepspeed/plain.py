@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, StrPath
+from dsq_ckpt.convert.export import Exported, ExportError, OpenedCheckpoint, Progress, StrPath
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import create_directory, flush, sync_directory
@@ -45,7 +45,7 @@ def export_deepspeed(
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
         raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
-    with Opened(source, refinement, None) as opened:
+    with OpenedCheckpoint(source, refinement, None) as opened:
         files = list_attachments(opened.checkpoint.manifest)
         if not files:
             raise ExportError(f"'{source}' was not saved by DeepSpeed; choose another format")

@@ -24,7 +24,7 @@ from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
 from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries, join_state, split_state
-from dsq_ckpt.convert.export import Opened
+from dsq_ckpt.convert.export import OpenedCheckpoint
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path, Step, set_entry
@@ -120,7 +120,7 @@ class TrainingState:
         for key, model in self._models.items():
             with in_user_code():
                 told[key] = get_model_state_dict(model)
-        with Opened(directory, False, None) as opened:
+        with OpenedCheckpoint(directory, False, None) as opened:
             nesting = opened.paths
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
@@ -300,7 +300,7 @@ def _empty(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> 
 
 
 def _same_tensors(
-    directory: object, own: Mapping[str, Any], stored: Mapping[str, Any], opened: Opened
+    directory: object, own: Mapping[str, Any], stored: Mapping[str, Any], opened: OpenedCheckpoint
 ) -> list[str]:
     """Compare names, shapes and dtypes of the models' tensors with those that are stored; return what to warn of.
 

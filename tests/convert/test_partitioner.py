@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt.convert import partitioner
-from dsq_ckpt.convert.partitioner import deal
+from dsq_ckpt.convert.partitioner import partition_source
 from dsq_ckpt.convert.sources import InMemory, open_source
 from tests.helpers.source_files import plain_state, write_dcp_in_parts, write_torch
 from tests.helpers.states import differences, mixed_state, tensors
@@ -44,8 +44,9 @@ def test_all_of_it_once_and_evenly(given_shapes, ranks, tied):
     source = InMemory(state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitioner, "_SMALLEST", 1)
-        dealt = deal(source, ranks)
-        assert dealt == deal(InMemory({name: value.clone() for name, value in state.items()}), ranks) or tied
+        dealt = partition_source(source, ranks)
+        untied = InMemory({name: value.clone() for name, value in state.items()})
+        assert dealt == partition_source(untied, ranks) or tied
     assert len(dealt) == ranks
     assert all((count == 1).all() for count in coverage(source, dealt).values())
     bytes_of = [sum(4 * math.prod(key.shape) for key in mine if key.fqn != "tied") for mine in dealt]
@@ -60,7 +61,7 @@ def test_parts_are_what_they_are_called(tmp_path, small):
     """What ranks read of a mapped file is in its place; one rank reads whole tensors."""
     state = mixed_state()
     source = open_source(write_torch(state, tmp_path / "a"))
-    dealt = deal(source, 3)
+    dealt = partition_source(source, 3)
     assert max(len([key for mine in dealt for key in mine if key.fqn == name]) for name in source.tensors) > 1
     made = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in source.tensors.items()}
     for mine in dealt:
@@ -68,16 +69,17 @@ def test_parts_are_what_they_are_called(tmp_path, small):
             assert tuple(value.shape) == key.shape
             made[key.fqn][tuple(slice(o, o + n) for o, n in zip(key.offsets, key.shape, strict=True))] = value
     assert differences(made, tensors(state)) == []
-    assert len(deal(source, 1)[0]) == len(source.tensors)
+    assert len(partition_source(source, 1)[0]) == len(source.tensors)
 
 
 def test_chunks_of_other_sources_stay_whole(tmp_path, small):
     source = open_source(write_dcp_in_parts(plain_state(), tmp_path / "a"))
-    dealt = deal(source, 3)
+    dealt = partition_source(source, 3)
     stored = [(name, *chunk) for name, tensor in source.tensors.items() for chunk in tensor.chunks]
     assert sorted(key for mine in dealt for key in mine) == sorted(stored)
     assert min(map(len, dealt)) > 1
 
 
 def test_small_tensors_are_not_cut():
-    assert [len(mine) for mine in deal(InMemory({"a": torch.ones(1000), "b": torch.ones(1000)}), 4)] == [1, 1, 0, 0]
+    source = InMemory({"a": torch.ones(1000), "b": torch.ones(1000)})
+    assert [len(mine) for mine in partition_source(source, 4)] == [1, 1, 0, 0]

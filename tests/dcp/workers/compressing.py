@@ -47,14 +47,14 @@ contract.check(comm)
 comm.limit = 64  # many calls where one would do
 contract.check(comm)
 del comm.limit
-partitioner._SMALLEST = 1 << 10
+partitioner._MIN_PART_BYTES = 1 << 10
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
     """Elements that this rank reads where reading is not free."""
     read: list[int] = []
-    original = sources._DCP.read, sources._Own.read
+    original = sources._DCPSource.read, sources._DSQSource.read
 
     def counting(which: Callable[..., Any]) -> Callable[..., Any]:
         def reading(self: Any, keys: Any) -> Any:
@@ -64,8 +64,8 @@ def counted() -> Iterator[list[int]]:
 
         return reading
 
-    with mock.patch.object(sources._DCP, "read", counting(original[0])), \
-            mock.patch.object(sources._Own, "read", counting(original[1])):
+    with mock.patch.object(sources._DCPSource, "read", counting(original[0])), \
+            mock.patch.object(sources._DSQSource, "read", counting(original[1])):
         yield read
 
 

@@ -23,7 +23,7 @@ contract.check(comm)
 group = dist.new_group(list(reversed(range(comm.size)))[: comm.size - 1])  # its rank 0 is not that of the world
 if comm.rank:
     contract.check(TorchCommunicator(group))
-partitioner._SMALLEST = 1 << 10
+partitioner._MIN_PART_BYTES = 1 << 10
 result = dsq_ckpt.compress(plain_state(), out, communicator=comm)
 assert comm.gather(result) == [dsq_ckpt.describe(out) | {"quality": None}] * comm.size
 if comm.rank == 0:
