@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def small(monkeypatch):
     """Parts as small as tests have tensors."""
-    monkeypatch.setattr(partitioner, "_SMALLEST", 1)
+    monkeypatch.setattr(partitioner, "_MIN_PART_BYTES", 1)
 
 
 def coverage(source, dealt):
@@ -43,7 +43,7 @@ def test_all_of_it_once_and_evenly(given_shapes, ranks, tied):
         state["tied"] = state["t0"]
     source = InMemory(state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partitioner, "_SMALLEST", 1)
+        patch.setattr(partitioner, "_MIN_PART_BYTES", 1)
         dealt = partition_source(source, ranks)
         untied = InMemory({name: value.clone() for name, value in state.items()})
         assert dealt == partition_source(untied, ranks) or tied
