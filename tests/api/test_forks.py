@@ -39,7 +39,7 @@ class Slow:
 
 
 def hold():
-    with default_history()._lock, regular._lock, pickle_refs._lock:
+    with default_history()._lock, regular_files._lock, pickle_refs._lock:
         held.set()
         done.wait()
 
