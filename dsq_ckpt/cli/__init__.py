@@ -1,8 +1,8 @@
-"""`dsq`: look into checkpoints, check them, convert them, clean up after them.
+"""The command line `dsq`: inspect, verify, convert and clean up checkpoints.
 
-Tables go to stdout, `--json` prints one JSON document instead, progress and errors go to stderr. What cannot be done
-ends with one line that says why, and exit status 1; a wrong call ends with 2, an interrupt with 130. Each command
-imports what it needs: torch and Numba take seconds.
+Tables go to stdout; `--json` prints one JSON document instead. Progress and errors go to stderr. An error is one line,
+with exit status 1; a wrong call has status 2, an interrupt 130. Each command imports its modules itself, since torch
+and Numba take seconds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsq_ckpt.cli import exporting, json_files, output
-from dsq_ckpt.cli.exporting import Format, Layers
+from dsq_ckpt.cli import export_command, json_files, output
+from dsq_ckpt.cli.export_command import Format, Layers
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.version import __version__
 
 
-class _Commands(TyperGroup):
-    """Turns errors of ours and of the file system into one line; anything else is a bug and keeps its traceback."""
+class _CommandGroup(TyperGroup):
+    """A command group that prints `DSQError` and `OSError` as one line. Other errors are bugs and keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        warnings.formatwarning = _warning  # type: ignore[assignment]
+        warnings.formatwarning = _format_warning  # type: ignore[assignment]
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from error
         except BrokenPipeError:
-            raise  # `dsq log | head`: typer ends quietly
+            raise  # as of `dsq log | head`; typer ends quietly
         except DSQError as error:
             raise output.fail(str(error)) from error
         except OSError as error:
@@ -41,36 +41,36 @@ class _Commands(TyperGroup):
             raise output.fail(f"{where}{error.strerror or error}") from error
 
 
-def _warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
+def _format_warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
     return output.escape_controls(f"warning: {message}") + "\n"
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+    cls=_CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Look into, check, convert and clean up dsq_ckpt checkpoints.",
 )
 
 
-def _path(metavar: str, what: str) -> Any:
-    return typer.Argument(metavar=metavar, help=what, parser=expand_path)
+def _path_argument(metavar: str, help_: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help_, parser=expand_path)
 
 
-RunPath = Annotated[Path, _path("RUN", "Directory that the checkpoints of a run lie in.")]
-CheckpointPath = Annotated[Path, _path("CHECKPOINT", "A checkpoint directory.")]
-EitherPath = Annotated[Path, _path("PATH", "A checkpoint, or the directory of a run.")]
+RunPath = Annotated[Path, _path_argument("RUN", "Directory that the checkpoints of a run lie in.")]
+CheckpointPath = Annotated[Path, _path_argument("CHECKPOINT", "A checkpoint directory.")]
+EitherPath = Annotated[Path, _path_argument("PATH", "A checkpoint, or the directory of a run.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         typer.echo(f"dsq_ckpt {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _main(
+def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options of `dsq` itself; its help is that of `app`."""
@@ -82,7 +82,7 @@ def log(run: RunPath, as_json: Json = False) -> None:
 
     Ratios per checkpoint are of what is kept now, without files linked from its ancestors.
     """
-    from dsq_ckpt.cli.history import print_history
+    from dsq_ckpt.cli.log_command import print_history
     from dsq_ckpt.report.history import History
 
     with output.meter("reading the run", hidden=as_json):
@@ -97,14 +97,14 @@ def log(run: RunPath, as_json: Json = False) -> None:
 def watch(
     run: RunPath,
     interval: Annotated[
-        float, typer.Option("--interval", parser=output.age, metavar="TIME", help="Between looks: 2, 30s, 5m.")
+        float, typer.Option("--interval", parser=output.parse_age, metavar="TIME", help="Between looks: 2, 30s, 5m.")
     ] = "2s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print a line for each checkpoint there is, and end.")] = False,
 ) -> None:
     """Show a run's checkpoints as they are committed, until Ctrl-C; a line for each where stdout is no terminal."""
-    from dsq_ckpt.cli import watching
+    from dsq_ckpt.cli import watch_command
 
-    watching.run(run, max(interval, 0.1), once)
+    watch_command.run(run, max(interval, 0.1), once)
 
 
 @app.command()
@@ -141,12 +141,12 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint: groups, bits per element, ratios, chain."""
-    from dsq_ckpt.cli import inspection
+    from dsq_ckpt.cli import inspect_command
 
     if as_json:
-        output.print_json(inspection.as_json(checkpoint, tensors))
+        output.print_json(inspect_command.as_json(checkpoint, tensors))
     else:
-        inspection.show(checkpoint, tensors)
+        inspect_command.print_checkpoint(checkpoint, tensors)
 
 
 @app.command()
@@ -156,9 +156,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check size and checksum of every file, and decode every tensor; exit status 1 if anything is wrong."""
-    from dsq_ckpt.cli import verification
+    from dsq_ckpt.cli import verify_command
 
-    result = verification.verify(path, deep, as_json)
+    result = verify_command.verify(path, deep, as_json)
     if as_json:
         output.print_json(result.as_json())
     else:
@@ -177,7 +177,7 @@ def verify(
 @app.command()
 def export(
     checkpoint: CheckpointPath,
-    target: Annotated[Path, _path("TARGET", "Directory (dcp, deepspeed) or file to write.")],
+    target: Annotated[Path, _path_argument("TARGET", "Directory (dcp, deepspeed) or file to write.")],
     form: Annotated[
         Format | None,
         typer.Option(
@@ -199,16 +199,20 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
-    exporting.run(checkpoint, target, form, layers, part, overwrite, allow_pickle, as_json)
+    export_command.run(checkpoint, target, form, layers, part, overwrite, allow_pickle, as_json)
 
 
 @app.command()
 def compress(
     source: Annotated[
-        Path, _path("IN", "safetensors (file, index or directory), torch.save file, dsq_ckpt checkpoint, or a DCP "
-                          "directory, which torch unpickles: trusted only.")
+        Path, _path_argument(
+            "IN", "safetensors (file, index or directory), torch.save file, dsq_ckpt checkpoint, or a DCP "
+                  "directory, which torch unpickles: trusted only."
+        )
     ],
-    target: Annotated[Path, _path("OUT", "Checkpoint directory to write; with --explore: the directory of several.")],
+    target: Annotated[
+        Path, _path_argument("OUT", "Checkpoint directory to write; with --explore: the directory of several.")
+    ],
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE|PRESET", help="JSON or YAML file, or name of a preset.")
     ] = None,
@@ -248,31 +252,31 @@ def compress(
 
     `mpirun -n 8 dsq compress IN OUT` does it with 8 processes, and stores the same values.
     """
-    from dsq_ckpt.cli import compressing, exploring
+    from dsq_ckpt.cli import compress_command, explore_command
 
     if explore:
-        exploring.run(
+        explore_command.run(
             source, target, evaluate, bounds, max_degradation, config, system, overwrite, plot, mpi, as_json
         )
     elif bounds is not None or plot is not None:
         raise output.fail("--bounds and --plot are for --explore")
     else:
-        compressing.run(source, target, config, system, evaluate, max_degradation, overwrite, as_json, mpi)
+        compress_command.run(source, target, config, system, evaluate, max_degradation, overwrite, as_json, mpi)
 
 
 @app.command()
 def merge(
     checkpoint: CheckpointPath,
-    target: Annotated[Path, _path("TARGET", "Checkpoint directory to make.")],
+    target: Annotated[Path, _path_argument("TARGET", "Checkpoint directory to make.")],
     keyframe: Annotated[
         bool, typer.Option("--keyframe", help="Write a keyframe, which needs no file of another checkpoint.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Merge a chain of deltas into one, or differences of values into few, with the same values; CHECKPOINT stays."""
-    from dsq_ckpt.cli import joining
+    from dsq_ckpt.cli import merge_command
 
-    joining.run(checkpoint, target, keyframe, as_json)
+    merge_command.run(checkpoint, target, keyframe, as_json)
 
 
 @app.command()
@@ -281,51 +285,51 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, delete nothing.")] = False,
     older_than: Annotated[
         float, typer.Option(
-            "--older-than", parser=output.age, metavar="AGE",
+            "--older-than", parser=output.parse_age, metavar="AGE",
             help="Leave younger files, as of a save under way: 90s, 15m, 2h, 3d.",
         ),
     ] = "1h",  # type: ignore[assignment]
     as_json: Json = False,
 ) -> None:
     """Delete what interrupted saves, copies and exports left behind; say what is left, and why."""
-    from dsq_ckpt.cli import collecting
+    from dsq_ckpt.cli import gc_command
 
-    collecting.run(path, dry_run, older_than, as_json)
+    gc_command.run(path, dry_run, older_than, as_json)
 
 
 @app.command()
 def rm(
-    checkpoints: Annotated[list[Path], _path("CHECKPOINT...", "Checkpoints to remove.")],
+    checkpoints: Annotated[list[Path], _path_argument("CHECKPOINT...", "Checkpoints to remove.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove checkpoints; files that others of the run need stay, and all other checkpoints load as before."""
-    from dsq_ckpt.cli import removing
+    from dsq_ckpt.cli import rm_command
 
-    removing.run(checkpoints, dry_run, as_json)
+    rm_command.run(checkpoints, dry_run, as_json)
 
 
 @app.command()
 def cp(
-    source: Annotated[Path, _path("SRC", "A checkpoint, or the directory of a run.")],
-    target: Annotated[Path, _path("DST", "The directory to make; it must not exist.")],
+    source: Annotated[Path, _path_argument("SRC", "A checkpoint, or the directory of a run.")],
+    target: Annotated[Path, _path_argument("DST", "The directory to make; it must not exist.")],
     as_json: Json = False,
 ) -> None:
     """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not.
 
     From and to URLs: the checkpoints of a run and the files beside them; no other directories, and no file twice.
     """
-    from dsq_ckpt.cli import duplicating
+    from dsq_ckpt.cli import cp_command
 
-    duplicating.run(source, target, as_json)
+    cp_command.run(source, target, as_json)
 
 
 @app.command()
 def warmup(as_json: Json = False) -> None:
     """Compile all kernels for this kind of CPU and keep them in files, as when a container image is built."""
-    from dsq_ckpt.cli import warming
+    from dsq_ckpt.cli import warmup_command
 
-    warming.run(as_json)
+    warmup_command.run(as_json)
 
 
 @app.command()

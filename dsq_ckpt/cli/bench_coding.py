@@ -1,4 +1,4 @@
-"""Codes with the statistics of recorded runs, for `dsq bench`: how fast one core codes them, and into how many bits."""
+"""Benchmark of entropy coding on one core, for `dsq bench`, with codes that have the statistics of recorded runs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ COUNT = 1 << 20
 """Codes of a block."""
 _LEVELS = 39
 STREAMS = {"3.5 bit": 0.0, "1.4 bit": 0.3942, "0.3 bit": 0.04583, "0.12 bit": 0.014856}
-"""How far weights move between checkpoints, in steps of the lattice: 0 stands for a keyframe; deltas of recorded runs
-have 0.2 to 0.5 bits per code, and more only early in training."""
+"""Change of weights between checkpoints, in steps of the lattice; 0 stands for a keyframe. Deltas of recorded runs have
+0.2 to 0.5 bits per code, and more only early in training."""
 
 
-def stream(moved: float) -> tuple[Codes, Codes | None]:
-    """Return the codes of a block and the previous ones: weights of a heavy-tailed distribution on a lattice."""
+def stream(change: float) -> tuple[Codes, Codes | None]:
+    """Return the codes of a block and the parent's codes, for weights of a heavy-tailed distribution on a lattice."""
     rng = np.random.default_rng(1)
     weights = rng.standard_t(6, COUNT)
     order = np.argsort(np.argsort(np.abs(np.arange(_LEVELS) - _LEVELS // 2), kind="stable")).astype(np.uint8)
 
     def codes(values: np.ndarray, step: float) -> Codes:
-        found: Codes = order[np.clip(np.rint(values / step), -19, 19).astype(np.int64) + 19]
-        return found
+        encoded: Codes = order[np.clip(np.rint(values / step), -19, 19).astype(np.int64) + 19]
+        return encoded
 
-    if not moved:
+    if not change:
         return codes(weights, 0.42), None
-    return codes(weights + moved * 0.5 * rng.standard_t(5, COUNT), 0.5), codes(weights, 0.5)
+    return codes(weights + change * 0.5 * rng.standard_t(5, COUNT), 0.5), codes(weights, 0.5)
 
 
-def coding_work() -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """Return what is to be timed, of each stream its encoding and decoding, and the bits per code of each stream."""
+def coding_benchmarks() -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
+    """Return the functions to be timed, encoding and decoding of each stream, and the bits per code of each stream."""
     work: dict[str, Callable[[], object]] = {}
     bits = {}
-    for name, moved in STREAMS.items():
-        codes, parent = stream(moved)
+    for name, change in STREAMS.items():
+        codes, parent = stream(change)
         coder = RansCoder.fit(_counts(codes, parent))
         data, out = coder.encode(codes, parent), np.empty_like(codes)
         bits[name] = 8 * len(data) / COUNT

@@ -1,4 +1,4 @@
-"""How long training waits for an asynchronous save, for `dsq bench`: beside `dcp.async_save`, in the same run."""
+"""Benchmark of the stall of training by an asynchronous save, for `dsq bench`, compared with `dcp.async_save`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from dsq_ckpt.engine.history import SaveHistory
 
 STALL = "stall of async_save"
 STAGES = {", quantize": "quantize", "": "auto"}
-"""`storage.stage` by what its rows are called."""
+"""`storage.stage` by the suffix of a row's name."""
 
 
-def stalls(
+def measure_stalls(
     states: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]], config: DSQConfig, directory: Path, repeats: int
 ) -> dict[str, list[float]]:
-    """Return seconds of calls of `async_save`, and their ratios to calls of `dcp.async_save`.
+    """Return the seconds of calls of `async_save`, and their ratios to calls of `dcp.async_save`.
 
     Args:
-        states: of one shape, saved in turns, so that all saves but the first are deltas.
+        states: two states of equal shapes, saved alternately, so that all saves but the first are deltas.
         config: configuration of the saves, except for `storage.stage`.
-        directory: on the disk that is to be measured.
-        repeats: runs per figure, after one that compiles kernels and takes the memory that is kept.
+        directory: directory on the disk to be measured.
+        repeats: runs per figure, after a run that compiles kernels and allocates memory.
     """
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for name, stage in STAGES.items():
         staged, history = config.with_values(**{"storage.stage": stage}), SaveHistory()
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             for number in range(repeats + 1):
                 state, plain, own = states[number % 2], Path(scratch) / "plain", Path(scratch) / "run" / f"{number}"
-                peer = _seconds(lambda: dcp.async_save(
+                peer = _time_call(lambda: dcp.async_save(
                     state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True  # noqa: B023
                 ))
                 shutil.rmtree(plain)
-                ours = _seconds(
+                ours = _time_call(
                     lambda: api.async_save(state, own, config=staged, no_dist=True, history=history)  # noqa: B023
                 )
                 if not number:
@@ -53,12 +53,12 @@ def stalls(
                     (f"{STALL}{name} / of dcp.async_save", ours / peer), (f"{STALL}{name}, s", ours),
                     ("stall of dcp.async_save, s", peer),
                 ):
-                    found.setdefault(key, []).append(value)
-    return found
+                    measured.setdefault(key, []).append(value)
+    return measured
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Return how long a call takes that begins a save; the save is waited for."""
+def _time_call(call: Callable[[], Any]) -> float:
+    """Return the seconds of a call that starts a save. Wait for the save afterwards."""
     os.sync()
     start = time.perf_counter()
     future: Future[Any] = call()

@@ -1,6 +1,6 @@
-"""`dsq bench`: kernels against memcpy, a whole save and load against DCP's own, on the machine at hand.
+"""`dsq bench`: kernels compared with memcpy, and saves and loads compared with those of DCP, on this machine.
 
-Every figure is a median with its spread, and a peer is measured in the same run: machines are noisy, ratios less so.
+Every figure is a median with its spread. The peer is measured in the same run, since ratios are less noisy than times.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rich.table import Table
 from dsq_ckpt import kernels
 from dsq_ckpt.api import loading
 from dsq_ckpt.api import saving as api
-from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_work
-from dsq_ckpt.cli.bench_stall import STALL, stalls
+from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_benchmarks
+from dsq_ckpt.cli.bench_stall import STALL, measure_stalls
 from dsq_ckpt.cli.machine import processor
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
@@ -40,7 +40,7 @@ from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.version import __version__
 
-_TARGETS = {  # name: (target, whether more is better)
+_TARGETS = {  # name: (target, True if more is better)
     "sketch / memcpy": (0.4, True),
     "joint sketch / memcpy": (0.3, True),
     "table quantize / memcpy": (0.3, True),
@@ -56,9 +56,9 @@ _TARGETS = {  # name: (target, whether more is better)
 }
 
 _DEPTHS = (8, 32)
-"""Deltas before a load, measured for weights alone."""
+"""Numbers of deltas before a load, measured for weights alone."""
 
-_CODER_TARGETS = {  # of its paths with vectors
+_CODER_TARGETS = {  # for coders with vector instructions
     "rANS encode, G codes/s": (0.6, True),
     "rANS decode, G codes/s": (0.8, True),
     **{f"encode, {name}, G codes/s": (0.6, True) for name in STREAMS},
@@ -67,37 +67,37 @@ _CODER_TARGETS = {  # of its paths with vectors
 
 
 _COPIES = 4
-"""States in memory at once: the saved one, a later one, one to load into, and the copy of an asynchronous save."""
+"""States in memory at once: the saved state, a later state, a state to load into, and the copy of an async save."""
 
 
 def run_bench(
     parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5, stall_only: bool = False
 ) -> dict[str, Any]:
-    """Run everything; returns medians, spreads and the machine, ready for JSON.
+    """Run all benchmarks; return medians, spreads and the machine, as JSON data.
 
     Args:
         parameters: size of the model; with `moments` the state has three times as many elements.
-        threads: worker threads of saves and loads (0: as a save would choose).
-        directory: where checkpoints are written, so on the disk that is to be measured.
-        moments: whether to measure a state with Adam's moments too, where there is memory for it.
+        threads: worker threads of saves and loads; 0 for the number that a save would choose.
+        directory: directory of the checkpoints, on the disk to be measured.
+        moments: also measure a state with Adam's moments, if there is enough memory.
         repeats: runs per figure.
-        stall_only: only measure how long training waits for asynchronous saves.
+        stall_only: only measure the stall of training by asynchronous saves.
     """
     rows: dict[str, dict[str, float]] = {}
     if not stall_only:
-        _kernels(min(parameters, 25_000_000), repeats, rows)
-        _coding(max(repeats, 15), rows)
-        _clustering(repeats, rows)
+        _measure_kernels(min(parameters, 25_000_000), repeats, rows)
+        _measure_coding(max(repeats, 15), rows)
+        _measure_clustering(repeats, rows)
     left_out = ""
     for with_moments in (False, True) if moments else (False,):
-        needed, there = _COPIES * 4 * parameters * (3 if with_moments else 1), _available()
-        if needed > there:
-            what = "weights + moments" if with_moments else "all saves"
-            left_out = f"{what}, which need {needed / 2**30:.1f} GiB of memory of {there / 2**30:.1f} left"
+        needed, available = _COPIES * 4 * parameters * (3 if with_moments else 1), _available_memory()
+        if needed > available:
+            skipped = "weights + moments" if with_moments else "all saves"
+            left_out = f"{skipped}, which need {needed / 2**30:.1f} GiB of memory of {available / 2**30:.1f} left"
             break
         if not stall_only:
-            _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
-        _stalls(parameters, with_moments, threads, directory, repeats, rows)
+            _measure_checkpoints(parameters, with_moments, threads, directory, repeats, rows)
+        _measure_stalls(parameters, with_moments, threads, directory, repeats, rows)
     return {
         "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
         **({"left_out": left_out} if left_out else {}),
@@ -124,7 +124,7 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
         console.print(f"left out: {result['left_out']}")
 
 
-def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+def _measure_kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
     rng = np.random.default_rng(0)
     before = rng.normal(0, 0.02, count).astype(np.float32)
     after = before + rng.normal(0, 0.005, count).astype(np.float32)  # about 0.7 bits per code, as early in training
@@ -153,33 +153,33 @@ def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> Non
         "rANS encode, keyframe": lambda: alone.encode(parent, None),
         "rANS decode, keyframe": lambda: alone.decode(keyframe, None, decoded),
     }
-    seconds = _interleaved(work, repeats)
-    rows["memcpy, G elements/s"] = _summary([count / s / 1e9 for s in seconds["memcpy"]])
+    seconds = _measure_interleaved(work, repeats)
+    rows["memcpy, G elements/s"] = _summarize([count / s / 1e9 for s in seconds["memcpy"]])
     for name in ("sketch", "joint sketch", "table quantize"):
-        rows[f"{name} / memcpy"] = _summary([a / b for a, b in zip(seconds["memcpy"], seconds[name], strict=True)])
+        rows[f"{name} / memcpy"] = _summarize([a / b for a, b in zip(seconds["memcpy"], seconds[name], strict=True)])
     for name in ("rANS encode", "rANS decode", "rANS encode, keyframe", "rANS decode, keyframe"):
-        rows[f"{name}, G codes/s"] = _summary([count / s / 1e9 for s in seconds[name]])
-    rows["bits per code, delta"] = _summary([8 * len(data) / count])
-    rows["bits per code, keyframe"] = _summary([8 * len(keyframe) / count])
+        rows[f"{name}, G codes/s"] = _summarize([count / s / 1e9 for s in seconds[name]])
+    rows["bits per code, delta"] = _summarize([8 * len(data) / count])
+    rows["bits per code, keyframe"] = _summarize([8 * len(keyframe) / count])
 
 
-def _coding(repeats: int, rows: dict[str, dict[str, float]]) -> None:
-    work, bits = coding_work()
-    for name, seconds in _interleaved(work, repeats).items():
-        rows[f"{name}, G codes/s"] = _summary([COUNT / s / 1e9 for s in seconds])
+def _measure_coding(repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    work, bits = coding_benchmarks()
+    for name, seconds in _measure_interleaved(work, repeats).items():
+        rows[f"{name}, G codes/s"] = _summarize([COUNT / s / 1e9 for s in seconds])
     for name, value in bits.items():
-        rows[f"bits per code, {name}"] = _summary([value])
+        rows[f"bits per code, {name}"] = _summarize([value])
 
 
-def _clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:
+def _measure_clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:
     rng = np.random.default_rng(0)
     points = np.sort(rng.normal(size=3000))
     weights = np.exp(-points**2 / 2) * 1e5
-    seconds = _interleaved({"k-means": lambda: exact_kmeans(points, weights, 32)}, repeats)
-    rows["k-means, all k to 32, 3000 buckets, ms"] = _summary([1e3 * s for s in seconds["k-means"]])
+    seconds = _measure_interleaved({"k-means": lambda: exact_kmeans(points, weights, 32)}, repeats)
+    rows["k-means, all k to 32, 3000 buckets, ms"] = _summarize([1e3 * s for s in seconds["k-means"]])
 
 
-def _checkpoints(
+def _measure_checkpoints(
     parameters: int, moments: bool, threads: int, directory: Path, repeats: int, rows: dict[str, dict[str, float]]
 ) -> None:
     suffix = " (weights + moments)" if moments else ""
@@ -197,7 +197,7 @@ def _checkpoints(
         if not moments:
             _save_chain(state, root / "chain", config)
         for number in range(repeats + 1):  # the first round warms caches and compiles kernels
-            # Nothing is deleted in between: a training run, too, writes to blocks of the disk that are not in use yet.
+            # Nothing is deleted in between, since a training run also writes to unused blocks of the disk.
             plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
             history = SaveHistory()
             dcp_load = partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
@@ -219,15 +219,15 @@ def _checkpoints(
             for name, work in timed.items():
                 os.sync()
                 if name.endswith("cold"):
-                    _drop_from_cache(root)
+                    _evict_page_cache(root)
                 _resident_peak(reset=True)
-                resident = _resident()
-                seconds.setdefault(name, []).append(_seconds(work))
+                resident = _resident_bytes()
+                seconds.setdefault(name, []).append(_time_call(work))
                 if name == "save delta":  # the parent's codes were resident before: one byte per element
                     memory.append((_resident_peak(reset=False) - resident + fp32 / 4) / fp32)
             if number == 0:
-                rows["ratio of a keyframe" + suffix] = _summary([_ratio(run / "key")])
-                rows["ratio of a delta" + suffix] = _summary([_ratio(run / "delta")])
+                rows["ratio of a keyframe" + suffix] = _summarize([_compression_ratio(run / "key")])
+                rows["ratio of a delta" + suffix] = _summarize([_compression_ratio(run / "delta")])
     for name, peer in (
         ("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load"),
         ("load keyframe, cold", "dcp.load, cold"), *((f"load after {n} deltas", "dcp.load") for n in _DEPTHS),
@@ -235,13 +235,13 @@ def _checkpoints(
         if name not in seconds:
             continue
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds[peer][1:], strict=True)]
-        rows[f"{name} / {peer}{suffix}"] = _summary(ratios)
+        rows[f"{name} / {peer}{suffix}"] = _summarize(ratios)
     for name in seconds:
-        rows[f"{name}, s{suffix}"] = _summary(seconds[name][1:])
-    rows[f"save memory / fp32 bytes{suffix}"] = _summary(memory[1:])
+        rows[f"{name}, s{suffix}"] = _summarize(seconds[name][1:])
+    rows[f"save memory / fp32 bytes{suffix}"] = _summarize(memory[1:])
 
 
-def _stalls(
+def _measure_stalls(
     parameters: int, moments: bool, threads: int, directory: Path, repeats: int, rows: dict[str, dict[str, float]]
 ) -> None:
     state = synthetic_state(parameters, moments)
@@ -249,9 +249,9 @@ def _stalls(
     directory.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = stalls((state, drift(state, 1)), config, directory, repeats)
+        measured = measure_stalls((state, drift(state, 1)), config, directory, repeats)
     suffix = " (weights + moments)" if moments else ""
-    rows.update({name + suffix: _summary(values) for name, values in found.items()})
+    rows.update({name + suffix: _summarize(values) for name, values in measured.items()})
 
 
 def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
@@ -278,7 +278,7 @@ def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
 
 
 def _save_chain(state: dict[str, torch.Tensor], run: Path, config: DSQConfig) -> None:
-    """Save a keyframe and as many deltas as are measured."""
+    """Save a keyframe, and the deltas of the longest measured chain."""
     history = SaveHistory()
     for number in range(max(_DEPTHS) + 1):
         api.save(state, run / f"{number:02d}", config=config, no_dist=True, history=history)
@@ -286,9 +286,9 @@ def _save_chain(state: dict[str, torch.Tensor], run: Path, config: DSQConfig) ->
 
 
 def drift(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Return the state some hundred steps later: weights a 20th of their size away, moments half renewed.
+    """Return the state some hundred steps later: weights changed by a 20th of their size, moments half renewed.
 
-    The codes of weights then take 0.3 bits each, as in recorded runs.
+    Codes of weights then take 0.3 bits each, as in recorded runs.
     """
     generator = torch.Generator().manual_seed(seed)
     later = {}
@@ -303,34 +303,34 @@ def drift(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     return later
 
 
-def _ratio(path: Path) -> float:
+def _compression_ratio(path: Path) -> float:
     sizes = describe(path)
     return float(sizes["bytes_logical"] / sizes["bytes_written"])
 
 
-def _interleaved(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Measure the seconds of each function, alternating, so that a slow moment affects all; one warm-up."""
+def _measure_interleaved(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Measure the seconds of each function after a warm-up, alternating, so that a slow moment affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(repeats + 1):
         for name, run in work.items():
-            elapsed = _seconds(run)
+            elapsed = _time_call(run)
             if number:
                 seconds[name].append(elapsed)
     return seconds
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _time_call(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def _summary(values: list[float]) -> dict[str, float]:
+def _summarize(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def _drop_from_cache(root: Path) -> None:
-    """Ask the kernel to forget the files' pages, as after a restart; the disk's own caches are beyond reach."""
+def _evict_page_cache(root: Path) -> None:
+    """Evict the files from the page cache, as after a restart. Caches of the disk itself are not affected."""
     for path in root.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -338,21 +338,21 @@ def _drop_from_cache(root: Path) -> None:
             os.close(descriptor)
 
 
-def _available() -> float:
-    """Return the bytes of memory that may be taken, also by a container; infinite where the system does not tell."""
-    found = math.inf
+def _available_memory() -> float:
+    """Return the bytes of memory available to this process or its container; infinite if unknown."""
+    available = math.inf
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found = int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError):  # "max": no limit; the group of a process in a container is the root
+                available = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):  # "max" means no limit; in a container the group is the root
         group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip())
         used = int((group / "memory.current").read_text())
-        found = min(found, int((group / "memory.max").read_text()) - used)
-    return found
+        available = min(available, int((group / "memory.max").read_text()) - used)
+    return available
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

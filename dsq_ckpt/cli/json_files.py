@@ -1,4 +1,4 @@
-"""JSON files of measurements: one row of a table per line."""
+"""JSON files of measurements, with one row of a table per line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_LINE = 120  # characters; a table that fits is not divided
+_LINE_WIDTH = 120  # characters; a table that fits into a line is not split
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document, and replace a file of that name only when the new one is complete.
+    """Write a document atomically.
 
     Args:
         path: file to write. Its directory is created if it does not exist.
-        document: JSON values with string keys. NaN and infinities, which JSON does not have, become null.
+        document: JSON values with string keys. NaN and infinities become null.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -31,17 +31,17 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 def dumps(document: Mapping[str, Any]) -> str:
     """Return JSON text with one line for each key, and for each row of a table.
 
-    A table is a list or an object that holds nothing but lists and objects, which are its rows.
+    A table is a list or an object whose values are lists and objects, the rows.
     """
-    return _text(finite(document), "", whole=True) + "\n"
+    return _text(replace_nonfinite(document), "", whole=True) + "\n"
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Return JSON values with None for NaN and infinities, and strings for keys."""
     if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in value.items()}
+        return {str(key): replace_nonfinite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [replace_nonfinite(part) for part in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value
@@ -51,7 +51,7 @@ def _text(value: Any, indent: str, whole: bool = False) -> str:
     line = json.dumps(value, allow_nan=False)
     parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     table = bool(parts) and all(isinstance(part, dict | list) for part in parts)
-    if not whole and (not table or len(line) + len(indent) <= _LINE):
+    if not whole and (not table or len(line) + len(indent) <= _LINE_WIDTH):
         return line
     inner = indent + " "
     lines = [_text(part, inner) for part in parts]

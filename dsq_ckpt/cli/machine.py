@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on."""
+"""Properties of the machine, for results of measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Return the name of the processor's model, or of its architecture where the system has none."""
+    """Return the name of the processor's model, or of its architecture if the model is unknown."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

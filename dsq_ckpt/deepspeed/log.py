@@ -20,7 +20,7 @@ from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
-from dsq_ckpt.lowdiff.capture import CapturedStep, capture
+from dsq_ckpt.lowdiff.capture import CapturedStep, capture_gradients
 from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, Uncompressed
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
 from dsq_ckpt.lowdiff.log import GradientLog
@@ -73,7 +73,7 @@ class EngineLog(GradientLog):
             self._warn("the engine updated weights outside of its optimizer's step; the log goes on with a snapshot")
         super().step()
 
-    def _train_state_of(
+    def _create_train_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
     ) -> TrainState:
         return MasterState(self._engine, {name: state for name, state in states.items() if name != ENGINE})
@@ -83,7 +83,7 @@ class EngineLog(GradientLog):
         steps = int(self._engine.global_steps)
         if resume is not None and resume.step != steps:
             raise ConfigError(f"step {resume.step} was recovered, and the engine has done {steps}: recover it again")
-        self.steps_done = self._snapshot_at = steps
+        self.steps_done = self._last_snapshot_step = steps
 
     def _attach_compressor(self) -> None:
         """Replace DeepSpeed's averaging, unless the compressor is "none"."""
@@ -91,7 +91,7 @@ class EngineLog(GradientLog):
             return
         assert isinstance(self._compressor, HookedCompressor)
         engine, compressor = self._engine, self._compressor
-        compressor.adopt(engine.module)
+        compressor.attach_without_hooks(engine.module)
         group = engine.seq_data_parallel_group
 
         def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
@@ -117,28 +117,28 @@ class EngineLog(GradientLog):
         elif self._partition_capture is not None and not self._broken:
             partitions = self._partition_capture
             self._hyper = train_state.hyper()
-            self._guarded(lambda: partitions.put(train_state, names))
+            self._run_guarded(lambda: partitions.put(train_state, names))
         self._called |= names
 
-    def _capture(self, buffer_bytes: int) -> None:
+    def _capture_gradients(self, buffer_bytes: int) -> None:
         train_state = self._engine_state()
         # The masters' gradients are values of the module's dtype times one factor.
         dtype = self._engine.get_data_types()[0]
         half = dtype_name(dtype) if dtype.itemsize == 2 else None
         if train_state.partitioned:
-            self._partition_capture = _PartitionCapture(self._own, half, buffer_bytes, self._running())
+            self._partition_capture = _PartitionCapture(self._own_entries, half, buffer_bytes, self._require_client())
             self._partition_capture.put(train_state, train_state.updated_in(self._train_state.optimizer.param_groups))
             self._pending = self._partition_capture.captured
             return
-        captured = capture(
-            train_state, self._own, self._master_infos(), self._dense_only, buffer_bytes, self._running()
+        captured = capture_gradients(
+            train_state, self._own_entries, self._master_infos(), self._dense_only, buffer_bytes, self._require_client()
         )
         hints = captured.message["hints"]
         if half is not None and hints["half"] is None:
             hints |= {"half": half, "search": True}
         self._pending = captured
 
-    def _discard(self) -> None:
+    def _discard_gradients(self) -> None:
         self._infos = {}
 
     def _own_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -174,10 +174,10 @@ class _PartitionCapture:
         self, own: Sequence[ParameterEntry], half: str | None, buffer_bytes: int, client: WorkerClient
     ) -> None:
         layout = ArenaLayout()
-        self._own = own
+        self._own_entries = own
         self._places = [layout.add(entry.elements * parse_dtype(entry.dtype).itemsize) for entry in own]
         buffers_at = layout.add(buffer_bytes)
-        slot = client.slot()
+        slot = client.acquire_slot()
         self._arena, new = client.ensure_arena(slot, layout.size)
         self._dense: list[dict[str, Any]] = []
         hints = {"scales": [1.0], "half": half, "search": half is not None}
@@ -185,7 +185,7 @@ class _PartitionCapture:
 
     def put(self, train_state: MasterState, names: Collection[str]) -> None:
         """Copy the gradients of some partitions; gradients of others may not be final yet."""
-        for place, entry in enumerate(self._own):
+        for place, entry in enumerate(self._own_entries):
             gradient = train_state.parameters[entry.name].grad
             if gradient is None or entry.name not in names:
                 continue

@@ -114,16 +114,16 @@ class MasterState(TrainState):
         """Return whether a tensor exists on this rank only."""
         return path[0] == MODEL and path[1].endswith(f".rank{self._rank}")
 
-    def calls(self) -> list[list[str]]:
+    def optimizer_calls(self) -> list[list[str]]:
         """See `TrainState.calls`; DeepSpeed lets the optimizer update one partition at a time."""
-        return [[name] for name in self.parameters] if self.partitioned else super().calls()
+        return [[name] for name in self.parameters] if self.partitioned else super().optimizer_calls()
 
     def updated_in(self, groups: list[dict[str, Any]]) -> set[str]:
         """Return the names of the masters in `groups`, the optimizer's groups within a step."""
         names = {id(tensor): name for name, tensor in self.parameters.items()}
         return {names[id(tensor)] for group in groups for tensor in group["params"] if id(tensor) in names}
 
-    def changed(self) -> str | None:
+    def describe_change(self) -> str | None:
         """Return whether the engine's masters have changed since construction, for people; None: they have not."""
         if len(self.optimizer.param_groups) != len(self._groups):
             return None  # within a step, DeepSpeed exposes one group at a time
@@ -147,7 +147,7 @@ class MasterState(TrainState):
             self._hyper = now
         return self._hyper
 
-    def monitored(self) -> list[torch.Tensor]:
+    def monitored_tensors(self) -> list[torch.Tensor]:
         """Return the masters; the engine itself writes the weights after each step."""
         return list(self.parameters.values())
 

@@ -43,12 +43,12 @@ class Arena:
             raise
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor at `offset` bytes, a multiple of the alignment of `aligned`; it shares the memory."""
+        """Return the tensor at `offset` bytes, a multiple of 64. It shares the arena's memory."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.tensor[offset : offset + size].view(dtype).view(shape)
 
     def pin(self, device: torch.device) -> None:
-        """Pin the memory for asynchronous copies from a GPU; if CUDA refuses, copies are synchronous."""
+        """Pin the memory for asynchronous copies from a GPU. Copies are synchronous if CUDA refuses."""
         if not self._pinned:
             self._pinned = pin(self.tensor, device)
 
@@ -62,6 +62,6 @@ class Arena:
             self.descriptor = -1
 
 
-def aligned(offset: int) -> int:
+def align(offset: int) -> int:
     """Return the next offset in bytes at which a tensor of any dtype may begin."""
     return -(-offset // 64) * 64

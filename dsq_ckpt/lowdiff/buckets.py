@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
-from dsq_ckpt.lowdiff.ddp import CommHookSlot, claim_hook_slot, distributed
+from dsq_ckpt.lowdiff.base_compressor import GradientCompressor, GradientInfo
+from dsq_ckpt.lowdiff.ddp_hook import CommHookSlot, claim_hook_slot, find_ddp
 
 Group = dist.ProcessGroup
-_BUCKET = 1 << 23
-"""Most elements that `synchronize` compresses together; a larger parameter has a bucket of its own."""
+_BATCH_ELEMENTS = 1 << 23
+"""Largest number of elements that `synchronize` compresses together. A larger parameter has its own bucket."""
 
 
 class BucketSlice(NamedTuple):
@@ -43,16 +43,16 @@ class BucketSlice(NamedTuple):
         """Number of elements; may be 0."""
         return self.stop - self.start
 
-    def row_major(self, places: Tensor) -> Tensor:
+    def to_row_major(self, memory_indices: Tensor) -> Tensor:
         """Convert int64 indices into the parameter's memory to int64 row-major indices."""
         sizes = self.parameter.shape
-        standard = row_major_strides(sizes)
-        if self.strides == standard:
-            return places
-        indices = torch.zeros_like(places)
-        for size, stride, row in zip(sizes, self.strides, standard, strict=True):
-            if size > 1:  # any stride is allowed for one element, 0 too
-                indices += places // stride % size * row
+        row_major = row_major_strides(sizes)
+        if self.strides == row_major:
+            return memory_indices
+        indices = torch.zeros_like(memory_indices)
+        for size, stride, row_stride in zip(sizes, self.strides, row_major, strict=True):
+            if size > 1:  # a dimension of size 1 may have any stride, even 0
+                indices += memory_indices // stride % size * row_stride
         return indices
 
 
@@ -63,25 +63,25 @@ class Bucket:
     Attributes:
         flat: 1-D tensor of the gradients' dtype, overwritten with the synchronized gradient.
         slices: slice of each parameter.
-        source: bucket of DDP; None outside of DDP.
+        grad_bucket: bucket of DDP; None outside of DDP.
     """
 
     flat: Tensor
     slices: Sequence[BucketSlice]
-    source: dist.GradBucket | None = None
+    grad_bucket: dist.GradBucket | None = None
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Key that is equal for buckets of the same parameters in the same order."""
+        """Key of the bucket's parameters and their order."""
         return tuple(id(slice_.parameter) for slice_ in self.slices)
 
-    def of(self, slice_: BucketSlice) -> Tensor:
+    def gradient(self, slice_: BucketSlice) -> Tensor:
         """Return the flat gradient of one parameter."""
         return self.flat[slice_.start : slice_.stop]
 
 
 InfoFactory = Callable[[], GradientInfo | None]
-"""A function that builds a `GradientInfo` on demand: with gradient accumulation, few backward passes need one."""
+"""A function that builds a `GradientInfo` on demand. With gradient accumulation, few backward passes need one."""
 
 
 class HookedCompressor(GradientCompressor):
@@ -94,7 +94,7 @@ class HookedCompressor(GradientCompressor):
         self._handles: list[RemovableHandle] = []
         self._hook_slot: CommHookSlot | None = None
         self._ddp_may_drop = False
-        """True if DDP drops the gradients of parameters that no rank used, and with them residuals that were sent."""
+        """True if DDP may drop the gradients of parameters that no rank used, and the residuals added to them."""
 
     @abstractmethod
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
@@ -111,21 +111,21 @@ class HookedCompressor(GradientCompressor):
         """See `GradientCompressor.attach`."""
         if self._hook_slot is not None or self._handles:
             raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
-        under = distributed(model, "the compressor")
-        names = self._adopt(model if under is None else under)
-        if under is None:
-            self._handles = [p.register_post_accumulate_grad_hook(self._compress) for p in names]
+        ddp_model = find_ddp(model, "the compressor")
+        names = self._register_parameters(model if ddp_model is None else ddp_model)
+        if ddp_model is None:
+            self._handles = [p.register_post_accumulate_grad_hook(self._compress_parameter) for p in names]
         else:
-            self._hook_slot = claim_hook_slot(under, self, "leave out the other one")
-            self._ddp_may_drop = bool(under.find_unused_parameters or under.static_graph)
+            self._hook_slot = claim_hook_slot(ddp_model, self, "leave out the other one")
+            self._ddp_may_drop = bool(ddp_model.find_unused_parameters or ddp_model.static_graph)
 
     @property
     def description(self) -> str:
-        """See `ddp.HookOwner`."""
+        """See `ddp_hook.HookOwner`."""
         return f"compressor '{self.spec}'"
 
     def on_bucket(self, bucket: dist.GradBucket, group: Group) -> Future[Tensor]:
-        """See `ddp.HookOwner`."""
+        """See `ddp_hook.HookOwner`."""
         flat = bucket.buffer()
         parameters = [cast(nn.Parameter, p) for p in bucket.parameters()]
         if flat.layout != torch.strided:
@@ -138,16 +138,17 @@ class HookedCompressor(GradientCompressor):
         with torch.no_grad():
             return self._synchronize(Bucket(flat, slices, bucket), group if group.size() > 1 else None)
 
-    def adopt(self, model: nn.Module) -> None:
-        """Attach to a model without hooks, for callers that replace their own averaging by `synchronize`."""
+    def attach_without_hooks(self, model: nn.Module) -> None:
+        """Attach to a model without hooks, for callers that average gradients by `synchronize`."""
         if self._hook_slot is not None or self._handles:
             raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
-        self._adopt(model)
+        self._register_parameters(model)
 
     def synchronize(self, group: Group | None) -> None:
-        """Overwrite the gradients of an adopted model with the mean of compressed gradients over a group; collective.
+        """Overwrite the model's gradients with the mean of the compressed gradients over a group; collective.
 
-        A missing gradient counts as zeros, so that all ranks send messages of the same sizes.
+        The model must be attached by `attach_without_hooks`. A missing gradient counts as zeros, so that all ranks send
+        messages of the same sizes.
         """
         batches: list[list[nn.Parameter]] = []
         capacity, dtype = 0, None
@@ -158,7 +159,7 @@ class HookedCompressor(GradientCompressor):
                 raise ConfigError(f"{self._names[parameter]} has sparse gradients, which compressors do not understand")
             if parameter.numel() > capacity or parameter.grad.dtype != dtype:
                 batches.append([])
-                capacity, dtype = _BUCKET, parameter.grad.dtype
+                capacity, dtype = _BATCH_ELEMENTS, parameter.grad.dtype
             batches[-1].append(parameter)
             capacity -= parameter.numel()
         with torch.no_grad():
@@ -173,22 +174,23 @@ class HookedCompressor(GradientCompressor):
                     assert p.grad is not None
                     p.grad.copy_(mean[slice_.start : slice_.stop].view(p.shape))
 
-    def _adopt(self, model: nn.Module) -> dict[nn.Parameter, str]:
+    def _register_parameters(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        """Check the model's trainable parameters, reset the state, and return their names."""
         names = {p: strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
-        self._check(names)
+        self._check_parameters(names)
         self._ddp_may_drop = False
         self._names = names
-        self._begin()
+        self._reset()
         return names
 
-    def _begin(self) -> None:
-        """Drop the state of an earlier model."""
+    def _reset(self) -> None:
+        """Clear the state of the previous model."""
         self._info_factories.clear()
 
     def detach(self) -> None:
         """See `GradientCompressor.detach`."""
         if self._hook_slot is not None:
-            self._hook_slot.leave()
+            self._hook_slot.release()
         for handle in self._handles:
             handle.remove()
         self._hook_slot, self._handles = None, []
@@ -196,51 +198,51 @@ class HookedCompressor(GradientCompressor):
 
     def take(self) -> dict[nn.Parameter, GradientInfo]:
         """See `GradientCompressor.take`."""
-        left, self._info_factories = self._info_factories, {}
-        made = {parameter: make() for parameter, make in left.items() if parameter.grad is not None}
-        return {parameter: info for parameter, info in made.items() if info is not None}
+        factories, self._info_factories = self._info_factories, {}
+        infos = {parameter: create() for parameter, create in factories.items() if parameter.grad is not None}
+        return {parameter: info for parameter, info in infos.items() if info is not None}
 
-    def _check(self, names: dict[nn.Parameter, str]) -> None:
-        """Raise a `ConfigError` that names all parameters whose gradients cannot be compressed."""
-        wrong = [
+    def _check_parameters(self, names: dict[nn.Parameter, str]) -> None:
+        """Raise a `ConfigError` that names the parameters whose gradients cannot be compressed."""
+        unsupported = [
             f"{name} is {'a DTensor' if isinstance(p, DTensor) else p.dtype}" for p, name in names.items()
             if isinstance(p, DTensor) or not p.is_floating_point()
         ]
-        if wrong:
+        if unsupported:
             raise ConfigError(
-                f"compressor '{self.spec}' needs whole real floating-point parameters, but {'; '.join(wrong[:8])}"
+                f"compressor '{self.spec}' needs whole real floating-point parameters, but {'; '.join(unsupported[:8])}"
             )
 
-    def _compress(self, parameter: nn.Parameter) -> None:
-        """Compress the gradient of one parameter in a single process."""
+    def _compress_parameter(self, parameter: nn.Parameter) -> None:
+        """Compress the gradient of one parameter, without communication."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
             raise ConfigError(f"{self._names[parameter]} has sparse gradients, which compressors do not understand")
         strides = memory_strides(parameter)
         if gradient.stride() != strides:
-            laid_out = torch.empty_strided(parameter.shape, strides, dtype=gradient.dtype, device=gradient.device)
-            parameter.grad = gradient = laid_out.copy_(gradient)
+            converted = torch.empty_strided(parameter.shape, strides, dtype=gradient.dtype, device=gradient.device)
+            parameter.grad = gradient = converted.copy_(gradient)
         slice_ = BucketSlice(parameter, 0, gradient.numel(), strides)
         with torch.no_grad():
-            self._synchronize(Bucket(in_memory(gradient), [slice_]), None).wait()
+            self._synchronize(Bucket(flatten_in_memory_order(gradient), [slice_]), None).wait()
 
 
-def ready(value: Tensor) -> Future[Tensor]:
+def completed_future(value: Tensor) -> Future[Tensor]:
     """Return a completed future."""
     future: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
     future.set_result(value)
     return future
 
 
-def all_gather(out: Tensor, mine: Tensor, group: Group) -> dist.Work:
-    """Start to gather flat tensors of one length into `out`; the function's name depends on the version of torch."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def start_all_gather(out: Tensor, mine: Tensor, group: Group) -> dist.Work:
+    """Start to gather flat tensors of equal length into `out`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by the version of torch
     return gather(out, mine, group=group, async_op=True)
 
 
-def on_this_stream(tensor: Tensor) -> Tensor:
-    """Record the caller's stream for a tensor made in a future's callback, so that its memory is not reused early."""
+def record_current_stream(tensor: Tensor) -> Tensor:
+    """Record the current stream for a tensor of a future's callback, so that its memory is not reused too early."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -258,11 +260,11 @@ def memory_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 @cache
-def _memory_strides(sizes: torch.Size, own: tuple[int, ...]) -> tuple[int, ...]:
-    like = torch.empty_like(torch.empty_strided(sizes, own, device="meta"))
-    return own if like.stride() == own else row_major_strides(sizes)
+def _memory_strides(sizes: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    like = torch.empty_like(torch.empty_strided(sizes, strides, device="meta"))
+    return strides if like.stride() == strides else row_major_strides(sizes)
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def flatten_in_memory_order(tensor: Tensor) -> Tensor:
     """Return a 1-D view of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

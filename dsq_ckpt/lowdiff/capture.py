@@ -12,7 +12,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import gather
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import GradientInfo
-from dsq_ckpt.lowdiff.encoding import scales_from
+from dsq_ckpt.lowdiff.encoding import scales_from_probes
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient, nbytes
 
@@ -24,28 +24,28 @@ class CapturedStep(NamedTuple):
         message: message to the checkpointing process that describes the gradients.
         slot: number of the slot that holds the gradients.
         buffers_at: offset of the model's buffers in the slot, in bytes.
-        new: True if the checkpointing process has not mapped the slot's memory yet.
-        copied: event after which copies from a GPU into the slot are complete; None without such copies.
+        needs_mapping: True if the checkpointing process has not mapped the slot's memory yet.
+        copy_event: event after the copies from a GPU into the slot; None without such copies.
     """
 
     message: dict[str, Any]
     slot: int
     buffers_at: int
-    new: bool
-    copied: torch.cuda.Event | None = None
+    needs_mapping: bool
+    copy_event: torch.cuda.Event | None = None
 
 
-def capture(
-    train_state: TrainState, own: Sequence[ParameterEntry], infos: Mapping[nn.Parameter, GradientInfo],
+def capture_gradients(
+    train_state: TrainState, entries: Sequence[ParameterEntry], infos: Mapping[nn.Parameter, GradientInfo],
     dense_only: bool, buffer_bytes: int, client: WorkerClient,
 ) -> CapturedStep:
-    """Copy this rank's share of the gradients into a free slot; wait until a slot is free.
+    """Copy this rank's share of the gradients into a free slot. Wait for a slot if none is free.
 
     Args:
         train_state: model and optimizer.
-        own: parameters that this rank logs.
+        entries: parameters that this rank logs.
         infos: properties of the gradients after compression.
-        dense_only: log dense gradients, whatever `infos` says.
+        dense_only: log dense gradients, even where `infos` has a support.
         buffer_bytes: bytes to reserve for buffers of the model.
         client: client of the checkpointing process.
 
@@ -58,7 +58,7 @@ def capture(
     dense: list[tuple[dict[str, Any], torch.Tensor]] = []
     probes = []
     halves = set()
-    for place, entry in enumerate(own):
+    for number, entry in enumerate(entries):
         parameter = train_state.parameters[entry.name]
         gradient = parameter.grad
         if gradient is None:
@@ -71,61 +71,67 @@ def capture(
         gradient = gradient.detach()
         info = infos.get(parameter)
         if info is not None and info.support is not None and not dense_only:
-            sparse.setdefault(gradient.dtype, []).append((place, gradient, info.support))
+            sparse.setdefault(gradient.dtype, []).append((number, gradient, info.support))
             continue
-        part: dict[str, Any] = {"param": place, "dtype": dtype_name(gradient.dtype)}
+        part: dict[str, Any] = {"param": number, "dtype": dtype_name(gradient.dtype)}
         if info is not None and info.levels is not None:
             part["levels"] = info.levels.tolist()
         if info is not None and info.probe is not None:
-            places, before = info.probe
-            probes.append((before, gradient.reshape(-1).index_select(0, places.to(gradient.device))))
+            indices, before = info.probe
+            probes.append((before, gradient.reshape(-1).index_select(0, indices.to(gradient.device))))
         if info is not None and info.dtype is not None:
             halves.add(dtype_name(info.dtype))
         dense.append((part | {"at": layout.add(nbytes(gradient))}, gradient))
-    supported = [(_supported(layout, dtype, found), found) for dtype, found in sparse.items()]
+    reserved = [(_reserve_sparse(layout, dtype, gradients), gradients) for dtype, gradients in sparse.items()]
     buffers_at = layout.add(buffer_bytes)
-    slot = client.slot()
-    arena, new = client.ensure_arena(slot, layout.size)
+    slot = client.acquire_slot()
+    arena, needs_mapping = client.ensure_arena(slot, layout.size)
     devices = {parameter.device for parameter in train_state.parameters.values() if parameter.device.type == "cuda"}
-    # On a GPU the gradients are packed there and cross to the host in one asynchronous copy. The checkpointing process
-    # could fetch them by an IPC handle, but would need a CUDA context of its own for that, which takes some hundred
-    # megabytes of the GPU's memory on every rank.
+    # Gradients on a GPU are packed there and copied to the host asynchronously, in one copy. An IPC handle would need a
+    # CUDA context in the checkpointing process, which takes some hundred MB of the GPU's memory on every rank.
     # Buffers are written into the slot later, behind the range of this copy.
-    target = _on_device(buffers_at, devices.pop()) if len(devices) == 1 else None
-    for fields, found in supported:
-        _gather(target or arena, fields, found)
+    target = _allocate_staging(buffers_at, devices.pop()) if len(devices) == 1 else None
+    for fields, gradients in reserved:
+        _gather_sparse(target or arena, fields, gradients)
     for part, gradient in dense:
         (target or arena).view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
     hints = {
-        "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in probes),
+        "scales": scales_from_probes((before.cpu().float(), after.cpu().float()) for before, after in probes),
         "half": halves.pop() if len(halves) == 1 else None,
     }
-    copied = None if target is None else target.copy_to(arena)
-    message = {"sparse": [fields for fields, _ in supported], "dense": [part for part, _ in dense], "hints": hints}
-    return CapturedStep(message, slot, buffers_at, new, copied)
+    copy_event = None if target is None else target.copy_to(arena)
+    message = {"sparse": [fields for fields, _ in reserved], "dense": [part for part, _ in dense], "hints": hints}
+    return CapturedStep(message, slot, buffers_at, needs_mapping, copy_event)
 
 
-def _supported(
-    layout: ArenaLayout, dtype: torch.dtype, found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+def _reserve_sparse(
+    layout: ArenaLayout, dtype: torch.dtype, gradients: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> dict[str, Any]:
-    """Reserve memory for sparse gradients of one dtype; return their description for the checkpointing process."""
-    counts = [support.numel() for _, _, support in found]
+    """Reserve memory for sparse gradients of one dtype; return their description for the checkpointing process.
+
+    Args:
+        layout: layout of the slot.
+        dtype: dtype of the gradients.
+        gradients: number of the parameter, gradient and support of each.
+    """
+    counts = [support.numel() for _, _, support in gradients]
     return {
-        "dtype": dtype_name(dtype), "params": [place for place, _, _ in found], "counts": counts,
-        "places": layout.add(8 * sum(counts)), "nonzero": layout.add(8 * len(found)),
+        "dtype": dtype_name(dtype), "params": [number for number, _, _ in gradients], "counts": counts,
+        "places": layout.add(8 * sum(counts)), "nonzero": layout.add(8 * len(gradients)),
         "values": layout.add(dtype.itemsize * sum(counts)),
     }
 
 
-def _gather(
-    target: _TensorMemory, fields: Mapping[str, Any], found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+def _gather_sparse(
+    target: _TensorMemory, fields: Mapping[str, Any], gradients: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
+    """Copy supports, values and numbers of non-zero elements into the memory reserved by `_reserve_sparse`."""
     counts: list[int] = fields["counts"]
-    places = target.view(fields["places"], (sum(counts),), torch.int64)
-    torch.cat([support.to(places.device) for _, _, support in found], out=places)
-    values = target.view(fields["values"], (sum(counts),), found[0][1].dtype)
-    nonzero = target.view(fields["nonzero"], (len(found),), torch.int64)
-    gather([gradient for _, gradient, _ in found], places, counts, values, nonzero)
+    indices = target.view(fields["places"], (sum(counts),), torch.int64)
+    torch.cat([support.to(indices.device) for _, _, support in gradients], out=indices)
+    values = target.view(fields["values"], (sum(counts),), gradients[0][1].dtype)
+    nonzero = target.view(fields["nonzero"], (len(gradients),), torch.int64)
+    gather([gradient for _, gradient, _ in gradients], indices, counts, values, nonzero)
 
 
 class _TensorMemory(Protocol):
@@ -134,8 +140,8 @@ class _TensorMemory(Protocol):
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
-class _OnDevice:
-    """A staging copy of a slot in the memory of a GPU."""
+class _DeviceStaging:
+    """A staging buffer for a slot in the memory of a GPU."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -148,43 +154,44 @@ class _OnDevice:
         return self._memory[offset : offset + size].view(dtype).view(shape)
 
     def copy_to(self, arena: Arena) -> torch.cuda.Event:
-        """Copy the memory to the host on a separate stream, after the current stream's work; return its event."""
+        """Copy the memory to the host on a separate stream, after the current stream's work; return the end event."""
         device = self._memory.device
         arena.pin(device)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             arena.tensor[: self._memory.numel()].copy_(self._memory, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
+            copy_event = torch.cuda.Event()
+            copy_event.record(stream)
         self._memory.record_stream(stream)
-        return copied
+        return copy_event
 
 
-def _on_device(size: int, device: torch.device) -> _OnDevice | None:
-    """Allocate memory of a GPU; return None if there is not enough, so that gradients are copied one by one."""
+def _allocate_staging(size: int, device: torch.device) -> _DeviceStaging | None:
+    """Allocate memory of a GPU; return None if there is not enough. Gradients are then copied one by one."""
     try:
-        return _OnDevice(size, device)
+        return _DeviceStaging(size, device)
     except torch.cuda.OutOfMemoryError:
         return None
 
 
-def put_buffers(
+def copy_buffers(
     buffers: Iterable[tuple[str, torch.Tensor]], client: WorkerClient, slot: int, at: int
 ) -> tuple[list[list[Any]], bool] | None:
     """Copy buffers of the model into a slot, behind the gradients.
 
     Returns:
-        Name, dtype, shape and offset of each buffer, and whether the checkpointing process has not mapped the slot's
-        memory yet; None if the buffers have grown and do not fit beside the gradients.
+        Name, dtype, shape and offset of each buffer, and whether the checkpointing process must map the slot's memory;
+        None if the buffers have grown and do not fit beside the gradients.
     """
     layout = ArenaLayout()
     layout.size = at
-    found = [(name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers]
+    placed = [(name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers]
     if at and layout.size > client.arena(slot).size:
         return None
-    arena, new = client.ensure_arena(slot, layout.size)
-    for _, buffer, place in found:
-        arena.view(place, tuple(buffer.shape), buffer.dtype).copy_(buffer.detach())
-    return [[name, dtype_name(buffer.dtype), list(buffer.shape), place] for name, buffer, place in found], new
+    arena, needs_mapping = client.ensure_arena(slot, layout.size)
+    for _, buffer, offset in placed:
+        arena.view(offset, tuple(buffer.shape), buffer.dtype).copy_(buffer.detach())
+    described = [[name, dtype_name(buffer.dtype), list(buffer.shape), offset] for name, buffer, offset in placed]
+    return described, needs_mapping
 

@@ -1,4 +1,4 @@
-"""Detection of changes outside of the optimizer, which gradients do not contain and replay would miss."""
+"""Detection of changes outside of the optimizer's step, which a replay of gradients would miss."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import numpy as np
 from dsq_ckpt.kernels.scan import Samples
 from dsq_ckpt.lowdiff.train_state import TrainState
 
-_RUNS = 512
+_SAMPLE_RUNS = 512
 
 
 class ChangeDetector:
-    """A detector of changes of parameters, and of the optimizer's state, since the last `record`.
+    """A detector of changes of parameters and of the optimizer's state since the last `record`.
 
-    It compares torch's version counter and the address of each parameter. Changes through `parameter.data` affect
-    neither, so it also compares about 32 kB of values, some of each parameter. A change of a few elements through
-    `parameter.data` may therefore go undetected, and on a GPU, where the comparison would make training wait, always
-    does. Of the optimizer's state it compares identities and version counters.
+    The detector compares torch's version counter and the address of each parameter. Changes through `parameter.data`
+    affect neither, so it also compares about 32 kB of values, some of each parameter. A change of a few elements
+    through `parameter.data` may go undetected. On a GPU it always does, since a comparison would make training wait.
+    For the optimizer's state the detector compares identities and version counters.
 
     Args:
         train_state: train state to monitor.
@@ -24,27 +24,29 @@ class ChangeDetector:
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self._parameters = train_state.monitored()
-        self._seen: list[tuple[int, int, int]] = []
+        self._parameters = train_state.monitored_tensors()
+        self._recorded: list[tuple[int, int, int]] = []
         self.record()
 
     def record(self) -> None:
-        """Record the current parameters."""
-        seen = self._now()
-        if [one[1:] for one in seen] != [one[1:] for one in self._seen]:
-            self._samples = Samples(self._parameters, _RUNS)
-        self._seen, self._sampled = seen, self._samples.take()
-        self._state, self._state_seen = self._train_state.optimizer.state, self._state_now()
+        """Record the current parameters and the optimizer's state."""
+        versions = self._parameter_versions()
+        if [one[1:] for one in versions] != [one[1:] for one in self._recorded]:
+            self._samples = Samples(self._parameters, _SAMPLE_RUNS)
+        self._recorded, self._recorded_samples = versions, self._samples.take()
+        self._state, self._recorded_state = self._train_state.optimizer.state, self._state_versions()
 
-    def changed(self) -> str | None:
-        """Return what has changed since the last `record`, for people; None: nothing."""
-        if self._seen != self._now() or not np.array_equal(self._sampled, self._samples.take()):
+    def describe_change(self) -> str | None:
+        """Return the subject of a warning about changes since the last `record`; None if nothing has changed."""
+        if self._recorded != self._parameter_versions():
+            return "parameters were"
+        if not np.array_equal(self._recorded_samples, self._samples.take()):
             return "parameters were"
         replaced = self._train_state.optimizer.state is not self._state
-        return "the state of the optimizer was" if replaced or self._state_seen != self._state_now() else None
+        return "the state of the optimizer was" if replaced or self._recorded_state != self._state_versions() else None
 
-    def _now(self) -> list[tuple[int, int, int]]:
+    def _parameter_versions(self) -> list[tuple[int, int, int]]:
         return [(parameter._version, parameter.data_ptr(), parameter.nbytes) for parameter in self._parameters]
 
-    def _state_now(self) -> list[tuple[int, int]]:
+    def _state_versions(self) -> list[tuple[int, int]]:
         return [(id(tensor), tensor._version) for tensor in self._train_state.state_tensors()]

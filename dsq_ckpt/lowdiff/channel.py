@@ -13,19 +13,19 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.arena import Arena
 
 _LENGTH = struct.Struct("<II")
-_LARGEST = 1 << 30
+_MAX_MESSAGE_BYTES = 1 << 30
 
 
 class ChannelClosed(DSQError):
     """Raised when the other process has ended or cannot be reached."""
 
 
-_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     """Close all channels in a forked child, such as a data loader's worker, so that the peer sees this process die."""
-    for channel in list(_open):
+    for channel in list(_open_channels):
         channel.close()
 
 
@@ -40,7 +40,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        _open.add(self)
+        _open_channels.add(self)
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -81,11 +81,11 @@ class Channel:
             raise ChannelClosed(f"the other process cannot be reached: {error}") from error
         self._socket.settimeout(None)
         try:
-            head += self._exactly(_LENGTH.size - len(head), begun=bool(head))
+            head += self._receive_exactly(_LENGTH.size - len(head), begun=bool(head))
             length, with_arena = _LENGTH.unpack(head)
-            if length > _LARGEST:
+            if length > _MAX_MESSAGE_BYTES:
                 raise ChannelClosed(f"a message claims {length} bytes")
-            message = json.loads(self._exactly(length, begun=True))
+            message = json.loads(self._receive_exactly(length, begun=True))
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -93,14 +93,15 @@ class Channel:
         arena = None
         if with_arena:
             arena = Arena(descriptors[0], os.fstat(descriptors[0]).st_size)
-            arena.close()  # it is mapped; an open descriptor would keep it beyond the last tensor in it
+            arena.close()  # the memory is mapped; an open descriptor would keep it beyond its last tensor
         return message, arena
 
     def close(self) -> None:
         """Close this end; the peer receives all pending messages, and then the end of the connection."""
         self._socket.close()
 
-    def _exactly(self, size: int, begun: bool) -> bytes:
+    def _receive_exactly(self, size: int, begun: bool) -> bytes:
+        """Receive `size` bytes; `begun` is True if a part of the message was received before."""
         pieces = []
         while size:
             try:

@@ -20,18 +20,18 @@ from typing import ClassVar
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
-from dsq_ckpt.lowdiff.quantized import KMeans
+from dsq_ckpt.lowdiff.base_compressor import GradientCompressor, GradientInfo
+from dsq_ckpt.lowdiff.kmeans import KMeans
 from dsq_ckpt.lowdiff.rounding import Bf16, Fp16
 from dsq_ckpt.lowdiff.topk import TopK
 
 __all__ = ["Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeans", "TopK", "Uncompressed", "compressor"]
 
-_CLOSE = 0.5  # names are short: one wrong letter of four is far
+_SIMILARITY = 0.5  # names are short, so that one problems letter of four matters
 
 
 class Uncompressed(GradientCompressor):
-    """A compressor that does not change gradients, and has no information about them."""
+    """A compressor that does not change gradients, and does not describe them."""
 
     name: ClassVar[str] = "none"
 
@@ -53,7 +53,7 @@ def compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
     """Create a compressor from its spec, such as "topk:0.01" or "topk:0.01,feedback=off".
 
     Args:
-        spec: kind, argument and options of the table in the module's docstring. A compressor is returned unchanged;
+        spec: kind, argument and options; see the table in the module's docstring. A compressor is returned unchanged;
             None means "none".
 
     Raises:
@@ -65,76 +65,87 @@ def compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
         return Uncompressed()
     if not isinstance(spec, str):
         raise ConfigError(f"compressor is {spec!r}, expected a string such as 'topk:0.01'")
-    wrong: list[str] = []
+    problems: list[str] = []
     head, *options = (part.strip() for part in spec.lower().split(","))
     kind, colon, argument = head.partition(":")
-    make = _KINDS.get(kind)
-    if make is None:
-        wrong.append(f"there is no '{kind}', expected {', '.join(_KINDS)}{_hint(kind, list(_KINDS))}")
-    feedback = _feedback(options, make is None or kind in _FED_BACK, kind, wrong)
+    factory = _KINDS.get(kind)
+    if factory is None:
+        problems.append(f"there is no '{kind}', expected {', '.join(_KINDS)}{_suggest_name(kind, list(_KINDS))}")
+    feedback = _parse_feedback(options, factory is None or kind in _WITH_FEEDBACK, kind, problems)
     if colon and not argument:
-        wrong.append("there is nothing after the colon")
-    made = Uncompressed() if make is None else make(argument, feedback, wrong)
-    if wrong:
-        raise ConfigError(f"compressor '{spec}': {'; '.join(wrong)}")
-    return made
+        problems.append("there is nothing after the colon")
+    created = Uncompressed() if factory is None else factory(argument, feedback, problems)
+    if problems:
+        raise ConfigError(f"compressor '{spec}': {'; '.join(problems)}")
+    return created
 
 
-Maker = Callable[[str, bool, list[str]], GradientCompressor]
+CompressorFactory = Callable[[str, bool, list[str]], GradientCompressor]
+"""A function that creates a compressor from the argument and `feedback`, and appends problems to the list."""
 
 
-def _topk(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
+def _make_topk(argument: str, feedback: bool, problems: list[str]) -> GradientCompressor:
     try:
         ratio = float(argument or 0.01)
     except ValueError:
         ratio = math.nan
     if not 0 < ratio <= 1:
-        wrong.append(f"the ratio is '{argument}', expected a number above 0 and up to 1")
+        problems.append(f"the ratio is '{argument}', expected a number above 0 and up to 1")
     return TopK(ratio, feedback)
 
 
-def _kmeans(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
+def _make_kmeans(argument: str, feedback: bool, problems: list[str]) -> GradientCompressor:
     levels = int(argument or 16) if argument.isdecimal() or not argument else 0
     if not 2 <= levels <= 256:
-        wrong.append(f"the number of levels is '{argument}', expected an integer from 2 to 256")
+        problems.append(f"the number of levels is '{argument}', expected an integer from 2 to 256")
     return KMeans(levels, feedback)
 
 
-def _plain(make: Callable[[], GradientCompressor]) -> Maker:
-    def without_argument(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
-        made = make()
+def _without_argument(kind: Callable[[], GradientCompressor]) -> CompressorFactory:
+    """Return a factory that rejects an argument."""
+    def create(argument: str, feedback: bool, problems: list[str]) -> GradientCompressor:
+        created = kind()
         if argument:
-            wrong.append(f"'{made.name}' takes no argument, found '{argument}'")
-        return made
+            problems.append(f"'{created.name}' takes no argument, found '{argument}'")
+        return created
 
-    return without_argument
+    return create
 
 
-_FED_BACK = ("topk", "kmeans")
-_KINDS: dict[str, Maker] = {
-    "topk": _topk, "kmeans": _kmeans, "fp16": _plain(Fp16), "bf16": _plain(Bf16), "none": _plain(Uncompressed),
+_WITH_FEEDBACK = ("topk", "kmeans")
+_KINDS: dict[str, CompressorFactory] = {
+    "topk": _make_topk, "kmeans": _make_kmeans, "fp16": _without_argument(Fp16), "bf16": _without_argument(Bf16),
+    "none": _without_argument(Uncompressed),
 }
 
 
-def _feedback(options: list[str], known: bool, kind: str, wrong: list[str]) -> bool:
-    """Parse the options; return the value of `feedback`, the only one."""
+def _parse_feedback(options: list[str], supported: bool, kind: str, problems: list[str]) -> bool:
+    """Parse the options; return the value of `feedback`, the only one. Append problems to the list.
+
+    Args:
+        options: options of the spec, such as "feedback=off".
+        supported: True if compressors of this kind have error feedback.
+        kind: kind of the compressor, for messages.
+        problems: list of problems.
+    """
     values = {"on": True, "off": False}
-    found: list[bool] = []
+    parsed: list[bool] = []
     for option in options:
         key, _, value = (part.strip() for part in option.partition("="))
         if key != "feedback":
-            wrong.append(f"there is no option '{key}', expected feedback=on or feedback=off{_hint(key, ['feedback'])}")
-        elif not known:
-            wrong.append(f"'{kind}' has no option 'feedback', it feeds nothing back")
+            hint = _suggest_name(key, ["feedback"])
+            problems.append(f"there is no option '{key}', expected feedback=on or feedback=off{hint}")
+        elif not supported:
+            problems.append(f"'{kind}' has no option 'feedback', it feeds nothing back")
         elif value not in values:
-            wrong.append(f"feedback is '{value}', expected on or off")
+            problems.append(f"feedback is '{value}', expected on or off")
         else:
-            found.append(values[value])
-    if len(found) > 1:
-        wrong.append("feedback is given twice")
-    return found[0] if found else True
+            parsed.append(values[value])
+    if len(parsed) > 1:
+        problems.append("feedback is given twice")
+    return parsed[0] if parsed else True
 
 
-def _hint(given: str, names: list[str]) -> str:
-    close = get_close_matches(given, names, 1, _CLOSE)
+def _suggest_name(name: str, names: list[str]) -> str:
+    close = get_close_matches(name, names, 1, _SIMILARITY)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,6 +1,4 @@
-"""Asynchronous agreement of ranks: each rank posts numbers after a step, and all ranks collect their maxima after the
-next step, so that no rank waits.
-"""
+"""Asynchronous agreement of ranks: an all-reduce of numbers that starts after one step and is read after the next."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from dsq_ckpt.errors import SaveFailed
 
 
 class Consensus:
-    """An asynchronous maximum over ranks, by name.
+    """An asynchronous maximum of named numbers over ranks.
 
     Args:
         names: names of the numbers; a number that a rank does not post counts as 0.
@@ -37,11 +35,11 @@ class Consensus:
             try:
                 work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
             except RuntimeError as error:
-                raise _unreachable(error) from error
+                raise _unreachable_error(error) from error
         self._posted = tensor, work
 
     def collect(self) -> dict[str, int]:
-        """Return the maxima of the numbers posted last, or zeros before the first `post`.
+        """Return the maxima of the numbers of the last `post`, or zeros before the first one.
 
         Raises:
             SaveFailed: another rank ended.
@@ -53,11 +51,11 @@ class Consensus:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _unreachable(error) from error
+                raise _unreachable_error(error) from error
         return dict(zip(self._names, tensor.tolist(), strict=True))
 
 
-def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessGroup | None:
+def create_cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessGroup | None:
     """Create a gloo group over the ranks of a torch.distributed communicator; collective. None for a single process.
 
     Args:
@@ -69,5 +67,5 @@ def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessG
     return new_gloo_group(comm.group, None if timeout is None else timedelta(seconds=timeout))
 
 
-def _unreachable(error: RuntimeError) -> SaveFailed:
+def _unreachable_error(error: RuntimeError) -> SaveFailed:
     return SaveFailed(f"the ranks of the gradient log cannot reach each other; one of them is gone: {error}")

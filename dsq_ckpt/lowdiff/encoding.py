@@ -3,8 +3,8 @@
 Parameters of one dtype are concatenated in their order, and stored in one of four encodings:
 
 * sparse: gaps between the indices of elements that may be non-zero, and their values.
-* half: 16-bit floats and one factor, as for gradients that were synchronized in 16 bits and then clipped.
-* palette: codes of at most 256 levels, as for gradients that k-means quantized.
+* half: 16-bit floats and one factor, for gradients that were synchronized in 16 bits and then clipped.
+* palette: codes of at most 256 levels, for gradients quantized by k-means.
 * raw: the values.
 """
 
@@ -25,63 +25,63 @@ from dsq_ckpt.storage.record_fields import parse_dtype
 
 _ESCAPE = 255
 _SAMPLE = 4096
-_NEAR = 3
-"""Adjacent floats of a candidate, on each side, that are candidates too."""
-_PROBES = 64
+_NEIGHBORS = 3
+"""Number of adjacent floats on each side of a candidate that are candidates too."""
+_PROBE_ELEMENTS = 64
 _HALVES = (torch.float16, torch.bfloat16)
-_LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
+_LEVEL = 1  # of zstd; the data is hardly compressible, so a higher level gains nothing
 
-Add = Callable[[bytes], int]
+AddBlock = Callable[[bytes], int]
 """A function that stores a block of bytes and returns its number."""
-Get = Callable[[int], bytes]
+GetBlock = Callable[[int], bytes]
 """A function that returns the bytes of a block."""
 
 
-def encode_sparse(places: torch.Tensor, values: torch.Tensor, add: Add) -> dict[str, Any]:
+def encode_sparse(indices: torch.Tensor, values: torch.Tensor, add: AddBlock) -> dict[str, Any]:
     """Encode values at int64 indices, in any order; an index may repeat with the same value.
 
     Returns:
         Plain data for `decode`.
     """
-    order, first = np.unique(places.numpy(), return_index=True)
-    gaps = np.diff(order, prepend=-1) - 1
+    ordered, first = np.unique(indices.numpy(), return_index=True)
+    gaps = np.diff(ordered, prepend=-1) - 1
     escapes = gaps // _ESCAPE
     stream = np.full(len(gaps) + int(escapes.sum()), _ESCAPE, np.uint8)
     stream[np.arange(len(gaps)) + np.cumsum(escapes)] = gaps % _ESCAPE
-    kept = values[torch.from_numpy(first)]
+    block = add(shuffle_compress(stream.tobytes(), 1, _LEVEL))
     return {
-        "as": "sparse", "count": len(order), "gaps": [add(shuffle_compress(stream.tobytes(), 1, _LEVEL)), stream.size],
-        "values": add(_pack(kept)),
+        "as": "sparse", "count": len(ordered), "gaps": [block, stream.size],
+        "values": add(_pack(values[torch.from_numpy(first)])),
     }
 
 
 def encode_dense(
-    values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None, add: Add,
-    search: bool = False,
+    values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None,
+    add: AddBlock, search: bool = False,
 ) -> dict[str, Any]:
     """Encode flat values in the smallest encoding that restores them bit for bit.
 
     Args:
         values: 1-D tensor of any dtype.
-        scales: candidate factors by which 16-bit floats or levels were multiplied.
+        scales: candidates of the factor by which 16-bit floats or levels were multiplied.
         half: 16-bit dtype of the values before multiplication; None if unknown.
-        levels: float32, candidate levels of the values before multiplication; None if unknown.
+        levels: float32[levels], candidate levels of the values before multiplication; None if unknown.
         add: function that stores a block.
-        search: also search factors that the values themselves imply; see `scales_within`.
+        search: also search factors that the values themselves imply; see `scales_from_values`.
     """
     if values.dtype == torch.float32 and values.numel():
         for scale in scales if levels is not None else ():
             assert levels is not None
-            found = _palette(values, levels * torch.tensor(scale, dtype=torch.float32))
-            if found is not None:
-                codes, palette = found
+            encoded = _encode_palette(values, levels * torch.tensor(scale, dtype=torch.float32))
+            if encoded is not None:
+                codes, palette = encoded
                 return {
                     "as": "palette", "levels": add(_pack(palette)), "count": palette.numel(),
                     "codes": add(shuffle_compress(codes.tobytes(), 1, 3)),
                 }
         for dtype in _HALVES if half is None else (half,):
-            for scale in chain(scales, scales_within(values, dtype) if search else ()):
-                if (small := _halved(values, dtype, scale)) is not None:
+            for scale in chain(scales, scales_from_values(values, dtype) if search else ()):
+                if (small := _encode_half(values, dtype, scale)) is not None:
                     return {
                         "as": "half", "stored": str(dtype).removeprefix("torch."), "scale": scale,
                         "values": add(_pack(small)),
@@ -89,7 +89,7 @@ def encode_dense(
     return {"as": "raw", "values": add(_pack(values))}
 
 
-def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
+def decode(entry: Mapping[str, Any], out: torch.Tensor, get: GetBlock) -> None:
     """Decode the result of `encode_sparse` or `encode_dense` into `out`, a 1-D tensor of the encoded dtype.
 
     Raises:
@@ -108,18 +108,18 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
             raise CorruptCheckpoint(f"a gradient has level {int(codes.max())} of {palette.numel()}")
         out.copy_(torch.from_numpy(palette.numpy()[codes]))
     elif kind == "sparse":
-        places = sparse_places(entry, elements, get)
+        indices = decode_sparse_indices(entry, elements, get)
         out.zero_()
-        out[places] = _unpack(get(entry["values"]), out.dtype, places.numel())
+        out[indices] = _unpack(get(entry["values"]), out.dtype, indices.numel())
     else:
         raise CorruptCheckpoint(f"a gradient is stored as {kind!r}, which this version does not know")
 
 
-def scales_from(probes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Return candidate factors by which gradients were multiplied since their synchronization, the likeliest first.
+def scales_from_probes(probes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Return candidates of the factor by which gradients were multiplied after their synchronization, likeliest first.
 
     Args:
-        probes: a few elements of each parameter before and after, float32.
+        probes: a few elements of each gradient before and after the multiplication, float32.
     """
     pairs = [(before.double(), after.double()) for before, after in probes]
     if not pairs:
@@ -131,22 +131,22 @@ def scales_from(probes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[flo
     before, after = before[usable], after[usable]
     largest = int(before.abs().argmax())
     ratio = np.float32(float(after[largest] / before[largest]))
-    near = [ratio]
+    candidates = [ratio]
     for direction in (np.float32(np.inf), np.float32(-np.inf)):
         step = ratio
         for _ in range(4):
             step = np.nextafter(step, direction, dtype=np.float32)
-            near.append(step)
+            candidates.append(step)
     single = before.float()
-    return [float(scale) for scale in near if torch.equal(single * torch.tensor(scale), after.float())]
+    return [float(scale) for scale in candidates if torch.equal(single * torch.tensor(scale), after.float())]
 
 
-def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
+def scales_from_values(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
     """Yield candidate factors f such that every value is f times a 16-bit float.
 
-    The largest value is the factor times one of the significands, 128 in bfloat16 and 1024 in float16, up to a power
-    of two, which 16-bit floats absorb. Each significand gives a candidate, exact up to the rounding of one product; a
-    sample of the other values then rejects wrong candidates.
+    The largest value is the factor times a significand of the dtype, up to a power of two. bfloat16 has 128
+    significands, float16 has 1024. Each significand yields a candidate, exact up to the rounding of one product. A
+    sample of the other values rejects wrong candidates.
 
     Args:
         values: float32[n].
@@ -156,21 +156,22 @@ def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
     if not top.isfinite() or top == 0:
         return
     bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
-    # The largest becomes as large as it can in float16, whose small numbers have fewer bits.
+    # Small numbers of float16 have fewer bits, so the largest value becomes as large as float16 allows.
     exponent = 0 if dtype == torch.bfloat16 else 15 - bits
     significands = torch.arange(2**bits, 2 ** (bits + 1), dtype=torch.float64) * 2.0**exponent
     candidates = (top.double() / significands).float()
-    candidates = (candidates.view(torch.int32)[:, None] + torch.arange(-_NEAR, _NEAR + 1, dtype=torch.int32)).view(-1)
+    neighbors = torch.arange(-_NEIGHBORS, _NEIGHBORS + 1, dtype=torch.int32)
+    candidates = (candidates.view(torch.int32)[:, None] + neighbors).view(-1)
     candidates = candidates.view(torch.float32)[:, None]
-    some = values[:: max(values.numel() // _SAMPLE, 1)]
-    if int(some.count_nonzero()) < _PROBES:
-        some = values
-    some = some[some != 0]
-    some = some[:: max(some.numel() // _PROBES, 1)]
-    yield from candidates[((some / candidates).to(dtype).float() * candidates == some).all(1), 0].tolist()
+    sample = values[:: max(values.numel() // _SAMPLE, 1)]
+    if int(sample.count_nonzero()) < _PROBE_ELEMENTS:
+        sample = values
+    sample = sample[sample != 0]
+    sample = sample[:: max(sample.numel() // _PROBE_ELEMENTS, 1)]
+    yield from candidates[((sample / candidates).to(dtype).float() * candidates == sample).all(1), 0].tolist()
 
 
-def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:
+def decode_sparse_indices(entry: Mapping[str, Any], elements: int, get: GetBlock) -> torch.Tensor:
     """Return the ascending int64 indices of a sparse encoding.
 
     Raises:
@@ -180,13 +181,14 @@ def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Te
     stream = np.frombuffer(shuffle_decompress(get(block), 1, int(size)), np.uint8)
     ends = stream != _ESCAPE
     # Every byte advances the index; an escape does not end the gap.
-    places = np.cumsum(stream.astype(np.int64) + ends)[ends] - 1
-    if len(places) != int(entry["count"]) or (len(places) and int(places[-1]) >= elements):
-        raise CorruptCheckpoint(f"{len(places)} places of a gradient of {elements} elements do not fit")
-    return torch.from_numpy(places)
+    indices = np.cumsum(stream.astype(np.int64) + ends)[ends] - 1
+    if len(indices) != int(entry["count"]) or (len(indices) and int(indices[-1]) >= elements):
+        raise CorruptCheckpoint(f"{len(indices)} places of a gradient of {elements} elements do not fit")
+    return torch.from_numpy(indices)
 
 
-def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, torch.Tensor] | None:
+def _encode_palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, torch.Tensor] | None:
+    """Return codes, uint8[n], and their palette, or None if `values` are not all in `levels`."""
     palette = torch.unique(levels)
     if palette.numel() > 256:
         return None
@@ -197,8 +199,8 @@ def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, torch.Tens
     return codes.to(torch.uint8).numpy(), palette
 
 
-def _halved(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor | None:
-    """Return 16-bit floats whose products with `scale` are `values`, or None if there are none."""
+def _encode_half(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor | None:
+    """Return 16-bit floats whose products with `scale` are exactly `values`, or None if they do not exist."""
     if scale == 0:
         return None
     factor = torch.tensor(scale, dtype=torch.float32)

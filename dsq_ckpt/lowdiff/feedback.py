@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.buckets import BucketSlice, HookedCompressor, in_memory, memory_strides
+from dsq_ckpt.lowdiff.buckets import BucketSlice, HookedCompressor, flatten_in_memory_order, memory_strides
 
 
-def forget_nonfinite(residual: Tensor, largest: Tensor) -> None:
+def clear_nonfinite(residual: Tensor, largest: Tensor) -> None:
     """Set infinite and NaN residuals to zero, in place.
 
-    A loss scale that is too large gives such gradients, and the residuals would spoil every later gradient.
+    Such gradients come from a loss scale that is too large. Their residuals would spoil every later gradient.
 
     Args:
         residual: residual of a gradient.
         largest: largest elements of gradient plus residual; if they are finite, so is the residual.
     """
-    if residual.is_cuda or not bool(largest.isfinite().all()):  # on a GPU asking would make training wait
+    if residual.is_cuda or not bool(largest.isfinite().all()):  # on a GPU the test would make training wait
         residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -41,8 +41,8 @@ class FeedbackCompressor(HookedCompressor):
         self.feedback = feedback
         self._residuals: dict[nn.Parameter, Tensor] = {}
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._residuals.clear()
 
     def state(self) -> dict[str, Tensor]:
@@ -56,26 +56,26 @@ class FeedbackCompressor(HookedCompressor):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See `GradientCompressor.load_state`."""
         own = self.state()
-        self._check_names(own, state)
+        self._check_state(own, state)
         for name, residual in own.items():
             residual.copy_(state[name])
 
     def _residual(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
         """Return the residual in the gradient's layout, initially zeros."""
-        kept = self._residuals.get(parameter)
-        if kept is not None and kept.stride() == strides:
-            return kept
-        fresh = torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device=parameter.device)
-        self._residuals[parameter] = fresh.zero_() if kept is None else fresh.copy_(kept)
-        return fresh
+        known = self._residuals.get(parameter)
+        if known is not None and known.stride() == strides:
+            return known
+        residual = torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device=parameter.device)
+        self._residuals[parameter] = residual.zero_() if known is None else residual.copy_(known)
+        return residual
 
     def _flat_residual(self, slice_: BucketSlice) -> Tensor:
         """Return a view of a parameter's residual in memory order, float32[elements]."""
-        return in_memory(self._residual(slice_.parameter, slice_.strides))
+        return flatten_in_memory_order(self._residual(slice_.parameter, slice_.strides))
 
-    def _dropped(self, gradient: Tensor) -> bool:
-        """Return whether DDP may drop the synchronized gradient, because no rank used the parameter.
+    def _is_dropped(self, gradient: Tensor) -> bool:
+        """Return whether DDP may drop the synchronized gradient because no rank used the parameter.
 
-        A residual that was sent would then be lost. DDP gives zeros for a parameter that this rank did not use.
+        A residual added to it would be lost. The gradient of a parameter that this rank did not use is zero.
         """
         return self._ddp_may_drop and not (bool(gradient[:256].any()) or bool(gradient.any()))

@@ -1,5 +1,7 @@
-"""Locks of a run: one that a checkpointing process holds while it lives, so that no process reads or continues a log
-that is still being written after its training process died, and one of the job that begins a log.
+"""File locks of a run. Each checkpointing process holds one while it lives, and a job holds one while it begins a log.
+
+A checkpointing process may still write after its training process died. The locks keep other processes from reading or
+continuing its log meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff.segments import LOG
 
-_SILENT = 5.0
-_STARTING = "starting"
+_WARN_AFTER = 5.0
+_START_LOCK = "starting"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -28,11 +30,11 @@ def lock_path(run: Path, session: str, rank: int) -> Path:
 
 
 class Lock:
-    """An exclusive file lock, held until `release` or the end of this process.
+    """An exclusive file lock, held until `release` or the end of the process.
 
     Args:
         path: path of the lock file.
-        pause: called again and again while another process holds the lock; None to wait in the system call.
+        pause: function that is called repeatedly while another process holds the lock; None to wait in the system call.
     """
 
     def __init__(self, path: Path, pause: Callable[[], None] | None = None) -> None:
@@ -49,7 +51,7 @@ class Lock:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-            if _is_at(self._descriptor, path):  # who looked whether it was locked may have removed it in between
+            if _is_current(self._descriptor, path):  # `_is_released` may have removed the file in between
                 return
             os.close(self._descriptor)
 
@@ -62,33 +64,37 @@ class Lock:
 
 
 def wait_for_writers(
-    run: Path, timeout: float, session: str | None = None, failed: type[DSQError] = SaveFailed,
+    run: Path, timeout: float, session: str | None = None, error_type: type[DSQError] = SaveFailed,
     started: float | None = None,
 ) -> None:
-    """Wait until no checkpointing process writes into a run, except those of `session`.
+    """Wait until no checkpointing process writes into a run. Warn if this takes some seconds, or half of `timeout`.
 
-    A warning says so after some seconds, or half of `timeout`. `started` is when `timeout` began, by
-    `time.monotonic()`; None: now.
+    Args:
+        run: directory of the run.
+        timeout: seconds to wait.
+        session: session whose processes are ignored.
+        error_type: class of the error.
+        started: start of the timeout by `time.monotonic()`; None for now.
 
     Raises:
-        SaveFailed: a process still writes after `timeout` seconds. `failed` gives another error class.
+        SaveFailed (or `error_type`): a process still writes after `timeout` seconds.
     """
-    wait = _Wait(run, timeout, failed, started)
+    wait = _LockWait(run, timeout, error_type, started)
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
-        while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path, failed):
+        while not (session is not None and path.name.startswith(f"{session}-")) and not _is_released(path, error_type):
             wait.pause(path.name)
 
 
 @contextmanager
-def starting(run: Path, timeout: float) -> Iterator[None]:
-    """Return a context that one job is in at a time: of jobs that begin a log at once, the later ones see a snapshot.
+def exclusive_start(run: Path, timeout: float) -> Iterator[None]:
+    """Hold the start lock of a run, so that one job at a time begins a log. Later jobs then see its first snapshot.
 
-    A warning says so after some seconds, or half of `timeout`.
+    Warn if waiting takes some seconds, or half of `timeout`.
 
     Raises:
-        SaveFailed: another job is still in it after `timeout` seconds, or the lock file cannot be opened.
+        SaveFailed: another job still holds the lock after `timeout` seconds, or the lock file cannot be opened.
     """
-    wait, path = _Wait(run, timeout, SaveFailed), run / LOG / _STARTING
+    wait, path = _LockWait(run, timeout, SaveFailed), run / LOG / _START_LOCK
     try:
         lock = Lock(path, lambda: wait.pause(path.name))
     except OSError as error:
@@ -101,24 +107,24 @@ def starting(run: Path, timeout: float) -> Iterator[None]:
         lock.release()
 
 
-class _Wait:
+class _LockWait:
     """A wait for the process that holds a lock of a run; see `wait_for_writers`."""
 
-    def __init__(self, run: Path, timeout: float, failed: type[DSQError], started: float | None = None) -> None:
-        self._run, self._timeout, self._failed = run, timeout, failed
-        self._started, self._said = time.monotonic() if started is None else started, timeout == 0.0
+    def __init__(self, run: Path, timeout: float, error_type: type[DSQError], started: float | None = None) -> None:
+        self._run, self._timeout, self._error_type = run, timeout, error_type
+        self._started, self._warned = time.monotonic() if started is None else started, timeout == 0.0
 
     def pause(self, name: str) -> None:
-        """Wait for a moment, unless the lock file `name` was held for too long."""
+        """Sleep briefly. Warn, or raise an error, if the lock file `name` has been held for too long."""
         waited = time.monotonic() - self._started
-        if waited > min(_SILENT, self._timeout / 2) and not self._said:
-            self._said = True
+        if waited > min(_WARN_AFTER, self._timeout / 2) and not self._warned:
+            self._warned = True
             warn_safely(
                 f"waiting, for {self._timeout:.0f} s at most, for the checkpointing process that writes into "
                 f"'{self._run}' and holds '{name}'; if it is of a log in this process, close() that log first"
             )
         if waited > self._timeout:
-            raise self._failed(
+            raise self._error_type(
                 f"a checkpointing process still writes into '{self._run}' after {self._timeout:.0f} s, it holds "
                 f"'{name}': another job logs there, a log of this process was not closed, or its disk is slow; wait "
                 "for it, close it, or end it"
@@ -127,20 +133,21 @@ class _Wait:
         time.sleep(0.02)
 
 
-def _released(path: Path, failed: type[DSQError]) -> bool:
+def _is_released(path: Path, error_type: type[DSQError]) -> bool:
+    """Return whether no process holds a lock file, which is then removed."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return True
     except OSError as error:
-        raise failed(
+        raise error_type(
             f"whether '{path}' is locked by a checkpointing process cannot be found out: {error}; make it writable for "
             "this user, or remove it if no job writes there"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(descriptor, path):
-            return False  # another one has removed it, and there may be a new one
+        if not _is_current(descriptor, path):
+            return False  # another process removed the file, and there may be a new one
         path.unlink(missing_ok=True)
     except BlockingIOError:
         return False
@@ -152,7 +159,7 @@ def _released(path: Path, failed: type[DSQError]) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_current(descriptor: int, path: Path) -> bool:
     """Return whether an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

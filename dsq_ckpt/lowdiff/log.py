@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.capture import capture
+from dsq_ckpt.lowdiff.capture import capture_gradients
 from dsq_ckpt.lowdiff.compressors import GradientCompressor
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
-from dsq_ckpt.lowdiff.recorder import Recorder, recovered_or_none
+from dsq_ckpt.lowdiff.recorder import Recorder, check_resume
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import Stateful
 from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
@@ -32,7 +32,7 @@ class GradientLog(Recorder):
 
     Args:
         run: directory of the snapshots and the log, on storage that all ranks share.
-        model: model under DDP, or unwrapped in a single process. The compressor attaches to it.
+        model: model under DDP, or strip_wrappers in a single process. The compressor attaches to it.
         optimizer: optimizer of the model's parameters.
         compressor: gradient compressor, "topk:0.01", "fp16", "bf16" or "kmeans:16"; "none" logs the result of the job's
             own communication hook (PowerSGD, fp16, none).
@@ -82,8 +82,8 @@ class GradientLog(Recorder):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; expected a positive number of steps, or 'auto'")
         self._compressor = compressor_of(compressor)
-        self._tuner = _tuner(snapshot_every, batch, mtbf, recovered_or_none(resume))
-        self._pace = self._settings()
+        self._tuner = _create_tuner(snapshot_every, batch, mtbf, check_resume(resume))
+        self._agreed_settings = self._proposed_settings()
         super().__init__(
             run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,
             process_group=process_group, timeout=timeout,
@@ -92,12 +92,12 @@ class GradientLog(Recorder):
     @property
     def snapshot_every(self) -> int:
         """Current number of steps between snapshots."""
-        return self._pace["snapshot_every"]
+        return self._agreed_settings["snapshot_every"]
 
     @property
     def batch(self) -> int:
         """Current number of steps per written segment."""
-        return self._pace["batch"]
+        return self._agreed_settings["batch"]
 
     @property
     def bound(self) -> int:
@@ -111,9 +111,9 @@ class GradientLog(Recorder):
         self._attach_compressor()
         if resume is None or resume.compressor != self._compressor.spec or resume.residual is None:
             return
-        own, found = self._compressor.state(), resume.residuals()
-        if set(own) <= set(found):
-            self._compressor.load_state({name: found[name] for name in own})
+        own, recovered = self._compressor.state(), resume.residuals()
+        if set(own) <= set(recovered):
+            self._compressor.load_state({name: recovered[name] for name in own})
 
     def _attach_compressor(self) -> None:
         self._compressor.attach(self._train_state.model)
@@ -121,48 +121,50 @@ class GradientLog(Recorder):
     def _detach(self) -> None:
         self._compressor.detach()
 
-    def _begin(self) -> dict[str, Any]:
+    def _process_options(self) -> dict[str, Any]:
         return {"batch": self.batch}
 
-    def _capture(self, buffer_bytes: int) -> None:
+    def _capture_gradients(self, buffer_bytes: int) -> None:
         infos = self._compressor.take()
-        self._pending = capture(self._train_state, self._own, infos, self._dense_only, buffer_bytes, self._running())
+        self._pending = capture_gradients(
+            self._train_state, self._own_entries, infos, self._dense_only, buffer_bytes, self._require_client()
+        )
 
-    def _discard(self) -> None:
+    def _discard_gradients(self) -> None:
         self._compressor.take()
 
     def _snapshot_due(self) -> bool:
-        return self.steps_done - self._snapshot_at >= self.snapshot_every
+        return self.steps_done - self._last_snapshot_step >= self.snapshot_every
 
-    def _settings(self) -> dict[str, int]:
+    def _proposed_settings(self) -> dict[str, int]:
         return {"snapshot_every": self._tuner.settings.snapshot_every, "batch": self._tuner.settings.batch}
 
-    def _set(self, settings: Mapping[str, int]) -> None:
-        if not settings["batch"]:  # nothing was decided yet
+    def _apply_settings(self, settings: Mapping[str, int]) -> None:
+        if not settings["batch"]:  # rank 0 has not posted settings yet
             return
         if settings["batch"] != self.batch and self._state == "running":
-            self._guarded(lambda: self._running().send({"kind": "batch", "size": settings["batch"]}))
-        self._pace = dict(settings)
+            self._run_guarded(lambda: self._require_client().send({"kind": "batch", "size": settings["batch"]}))
+        self._agreed_settings = dict(settings)
 
-    def _held_back(self) -> Mapping[str, torch.Tensor]:
+    def _residuals(self) -> Mapping[str, torch.Tensor]:
         return self._compressor.state()
 
     def _observe(self, **measured: Any) -> None:
         self._tuner.observe(**measured)
-        if "snapshot" in measured:  # the settings move a step with each
+        if "snapshot" in measured:  # once per snapshot, the settings move towards the optimum
             self._tuner.suggest()
 
     def _log_metadata(self) -> dict[str, Any]:
         return {"compressor": self._compressor.spec, "tuner": self._tuner.state()}
 
 
-def _tuner(
+def _create_tuner(
     snapshot_every: int | Literal["auto"], batch: int | Literal["auto"], mtbf: float | None, resume: Recovered | None
 ) -> Tuner:
-    """Return a tuner with fixed settings as given, continuing from the last run's measurements."""
-    usual = Bounds()
-    every_bounds = usual.every if snapshot_every == "auto" else (snapshot_every, snapshot_every)
-    batch_bounds = usual.batch if batch == "auto" else (batch, batch)
+    """Return a tuner whose settings are fixed unless "auto", with the measurements of the recovered log."""
+    default = Bounds()
+    every_bounds = default.every if snapshot_every == "auto" else (snapshot_every, snapshot_every)
+    batch_bounds = default.batch if batch == "auto" else (batch, batch)
     bounds = Bounds((max(every_bounds[0], batch_bounds[0]), max(every_bounds[1], batch_bounds[0])), batch_bounds)
     if resume is None or resume.tuner is None:
         return Tuner(bounds=bounds, mtbf=mtbf)

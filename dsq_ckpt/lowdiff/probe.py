@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, on_this_stream
+from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, record_current_stream
 
 _ELEMENTS = 16
 """Elements per parameter, in addition to the largest element of the bucket."""
@@ -31,46 +31,48 @@ class ProbeIndices:
     bounds: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, bucket: Bucket) -> ProbeIndices:
+    def from_bucket(cls, bucket: Bucket) -> ProbeIndices:
         """Return the indices for buckets of this layout."""
-        chosen = [evenly(slice_.elements, _ELEMENTS) + slice_.start for slice_ in bucket.slices]
-        return cls(torch.cat(chosen).to(bucket.flat.device), bounds_of([len(places) for places in chosen]))
+        chosen = [spaced_indices(slice_.elements, _ELEMENTS) + slice_.start for slice_ in bucket.slices]
+        return cls(torch.cat(chosen).to(bucket.flat.device), concatenated_ranges([len(indices) for indices in chosen]))
 
-    def probes(self, bucket: Bucket) -> list[Callable[[], Probe | None]]:
-        """Read elements of a bucket now; return a function for each slice that builds its probe."""
+    def read_probes(self, bucket: Bucket) -> list[Callable[[], Probe | None]]:
+        """Read the elements of a bucket; return a function for each slice that builds its probe later."""
         if not bucket.flat.numel():
             return [lambda: None for _ in bucket.slices]
-        values, largest = bucket.flat.index_select(0, self.flat), _largest(bucket.flat)
-        top = (largest, bucket.flat.index_select(0, largest))
+        values, index = bucket.flat.index_select(0, self.flat), _argmax_magnitude(bucket.flat)
+        largest = (index, bucket.flat.index_select(0, index))
         return [
-            partial(_probe, slice_, (self.flat[start:stop], values[start:stop]), top)
+            partial(_build_probe, slice_, (self.flat[start:stop], values[start:stop]), largest)
             for slice_, (start, stop) in zip(bucket.slices, self.bounds, strict=True)
         ]
 
 
-def _largest(flat: Tensor) -> Tensor:
-    """Return the index of the largest magnitude, or of a NaN, int64[1]; NumPy takes a fifth of torch's time."""
+def _argmax_magnitude(flat: Tensor) -> Tensor:
+    """Return the index of the largest magnitude, or of a NaN, int64[1]."""
     if flat.device.type != "cpu" or flat.dtype != torch.float32:
         return flat.abs().argmax().view(1)
+    # NumPy takes a fifth of torch's time.
     values = flat.numpy()
     low, high = int(values.argmin()), int(values.argmax())
     return torch.tensor([high if values[high] >= -values[low] else low])
 
 
-def _probe(slice_: BucketSlice, some: Probe, top: Probe) -> Probe | None:
+def _build_probe(slice_: BucketSlice, spaced: Probe, largest: Probe) -> Probe | None:
+    """Return the probe of a slice: its spaced elements, and the bucket's largest element if it is in the slice."""
     if not slice_.elements:
         return None
-    pairs = [top, some] if slice_.start <= int(top[0]) < slice_.stop else [some]
-    places, values = (torch.cat([on_this_stream(tensor) for tensor in both]) for both in zip(*pairs, strict=True))
-    return slice_.row_major(places - slice_.start), values
+    probes = [largest, spaced] if slice_.start <= int(largest[0]) < slice_.stop else [spaced]
+    indices, values = (torch.cat([record_current_stream(x) for x in parts]) for parts in zip(*probes, strict=True))
+    return slice_.to_row_major(indices - slice_.start), values
 
 
-def evenly(elements: int, most: int) -> Tensor:
+def spaced_indices(elements: int, most: int) -> Tensor:
     """Return at most `most` evenly spaced int64 indices into `elements` elements."""
     return torch.arange(0, elements, max(1, -(-elements // most)))
 
 
-def bounds_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def concatenated_ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return the range of each item in the concatenation of all items."""
     bounds, start = [], 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""`recover`: loading of the latest snapshot, and replay of every complete logged step after it."""
+"""Recovery of a run: `recover` loads the newest snapshot, and replays every complete logged step after it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
-from dsq_ckpt.lowdiff.linear import check_linear
 from dsq_ckpt.lowdiff.locks import wait_for_writers
-from dsq_ckpt.lowdiff.memory import MemorySnapshot, SurvivingReplica
-from dsq_ckpt.lowdiff.plain import from_plain
+from dsq_ckpt.lowdiff.parameter_exchange import exchange_parameters
+from dsq_ckpt.lowdiff.plain_data import from_plain
 from dsq_ckpt.lowdiff.replay import ReplayResult, owned_parameters, replay, updates_independently
+from dsq_ckpt.lowdiff.replica_transfer import MemorySnapshot, SurvivingReplica
+from dsq_ckpt.lowdiff.rollback import rollback_on_failure
 from dsq_ckpt.lowdiff.segments import LogSegment
-from dsq_ckpt.lowdiff.sharing import exchange
-from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first, sessions
+from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, list_sessions, list_snapshots
+from dsq_ckpt.lowdiff.step_merging import check_linear
 from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
-from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.quantization.restored_values import record_load
 from dsq_ckpt.storage.paths import resolve_local_path
 
@@ -45,7 +45,7 @@ class Recovered:
         lossy: True if the snapshot is lossy, so that the state approximates that of training.
         closed: True if the log was closed, so that there was no failure.
         from_memory: True if the state came from a surviving process.
-        ended: reason for the end of the log if part of it is missing or damaged; None if it is intact.
+        ended: reason for the end of the log if part of the log is missing or damaged; None if the log is intact.
         left_out: with `partial`, logged parts that could not be restored.
         feedback_lost: with `partial`, True if the residuals of error feedback could not be restored.
         seconds: durations of loading the snapshot and of the replay.
@@ -88,18 +88,18 @@ class Recovered:
     def continues_exactly(self) -> bool:
         """True if training continues exactly as it would have without the failure.
 
-        With error feedback it does so only from a snapshot: after replayed steps the residuals are those of the
-        snapshot, without the elements sent since.
+        With error feedback this requires that no steps were replayed: residuals are restored from the snapshot, without
+        the elements sent since.
         """
         return self.exact and not self.feedback_lost and (self.replayed == 0 or self.residual is None)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return the residuals to continue with: those of the snapshot, with zeros where elements were sent since."""
-        found = {name: tensor.clone() for name, tensor in (self.residual or {}).items()}
-        for name, places in self.sent.items():
-            if name in found:
-                found[name].view(-1)[slice(None) if places is None else places] = 0
-        return found
+        """Return the residuals of the snapshot, with zeros for elements sent since."""
+        residuals = {name: tensor.clone() for name, tensor in (self.residual or {}).items()}
+        for name, indices in self.sent.items():
+            if name in residuals:
+                residuals[name].view(-1)[slice(None) if indices is None else indices] = 0
+        return residuals
 
 
 def recover(
@@ -160,19 +160,19 @@ def recover_train_state(
     if merge:
         run_on_all_ranks(comm, lambda: check_linear(train_state.optimizer), LoadFailed)
     survivors = SurvivingReplica(directory, comm, timeout)
-    in_memory = survivors.state() if memory else None
+    in_memory = survivors.fetch_state() if memory else None
     if in_memory is not None:
-        kept = in_memory
-        # If this fails, the surviving processes stay, and recovery may be tried again.
-        with unchanged_on_failure(train_state):
-            recovered = run_on_all_ranks(comm, lambda: _restore(train_state, kept, comm, partial), LoadFailed)
+        # After a failure the surviving processes stay, so that recovery can be tried again.
+        with rollback_on_failure(train_state):
+            load_state = functools.partial(_load_snapshot, train_state, in_memory, comm, partial)
+            recovered = run_on_all_ranks(comm, load_state, LoadFailed)
         recovered.seconds = (time.monotonic() - started, 0.0)
-        recovered.sessions = frozenset([*sessions(directory), kept.meta["session"]])
+        recovered.sessions = frozenset([*list_sessions(directory), in_memory.meta["session"]])
         survivors.dismiss()
         return recovered
     survivors.dismiss()
-    run_on_all_ranks(comm, lambda: _wait(directory, timeout, started), LoadFailed)
-    chosen = gather_from_all_ranks(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
+    run_on_all_ranks(comm, lambda: _wait_for_run(directory, timeout, started), LoadFailed)
+    chosen = gather_from_all_ranks(comm, lambda: _choose_snapshot(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
     path, step, ended, known = chosen
@@ -180,37 +180,37 @@ def recover_train_state(
 
     def load() -> Recovered:
         run_pending_handlers()
-        with Snapshot(path) as snapshot, snapshot.naming():
-            recovered = _restore(train_state, snapshot, comm, partial)
+        with Snapshot(path) as snapshot, snapshot.translate_errors():
+            recovered = _load_snapshot(train_state, snapshot, comm, partial)
             record_load(snapshot.lossy_kinds)
         recovered.seconds, recovered.sessions = (time.monotonic() - started, 0.0), known
         return recovered
 
-    with unchanged_on_failure(train_state):
+    with rollback_on_failure(train_state):
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
         if last is not None and not recovered.left_out:
-            recovered = _replayed(directory, train_state, recovered, last, merge, comm, load)
+            recovered = _replay_log(directory, train_state, recovered, last, merge, comm, load)
         elif last is not None and last > recovered.step:
             recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
     recovered.seconds = (recovered.seconds[0], time.monotonic() - started - recovered.seconds[0])
     return recovered
 
 
-def _wait(run: Path, timeout: float, started: float) -> None:
+def _wait_for_run(run: Path, timeout: float, started: float) -> None:
     """Wait until no process writes into the run."""
     if run.exists() and not run.is_dir():
         raise LoadFailed(f"'{run}' is a file; expected the directory of a run, as a log was given it")
-    wait_for_writers(run, timeout, failed=LoadFailed, started=started)
+    wait_for_writers(run, timeout, error_type=LoadFailed, started=started)
 
 
-def _choose(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:
+def _choose_snapshot(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:
     """Return the newest readable snapshot, the last step that can be replayed, why the log ends there, and sessions."""
-    problems, known = [], frozenset(sessions(run))
-    for path, _ in newest_first(run) if run.is_dir() else ():
+    problems, known = [], frozenset(list_sessions(run))
+    for path, _ in list_snapshots(run) if run.is_dir() else ():
         try:
-            with Snapshot(path) as snapshot, snapshot.naming():
-                damaged = [f"'{path / name}' {problem}" for name, problem in snapshot.damaged()]
+            with Snapshot(path) as snapshot, snapshot.translate_errors():
+                damaged = [f"'{path / name}' {problem}" for name, problem in snapshot.find_damage()]
                 if damaged:
                     raise CorruptCheckpoint("; ".join(damaged[:3]))
                 step, session = int(snapshot.meta["step"]), str(snapshot.meta["session"])
@@ -226,10 +226,10 @@ def _choose(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:
     return None
 
 
-def _restore(
+def _load_snapshot(
     train_state: TrainState, snapshot: Snapshot | MemorySnapshot, comm: Communicator, partial: bool
 ) -> Recovered:
-    """Load a snapshot, without any change if that fails."""
+    """Load a snapshot into the train state. Nothing changes if the snapshot does not fit or cannot be read."""
     meta = snapshot.meta
     if (layout := meta.get("layout", TrainState.layout)) != train_state.layout:
         raise LoadFailed(
@@ -240,7 +240,7 @@ def _restore(
     problems = [] if train_state.optimizer.__class__.__name__ == meta["optimizer"] else [
         f"the optimizer is {train_state.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
     ]
-    problems += differences(entries, own)
+    problems += describe_differences(entries, own)
     if len(meta["hyper"]) != len(train_state.optimizer.param_groups) and not problems:
         problems.append(f"{len(meta['hyper'])} groups were logged, {len(train_state.optimizer.param_groups)} are there")
     if set(meta["states"]) != set(train_state.states):
@@ -249,14 +249,14 @@ def _restore(
         )
     names = set(snapshot.names())
     prefix = f"{'.'.join(RESIDUAL)}."
-    held_back = any(name.startswith(prefix) for name in names)
+    has_residuals = any(name.startswith(prefix) for name in names)
     lost = []
-    if held_back and int(meta["ranks"]) != comm.size:
+    if has_residuals and int(meta["ranks"]) != comm.size:
         lost.append(
             f"{meta['ranks']} ranks were logged, {comm.size} recover: what error feedback holds back belongs to ranks"
         )
-    wanted = {".".join(path): tensor for path, tensor, _ in train_state.tensors() if path[0] == MODEL}
-    for name, tensor in wanted.items():
+    targets = {".".join(path): tensor for path, tensor, _ in train_state.tensors() if path[0] == MODEL}
+    for name, tensor in targets.items():
         if name not in names:
             problems.append(f"'{name}' was not logged")
         elif snapshot.shape(name)[0] != tuple(tensor.shape):
@@ -268,46 +268,46 @@ def _restore(
         )
     # All tensors are read before any is changed.
     values = {
-        name: snapshot.tensor(name) for name, tensor in wanted.items()
+        name: snapshot.tensor(name) for name, tensor in targets.items()
         if name in names and snapshot.shape(name)[0] == tuple(tensor.shape)
     }
     state = _optimizer_state(train_state, snapshot, {entry.name: entry for entry in own}) if not problems else None
     residual = None
-    if held_back and not lost:
-        start = f"{prefix}{comm.rank}."
-        residual = {name.removeprefix(start): snapshot.tensor(name) for name in names if name.startswith(start)}
+    if has_residuals and not lost:
+        own_prefix = f"{prefix}{comm.rank}."
+        residual = {n.removeprefix(own_prefix): snapshot.tensor(n) for n in names if n.startswith(own_prefix)}
     if state is not None:
         train_state.set_states(meta["states"])
         train_state.set_hyper(meta["hyper"])
         train_state.replace_state(state)
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name, tensor in targets.items():
             if name in values:
                 tensor.copy_(values[name])
-    closed = isinstance(snapshot, Snapshot) and segments.closed_marker(snapshot.path.parent, meta["session"]).exists()
+    closed = isinstance(snapshot, Snapshot)
+    closed = closed and segments.closed_marker_path(snapshot.path.parent, meta["session"]).exists()
     return Recovered(
         step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path, ended=None, closed=closed,
         lossy=bool(snapshot.lossy or meta["lossy"]), from_memory=isinstance(snapshot, MemorySnapshot),
-        # Without the optimizer's state nothing can be replayed; without residuals everything can.
+        # A replay needs the optimizer's state, but no residuals.
         left_out=problems, feedback_lost=bool(lost), seconds=(0.0, 0.0), compressor=meta["compressor"],
         residual=residual, tuner=meta["tuner"],
     )
 
 
-def differences(logged: Sequence[ParameterEntry], own: Sequence[ParameterEntry]) -> list[str]:
-    """Return the differences between logged parameters and an optimizer's own, in words."""
+def describe_differences(logged: Sequence[ParameterEntry], own: Sequence[ParameterEntry]) -> list[str]:
+    """Return messages about the differences between logged parameters and an optimizer's own."""
     before, now = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
-    found = [f"'{name}' was not logged" for name in now if name not in before]
-    found += [f"'{name}' was logged, and the optimizer has no such parameter" for name in before if name not in now]
+    messages = [f"'{name}' was not logged" for name in now if name not in before]
+    messages += [f"'{name}' was logged, and the optimizer has no such parameter" for name in before if name not in now]
     for name in before.keys() & now.keys():
-        for what in ("shape", "dtype", "group"):
-            if getattr(before[name], what) != getattr(now[name], what):
-                found.append(
-                    f"'{name}' was logged with {what} {getattr(before[name], what)}, is {getattr(now[name], what)}"
-                )
-    if not found and [entry.name for entry in logged] != [entry.name for entry in own]:
-        found.append("the parameters of the optimizer are in another order than was logged")
-    return found
+        for attribute in ("shape", "dtype", "group"):
+            old, new = getattr(before[name], attribute), getattr(now[name], attribute)
+            if old != new:
+                messages.append(f"'{name}' was logged with {attribute} {old}, is {new}")
+    if not messages and [entry.name for entry in logged] != [entry.name for entry in own]:
+        messages.append("the parameters of the optimizer are in another order than was logged")
+    return messages
 
 
 def _optimizer_state(
@@ -319,7 +319,7 @@ def _optimizer_state(
     for name in snapshot.names():
         if name.startswith(prefix):
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            if parameter in train_state.parameters or parameter not in entries:  # others are of other ranks
+            if parameter in train_state.parameters or parameter not in entries:  # skip parameters of other ranks
                 state.setdefault(parameter, {})[key] = snapshot.tensor(name)
     for parameter, values in snapshot.meta["plain"].items():
         if parameter in train_state.parameters or parameter not in entries:
@@ -330,47 +330,47 @@ def _optimizer_state(
     return {name: {key: values[key] for key in order.get(name, values)} for name, values in state.items()}
 
 
-def _replayed(
+def _replay_log(
     run: Path, train_state: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator,
     load: Callable[[], Recovered],
 ) -> Recovered:
-    """Replay up to step `last`, or an earlier step if the log is damaged; collective."""
+    """Replay up to step `last`, or to an earlier step if the log is damaged; collective."""
     while True:
-        once = functools.partial(_replay, run, train_state, recovered, last, merge, comm)
-        log_steps, done, shared = run_on_all_ranks(comm, once, LoadFailed)
+        replay_share = functools.partial(_replay_share, run, train_state, recovered, last, merge, comm)
+        log_steps, done, shared = run_on_all_ranks(comm, replay_share, LoadFailed)
         steps = comm.gather((done.steps, done.ended))
         if len({count for count, _ in steps}) == 1:
             break
-        # Some rank could not read all of its share: replay again up to the last step that all ranks can read.
+        # A rank could not read all of its share. Replay again up to the last step that all ranks can read.
         count, ended = min(steps, key=lambda pair: pair[0])
         last = recovered.snapshot + count
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
     if shared and done.steps:
-        exchange(train_state, owned_parameters(train_state, log_steps, comm.rank), comm)
+        exchange_parameters(train_state, owned_parameters(train_state, log_steps, comm.rank), comm)
     recovered.step += done.steps
     recovered.merged = merge and done.steps > 0
     recovered.ended = done.ended or recovered.ended
 
     def finish() -> None:
         if done.steps:
-            with torch.no_grad(), log_steps[done.steps - 1][0].readable(recovered.step):
+            with torch.no_grad(), log_steps[done.steps - 1][0].translate_errors(recovered.step):
                 train_state.set_hyper(done.hyper)
                 train_state.set_states(done.states)
                 for name, buffer in train_state.buffers():
                     if name in done.buffers:
                         buffer.copy_(done.buffers[name])
         if recovered.residual is not None:
-            recovered.sent = _sent(log_steps[: done.steps], recovered.snapshot + 1)
+            recovered.sent = _collect_sent_indices(log_steps[: done.steps], recovered.snapshot + 1)
 
     run_on_all_ranks(comm, finish, LoadFailed)
     return recovered
 
 
-def _replay(
+def _replay_share(
     run: Path, train_state: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator
 ) -> tuple[list[list[LogSegment]], ReplayResult, bool]:
-    """Replay this rank's share; return the log, the result, and whether other ranks replayed the rest."""
+    """Replay this rank's share; return the log, the result, and whether the ranks must exchange parameters."""
     with Snapshot(recovered.path) as snapshot:
         session = snapshot.meta["session"]
     log_steps = segments.replayable_steps(run, session, recovered.snapshot, last)
@@ -385,16 +385,16 @@ def _replay(
     return log_steps.segments, done, shared and not train_state.partitioned
 
 
-def _sent(log_steps: Sequence[Sequence[LogSegment]], first: int) -> dict[str, torch.Tensor | None]:
-    """Return the int64 indices of elements sent in these steps, by parameter; None for all elements."""
-    found: dict[str, list[torch.Tensor]] = {}
-    everywhere: set[str] = set()
-    for number, segments_of in enumerate(log_steps, first):
-        for segment in segments_of:
-            for name, places in segment.sent(number).items():
-                if places is None:
-                    everywhere.add(name)
-                elif name not in everywhere:
-                    found.setdefault(name, []).append(places)
-    sparse = {name: torch.cat(places).unique() for name, places in found.items() if name not in everywhere}
-    return {**sparse, **dict.fromkeys(everywhere)}
+def _collect_sent_indices(log_steps: Sequence[Sequence[LogSegment]], first: int) -> dict[str, torch.Tensor | None]:
+    """Return the int64 indices of the elements sent in these steps, by parameter; None for all elements."""
+    sparse: dict[str, list[torch.Tensor]] = {}
+    dense: set[str] = set()
+    for number, step_segments in enumerate(log_steps, first):
+        for segment in step_segments:
+            for name, indices in segment.sent_indices(number).items():
+                if indices is None:
+                    dense.add(name)
+                elif name not in dense:
+                    sparse.setdefault(name, []).append(indices)
+    merged = {name: torch.cat(indices).unique() for name, indices in sparse.items() if name not in dense}
+    return {**merged, **dict.fromkeys(dense)}

@@ -1,4 +1,4 @@
-"""Replay of the optimizer over logged gradients.
+"""Replay of the optimizer's steps with logged gradients.
 
 The same optimizer does the same arithmetic on the same numbers, so the result is bit for bit the state of training.
 """
@@ -17,19 +17,19 @@ import torch
 
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import LogSegment
+from dsq_ckpt.lowdiff.step_merging import StepMerger
 from dsq_ckpt.lowdiff.train_state import TrainState
 
 _PREFETCHED_STEPS = 4
-_BY_PARAMETER = frozenset({
+_INDEPENDENT_OPTIMIZERS = frozenset({
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
 })
 """Optimizers of torch.optim that update each parameter independently, so that a subset can be replayed exactly."""
 
 
 class DecodedStep(NamedTuple):
-    """A decoded step; `hyper` is None if the optimizer did no step."""
+    """A decoded step; `hyper` is None if the optimizer made no step."""
 
     number: int
     hyper: list[dict[str, Any]] | None
@@ -68,26 +68,26 @@ def replay(
         first: number of the first step.
         threads: number of threads over which parameters on the CPU are distributed, if the optimizer updates each
             independently.
-        merge: merge the steps instead; see `linear`.
+        merge: merge the steps instead; see `step_merging`.
         rank: rank whose share of the parameters is replayed; None for all parameters.
 
     Raises:
         ConfigError: the optimizer's steps cannot be merged.
     """
     names = owned_parameters(train_state, log_steps, rank)
-    method = Merging(train_state, threads) if merge else _ShardedOptimizer(train_state, names, threads)
+    method = StepMerger(train_state, threads) if merge else _ShardedOptimizer(train_state, names, threads)
     done, ended = 0, None
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
-    with method, _prefetched(log_steps, first, rank) as steps:
+    with method, _prefetch_steps(log_steps, first, rank) as steps:
         for step in steps:
             run_pending_handlers()
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
                 break
             if step.hyper is not None:
-                with log_steps[done][0].readable(first + done):
+                with log_steps[done][0].translate_errors(first + done):
                     method.step(step.hyper, step.gradients)
             done += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
@@ -104,7 +104,7 @@ def owned_parameters(train_state: TrainState, log_steps: Sequence[Sequence[LogSe
 
 def updates_independently(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is known to update each parameter independently."""
-    return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_PARAMETER
+    return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _INDEPENDENT_OPTIMIZERS
 
 
 class _ShardedOptimizer:
@@ -122,9 +122,10 @@ class _ShardedOptimizer:
             partitions[lightest].append(name)
             loads[lightest] += train_state.parameters[name].numel()
         if not updates_independently(optimizer):
-            partitions = train_state.calls()  # the optimizer may distinguish parameters of different calls
+            partitions = train_state.optimizer_calls()  # the optimizer may treat parameters of one call together
         self._shards = [
-            (names, _sub_optimizer(optimizer, {train_state.parameters[name] for name in names})) for names in partitions
+            (names, _copy_optimizer(optimizer, {train_state.parameters[name] for name in names}))
+            for names in partitions
         ]
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
@@ -138,7 +139,7 @@ class _ShardedOptimizer:
             parameter.grad = None
 
     def step(self, hyper: Sequence[dict[str, Any]], gradients: dict[str, torch.Tensor]) -> None:
-        """Do one step with all shards, after setting their common hyperparameters."""
+        """Set the hyperparameters of all shards, and make one step with each."""
         self._train_state.set_hyper(hyper)
         if self._pool is None:
             for names, shard in self._shards:
@@ -148,10 +149,10 @@ class _ShardedOptimizer:
             before = len(state)
             for done in [self._pool.submit(self._step, *shard, gradients) for shard in self._shards]:
                 done.result()
-            # What this step made is in the order in which threads made it; training had that of the parameters.
-            made = set(list(state)[before:])
+            # Threads create new states in any order. Restore the order of the parameters, as in training.
+            created = set(list(state)[before:])
             for parameter in self._train_state.parameters.values():
-                if parameter in made:
+                if parameter in created:
                     state[parameter] = state.pop(parameter)
 
     def _step(
@@ -172,11 +173,11 @@ class _ShardedOptimizer:
         optimizer.step()
 
 
-def _sub_optimizer(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with some of the parameters, without hooks and wrappers of schedulers."""
+def _copy_optimizer(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with a subset of its parameters, without hooks and wrappers of schedulers."""
     shard = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
-        if name != "step":  # optimizers outside of torch have attributes that copying leaves out
+        if name != "step":  # copy.copy leaves out attributes of optimizers outside of torch
             shard.__dict__.setdefault(name, value)
     shard.param_groups = [
         {**group, "params": [parameter for parameter in group["params"] if parameter in parameters]}
@@ -186,31 +187,31 @@ def _sub_optimizer(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Pa
 
 
 @contextmanager
-def _prefetched(
+def _prefetch_steps(
     log_steps: Sequence[Sequence[LogSegment]], first: int, rank: int | None
 ) -> Iterator[Iterator[DecodedStep | DSQError]]:
-    """Yield an iterator of steps that a thread reads and decodes ahead; an error is the last item."""
-    waiting: queue.Queue[DecodedStep | DSQError | BaseException | None] = queue.Queue(_PREFETCHED_STEPS)
+    """Yield an iterator over steps that a thread reads and decodes in advance. An error is the last item."""
+    decoded: queue.Queue[DecodedStep | DSQError | BaseException | None] = queue.Queue(_PREFETCHED_STEPS)
     stop = threading.Event()
 
     def put(item: DecodedStep | DSQError | BaseException | None) -> bool:
         while not stop.is_set():
             try:
-                waiting.put(item, timeout=0.1)
+                decoded.put(item, timeout=0.1)
                 return True
             except queue.Full:
                 continue
         return False
 
-    def work() -> None:
+    def read() -> None:
         last: Sequence[LogSegment] = ()
         try:
-            for number, found in enumerate(log_steps, first):
+            for number, segments in enumerate(log_steps, first):
                 for segment in last:
-                    if segment not in found:
+                    if segment not in segments:
                         segment.close()
-                last = found
-                if not put(_decoded(number, found, rank)):
+                last = segments
+                if not put(_decode_step(number, segments, rank)):
                     break
             put(None)
         except BaseException as error:
@@ -220,7 +221,7 @@ def _prefetched(
                 segment.close()
 
     def steps() -> Iterator[DecodedStep | DSQError]:
-        while (item := waiting.get()) is not None:
+        while (item := decoded.get()) is not None:
             if isinstance(item, DSQError):
                 yield item
                 return
@@ -228,7 +229,7 @@ def _prefetched(
                 raise item
             yield item
 
-    thread = threading.Thread(target=work, name="read", daemon=True)
+    thread = threading.Thread(target=read, name="read", daemon=True)
     thread.start()
     try:
         yield steps()
@@ -237,11 +238,12 @@ def _prefetched(
         thread.join()
 
 
-def _decoded(number: int, found: Sequence[LogSegment], rank: int | None) -> DecodedStep:
+def _decode_step(number: int, segments: Sequence[LogSegment], rank: int | None) -> DecodedStep:
+    """Decode a step, with the gradients of one rank, or of all ranks if `rank` is None."""
     gradients: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    hyper, after = found[0].after(number)
-    for segment in found:
+    hyper, after = segments[0].hyper_and_after(number)
+    for segment in segments:
         if rank in (None, segment.rank):
             gradients |= segment.gradients(number)
         if segment.steps[number].get("buffers"):

@@ -1,7 +1,7 @@
 """`Replica`: an up-to-date copy of model and optimizer in another process, without gradient compression.
 
-LowDiff+ (Yao et al., section VI): gradients are streamed during the backward pass to a checkpointing process, which
-applies them to its replica on the CPU, saves the replica as often as the disk allows, and survives training.
+LowDiff+ (Yao et al., section VI): gradients are streamed to a checkpointing process during the backward pass. The
+process applies them to its replica on the CPU, saves the replica as often as the disk allows, and survives training.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from torch import nn
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import factor_between
 from dsq_ckpt.lowdiff.capture import CapturedStep
-from dsq_ckpt.lowdiff.encoding import scales_from
-from dsq_ckpt.lowdiff.plain import to_plain
+from dsq_ckpt.lowdiff.encoding import scales_from_probes
+from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.streamer import GradientStreamer
 from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ProcessGone
 
-_SEEN, _PROBES = 8, 64
+_PROBED_PARAMETERS, _PROBED_ELEMENTS = 8, 64
 """Number of parameters, and of elements of each, from which the factor of gradients is determined."""
-_SLOWED = 0.01
+_MAX_SLOWDOWN = 0.01
+"""Largest share of training time that saves may cost."""
 
 
 class Replica(Recorder):
@@ -45,7 +46,7 @@ class Replica(Recorder):
 
     Args:
         run: directory of the run, on storage that all ranks share.
-        model: model under DDP, or unwrapped in a single process.
+        model: model under DDP, or strip_wrappers in a single process.
         optimizer: optimizer of the model's parameters, of an importable class without state beyond groups and `state`.
         resume: result of `recover`, which may be None.
         state: schedulers, scalers and the like by name.
@@ -73,13 +74,13 @@ class Replica(Recorder):
     ) -> None:
         if not isinstance(persist_every, int) or persist_every < 1:
             raise ConfigError(f"persist_every is {persist_every!r}; expected a positive number of steps")
-        if isinstance(queue, int) and queue < 2:  # another type is refused with those of all logs
+        if isinstance(queue, int) and queue < 2:  # the base class rejects other types
             raise ConfigError(f"queue is {queue}; a replica needs at least 2, since it may be a step behind")
         self._hook, self._linger = hook, linger
-        self._persist_every = self._pace = persist_every
-        self._persisted_at, self._wanted_pace = 0, 1
-        self._began: tuple[float, float] | None = None
-        self._ended, self._took, self._calm = (time.perf_counter(), 0.0), 0.0, 0.0
+        self._persist_every = self._save_interval = persist_every
+        self._requested_step, self._proposed_interval = 0, 1
+        self._save_started: tuple[float, float] | None = None
+        self._last_save_end, self._save_seconds, self._idle_wait_share = (time.perf_counter(), 0.0), 0.0, 0.0
         super().__init__(
             run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,
             process_group=process_group, timeout=timeout,
@@ -90,11 +91,11 @@ class Replica(Recorder):
         """Largest number of steps that a failure of the training processes alone loses, while `logging`."""
         return 1
 
-    def _train_state_of(
+    def _create_train_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
     ) -> TrainState:
-        train_state = super()._train_state_of(model, optimizer, states)
-        self._kind = _importable(optimizer)
+        train_state = super()._create_train_state(model, optimizer, states)
+        self._optimizer_spec = _describe_optimizer(optimizer)
         return train_state
 
     def _attach(self, resume: Recovered | None) -> None:
@@ -104,14 +105,14 @@ class Replica(Recorder):
     def _detach(self) -> None:
         self._streamer.detach()
 
-    def _begin(self) -> dict[str, Any]:
-        return {"optimizer": self._kind, "linger": self._linger, "path": sys.path}
+    def _process_options(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer_spec, "linger": self._linger, "path": sys.path}
 
-    def _started(self) -> None:
+    def _on_process_started(self) -> None:
         buffer_bytes = self._buffer_bytes()
-        self._began, self._ended = None, (time.perf_counter(), self._running().waited)
-        self._streamer.discard_slot()  # its memory is laid out for the parameters before
-        self._streamer.start(self._running(), self._train_state, self._own, buffer_bytes)
+        self._save_started, self._last_save_end = None, (time.perf_counter(), self._require_client().waited)
+        self._streamer.discard_slot()  # its layout is that of the previous parameters
+        self._streamer.start(self._require_client(), self._train_state, self._own_entries, buffer_bytes)
 
     def _suspend(self) -> None:
         self._streamer.stop()
@@ -119,17 +120,17 @@ class Replica(Recorder):
 
     def _send_step(self) -> None:
         if not self._stepped:
-            self._streamer.discard_slot()  # a replica that is a step behind may have all others
+            self._streamer.discard_slot()  # a replica that is a step behind may hold all other slots
         super()._send_step()
 
-    def _capture(self, buffer_bytes: int) -> None:
+    def _capture_gradients(self, buffer_bytes: int) -> None:
         streamer = self._streamer
-        streamer.wait()  # where a backward pass failed
-        if streamer.failed is not None:
-            raise streamer.failed
-        streamer.take_slot()
+        streamer.wait()  # after a backward pass that failed
+        if streamer.error is not None:
+            raise streamer.error
+        streamer.acquire_slot()
         streamer.reserve(buffer_bytes)
-        for entry in self._own:
+        for entry in self._own_entries:
             gradient = self._train_state.parameters[entry.name].grad
             if gradient is None:
                 continue
@@ -138,93 +139,96 @@ class Replica(Recorder):
                     f"the gradient of '{entry.name}' is {gradient.dtype}, {gradient.layout}; a replica "
                     f"needs it dense and of the parameter's {entry.dtype}"
                 )
-        scale = self._scale()
+        scale = self._gradient_factor()
         parts: list[dict[str, Any]] = []
-        for place, entry in enumerate(self._own):
+        for place, entry in enumerate(self._own_entries):
             parameter = self._train_state.parameters[entry.name]
             if parameter.grad is None:
                 continue
             if scale is None:
                 streamer.view(parameter).copy_(parameter.grad)
-            parts.append({"param": place, "dtype": entry.dtype, "at": streamer.place(parameter)})
-        slot, new = streamer.transfer_slot()
+            parts.append({"param": place, "dtype": entry.dtype, "at": streamer.offset(parameter)})
+        slot, needs_mapping = streamer.transfer_slot()
         hints = {"scales": [1.0 if scale is None else scale], "half": None}
-        self._pending = CapturedStep({"sparse": [], "dense": parts, "hints": hints}, slot, streamer.buffers_at, new)
+        message = {"sparse": [], "dense": parts, "hints": hints}
+        self._pending = CapturedStep(message, slot, streamer.buffers_at, needs_mapping)
 
-    def _scale(self) -> float | None:
-        """Return the factor of the gradients since they were streamed; None if they changed in another way."""
+    def _gradient_factor(self) -> float | None:
+        """Return the factor by which gradients were multiplied after streaming; None if they changed in another way."""
         streamer = self._streamer
-        own = [self._train_state.parameters[entry.name] for entry in self._own]
-        if any(parameter.grad is not None and parameter not in streamer.streamed for parameter in own):
+        own = [self._train_state.parameters[entry.name] for entry in self._own_entries]
+        if any(parameter.grad is not None and parameter not in streamer.streamed_parameters for parameter in own):
             return None
         present = [parameter for parameter in own if parameter.grad is not None]
         before = [streamer.view(parameter) for parameter in present]
         after = [parameter.grad.detach() for parameter in present if parameter.grad is not None]
         probes = []
-        for one, other in list(zip(before, after, strict=True))[:: max(len(before) // _SEEN, 1)]:
-            every = max(one.numel() // _PROBES, 1)
-            probes.append((one.view(-1)[::every].float(), other.reshape(-1)[::every].cpu().float()))
-        return factor_between(before, scales_from(probes), after)
+        for streamed, current in list(zip(before, after, strict=True))[:: max(len(before) // _PROBED_PARAMETERS, 1)]:
+            every = max(streamed.numel() // _PROBED_ELEMENTS, 1)
+            probes.append((streamed.view(-1)[::every].float(), current.reshape(-1)[::every].cpu().float()))
+        return factor_between(before, scales_from_probes(probes), after)
 
-    def _discard(self) -> None:
-        self._streamer.streamed.clear()
+    def _discard_gradients(self) -> None:
+        self._streamer.streamed_parameters.clear()
 
-    def _fixed_shape(self, buffer: torch.Tensor) -> None:
-        return None  # the replica takes any
+    def _required_shape(self, buffer: torch.Tensor) -> None:
+        return None  # a replica accepts any shape
 
     def _snapshot_due(self) -> bool:
         return False
 
-    def _all_sent(self, step: int) -> None:
-        """Request a save of the replica unless saving slows training down.
+    def _on_sent_by_all_ranks(self, step: int) -> None:
+        """Request a save of the replica if the save interval has passed.
 
-        The step has been sent by all ranks, so no process waits for a step that another will never receive.
+        All ranks have sent the step, so no process waits for a step that another process will never receive.
         """
-        if step <= self._snapshot_at or self._running().saving or step - self._persisted_at < self._pace:
+        client = self._require_client()
+        if step <= self._last_snapshot_step or client.saving or step - self._requested_step < self._save_interval:
             return
-        now, waited = time.perf_counter(), self._running().waited
-        if now - self._ended[0] > self._took:  # long enough to be compared with
-            self._calm = (waited - self._ended[1]) / (now - self._ended[0])
-        self._began = now, waited
-        self._running().saving = True
-        self._running().send({"kind": "persist", "step": step})
-        self._persisted_at = step
+        now, waited = time.perf_counter(), client.waited
+        if now - self._last_save_end[0] > self._save_seconds:  # long enough for a comparison
+            self._idle_wait_share = (waited - self._last_save_end[1]) / (now - self._last_save_end[0])
+        self._save_started = now, waited
+        client.saving = True
+        client.send({"kind": "persist", "step": step})
+        self._requested_step = step
 
-    def _settings(self) -> dict[str, int]:
-        return {"persist": self._wanted_pace}
+    def _proposed_settings(self) -> dict[str, int]:
+        return {"persist": self._proposed_interval}
 
-    def _set(self, settings: Mapping[str, int]) -> None:
-        self._pace = max(settings["persist"], self._persist_every)
+    def _apply_settings(self, settings: Mapping[str, int]) -> None:
+        self._save_interval = max(settings["persist"], self._persist_every)
 
     def _observe(self, **measured: Any) -> None:
-        """Adapt the interval between saves by CheckFreq's rule: at most a hundredth of training's time.
+        """Adapt the interval between saves by CheckFreq's rule: saves cost at most `_MAX_SLOWDOWN` of training time.
 
-        Training also waits for a slow replica; only the additional waiting time during saves counts.
+        Training also waits for a slow replica. Only the additional waiting time during saves counts.
         """
-        if "snapshot" not in measured or self._began is None or self._client is None:
+        if "snapshot" not in measured or self._save_started is None or self._client is None:
             return
-        (began, before), now, waited = self._began, time.perf_counter(), self._client.waited
-        self._took = now - began
-        slowed = waited - before - self._calm * self._took > _SLOWED * (now - self._ended[0])
-        self._wanted_pace = min(2 * self._pace, 1 << 20) if slowed else max(self._pace // 2, 1)
-        self._began, self._ended = None, (now, waited)
+        (started, before), now, waited = self._save_started, time.perf_counter(), self._client.waited
+        self._save_seconds = now - started
+        additional = waited - before - self._idle_wait_share * self._save_seconds
+        slowed = additional > _MAX_SLOWDOWN * (now - self._last_save_end[0])
+        self._proposed_interval = min(2 * self._save_interval, 1 << 20) if slowed else max(self._save_interval // 2, 1)
+        self._save_started, self._last_save_end = None, (now, waited)
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self.close()
         else:
-            self._leave()
+            self._leave_process()
 
-    def _leave(self) -> None:
-        """Leave the replica running for a successor, as if this process had died."""
+    def _leave_process(self) -> None:
+        """Leave the replica running for a later training process, as if this process had died."""
         if not self._hooks:
             return
-        self._unhook()
+        self._remove_hooks()
         if self._client is None:
-            self._tell_missing("not all")
+            self._warn_missing_steps("not all")
         else:
             if self._gap:
-                self._tell_missing("not all")
+                self._warn_missing_steps("not all")
             with suppress(ProcessGone):
                 self._client.send({"kind": "leave"})
             self._client.close(None)
@@ -237,23 +241,23 @@ class Replica(Recorder):
 
 
 @cache
-def _standard() -> frozenset[str]:
-    """Return the attributes that every optimizer has; not at import, since making one takes torch most of a second."""
+def _standard_attributes() -> frozenset[str]:
+    """Return the attributes that every optimizer has. Creating an optimizer takes torch most of a second."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
         "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
     }
 
 
-def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a description from which another process creates an equal optimizer.
 
     Raises:
         ConfigError: another process cannot create the optimizer.
     """
     kind = type(optimizer)
-    extra = sorted(set(vars(optimizer)) - _standard() - {name for name in vars(optimizer) if "hook" in name})
-    found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
-    if kind.__module__ == "__main__" or found is not kind or extra:
+    extra = sorted(set(vars(optimizer)) - _standard_attributes() - {name for name in vars(optimizer) if "hook" in name})
+    importable = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    if kind.__module__ == "__main__" or importable is not kind or extra:
         why = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"
         raise ConfigError(
             f"a replica of {kind.__qualname__} cannot be made in another process: {why}. Use GradientLog, which "

@@ -1,7 +1,7 @@
 """The server of a replica: model and optimizer on the CPU, in the state of training (LowDiff+, section VI).
 
-It applies training's gradients with the same optimizer, and saves the result on request. When the training process
-dies it stays for some time, so that the next training process can recover the state from memory.
+The server applies training's gradients with the same optimizer, and saves the result on request. After the training
+process died it stays for some time, so that the next training process can recover the state from memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 
 from dsq_ckpt.distributed.comm import RankUnreachable
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.lowdiff import memory, segments
+from dsq_ckpt.lowdiff import replica_transfer, segments
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock
-from dsq_ckpt.lowdiff.plain import from_plain, to_plain
-from dsq_ckpt.lowdiff.server import Server, describe
+from dsq_ckpt.lowdiff.plain_data import from_plain, to_plain
+from dsq_ckpt.lowdiff.server import Server, format_error
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
@@ -35,8 +35,8 @@ from dsq_ckpt.storage.record_fields import parse_dtype
 class ReplicaServer(Server):
     """A server that holds a replica of this rank's share of the model; see `Server` for the arguments.
 
-    With several ranks it applies a step only when the next one arrives: when training dies, ranks may differ by one
-    received step, and all must be able to stop at the same step.
+    With several ranks the server applies a step only after the next step arrives. When training dies, ranks may differ
+    by one received step, and all ranks must be able to stop at the same step.
     """
 
     def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
@@ -45,33 +45,33 @@ class ReplicaServer(Server):
         self._linger = float(begin["linger"])
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
-        self._others: dict[tuple[str, ...], torch.Tensor] = {}
-        self._meta: dict[str, Any] = {}
-        self._waiting: list[Mapping[str, Any]] = []
-        self._path: list[str] = begin["path"]
-        self._turn = threading.RLock()  # serializes changes and reads of the replica after training has ended
-        self._copy: memory.ReplicaShard | None = None
-        self._persisted = -1
+        self._other_tensors: dict[tuple[str, ...], torch.Tensor] = {}
+        self._metadata: dict[str, Any] = {}
+        self._received_steps: list[Mapping[str, Any]] = []
+        self._module_path: list[str] = begin["path"]
+        self._replica_lock = threading.RLock()  # serializes updates and reads of the replica after training ended
+        self._copy: replica_transfer.ReplicaShard | None = None
+        self._saved_step = -1
         self._problem = ""
         self.applied = 0
         """Last step that was applied to the replica."""
 
     @property
-    def newest(self) -> int:
+    def newest_step(self) -> int:
         """Last step that was received."""
-        with self._turn:
-            return int(self._waiting[-1]["step"]) if self._waiting else self.applied
+        with self._replica_lock:
+            return int(self._received_steps[-1]["step"]) if self._received_steps else self.applied
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "snapshot":
             self.wait()
-            self._become(message)
+            self._initialize(message)
             self._persist()
         elif message["kind"] == "step":
-            self._waiting.append(message)
-            self.advance(self.newest - (1 if self.ranks > 1 else 0))
+            self._received_steps.append(message)
+            self.advance(self.newest_step - (1 if self.ranks > 1 else 0))
         elif message["kind"] == "persist":
-            self.advance(int(message["step"]))  # all ranks have received it
+            self.advance(int(message["step"]))  # all ranks have received this step
             self._persist()
         elif message["kind"] == "leave":
             raise ChannelClosed("the training process goes on without")
@@ -80,81 +80,81 @@ class ReplicaServer(Server):
 
     def advance(self, step: int) -> None:
         """Apply the received steps up to `step`."""
-        with self._turn:
-            while self._waiting and int(self._waiting[0]["step"]) <= step:
-                self._apply(self._waiting.pop(0))
+        with self._replica_lock:
+            while self._received_steps and int(self._received_steps[0]["step"]) <= step:
+                self._apply_step(self._received_steps.pop(0))
 
-    def after(self, step: int) -> memory.ReplicaShard | None:
-        """Return the replica after a step, in shared memory; None if it is at an earlier or a later step."""
-        with self._turn:
-            if self.applied <= step <= self.newest:
+    def shard_after(self, step: int) -> replica_transfer.ReplicaShard | None:
+        """Return the replica after a step, in shared memory; None if the replica cannot be at this step."""
+        with self._replica_lock:
+            if self.applied <= step <= self.newest_step:
                 self.advance(step)
-            return None if self.applied != step else self._shared()
+            return None if self.applied != step else self._shared_copy()
 
-    def _shared(self) -> memory.ReplicaShard:
-        """Return a copy of the replica in shared memory, made once per step."""
+    def _shared_copy(self) -> replica_transfer.ReplicaShard:
+        """Return a copy of the replica in shared memory, which is created once per step."""
         if self._copy is None or self._copy.step != self.applied:
-            snapshot_tensors = self._replica()
+            snapshot_tensors = self._collect_tensors()
             layout = ArenaLayout()
-            places = [layout.add(nbytes(item.tensor)) for item in snapshot_tensors]
+            offsets = [layout.add(nbytes(item.tensor)) for item in snapshot_tensors]
             arena = Arena.create(layout.size)
-            listed = []
-            for (path, tensor), at in zip(snapshot_tensors, places, strict=True):
+            descriptions = []
+            for (path, tensor), at in zip(snapshot_tensors, offsets, strict=True):
                 arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-                listed.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
-            self._copy = memory.ReplicaShard(self.applied, listed, self._log_metadata(), arena)
+                descriptions.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
+            self._copy = replica_transfer.ReplicaShard(self.applied, descriptions, self._log_metadata(), arena)
         return self._copy
 
     def _log_metadata(self) -> dict[str, Any]:
-        """Return the metadata of a snapshot; the optimizer's plain state is that of this rank's share."""
+        """Return the metadata of a snapshot, with the optimizer's plain state of this rank's share."""
         assert self._optimizer is not None
         plain: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not torch.is_tensor(value):
                     plain.setdefault(name, {})[key] = to_plain(value, key)
-        return {**self._meta, "step": self.applied, "plain": plain, "state_keys": {}}
+        return {**self._metadata, "step": self.applied, "plain": plain, "state_keys": {}}
 
-    def _become(self, message: Mapping[str, Any]) -> None:
+    def _initialize(self, message: Mapping[str, Any]) -> None:
         """Initialize the replica from a snapshot of training."""
-        for left_out in self._waiting:
-            self._report({"kind": "free", "slot": left_out["slot"]})
-        self._waiting.clear()
-        self._meta, self.entries = dict(message["meta"]), self._logged_entries(message)
+        for skipped in self._received_steps:
+            self._report({"kind": "free", "slot": skipped["slot"]})
+        self._received_steps.clear()
+        self._metadata, self.entries = dict(message["meta"]), self._logged_entries(message)
         tensors = {item.path: item.tensor.clone() for item in self._staged_tensors(message["tensors"])}
         names = {entry.name for entry in self.entries}
         own: dict[str, nn.Parameter] = {}
-        self._others = {}
+        self._other_tensors = {}
         state: defaultdict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
         for path, tensor in tensors.items():
             if path[0] == OPTIMIZER:
                 continue
             if path[1] in names:
                 own[path[1]] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            elif self._meta["aliases"].get(path[1]) not in names:
-                self._others[path] = tensor
+            elif self._metadata["aliases"].get(path[1]) not in names:
+                self._other_tensors[path] = tensor
         for path, tensor in tensors.items():
             if path[0] == OPTIMIZER:
                 state[own[path[2]]][path[3]] = tensor
-        for name, values in self._meta["plain"].items():
+        for name, values in self._metadata["plain"].items():
             if name in own:
                 state[own[name]] |= {key: from_plain(value) for key, value in values.items()}
         self._parameters = own
-        groups: list[dict[str, Any]] = [{"params": []} for _ in self._meta["hyper"]]
+        groups: list[dict[str, Any]] = [{"params": []} for _ in self._metadata["hyper"]]
         for entry in self.entries:
             groups[entry.group]["params"].append(own[entry.name])
-        sys.path += [place for place in self._path if place not in sys.path]
+        sys.path += [entry for entry in self._module_path if entry not in sys.path]
         kind = getattr(importlib.import_module(self._optimizer_spec["module"]), self._optimizer_spec["name"])
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({
             "defaults": from_plain(self._optimizer_spec["defaults"]), "state": state, "param_groups": groups,
         })
         self._optimizer = optimizer
-        self._set_hyper(self._meta["hyper"])
+        self._set_hyper(self._metadata["hyper"])
         self.applied = int(message["step"])
 
-    def _apply(self, message: Mapping[str, Any]) -> None:
-        """Apply one step, after which its slot is free."""
+    def _apply_step(self, message: Mapping[str, Any]) -> None:
+        """Apply one step, and free its slot."""
         slot = self._slots.get(message["slot"])
         assert self._optimizer is not None
         if message["stepped"]:
@@ -162,10 +162,10 @@ class ReplicaServer(Server):
             self._set_hyper(message["hyper"])
             scale = message["hints"]["scales"][0]
             gradients = {part["param"]: part for part in message["dense"]}
-            for place, entry in enumerate(self.entries):
+            for number, entry in enumerate(self.entries):
                 parameter = self._parameters[entry.name]
                 parameter.grad = None
-                if (part := gradients.get(place)) is not None:
+                if (part := gradients.get(number)) is not None:
                     gradient = slot.view(part["at"], entry.shape, parse_dtype(part["dtype"]))
                     if scale != 1.0:
                         gradient = gradient * torch.tensor(scale, dtype=torch.float32)
@@ -175,9 +175,9 @@ class ReplicaServer(Server):
                 parameter.grad = None
         for name, dtype, shape, offset in message["buffers"]:
             assert slot is not None
-            self._others["model", name] = slot.view(offset, tuple(shape), parse_dtype(dtype)).clone()
+            self._other_tensors["model", name] = slot.view(offset, tuple(shape), parse_dtype(dtype)).clone()
         self._set_hyper(message["after"]["hyper"] or message["hyper"])
-        self._meta |= {"hyper": message["after"]["hyper"] or message["hyper"], "states": message["after"]["states"]}
+        self._metadata |= {"hyper": message["after"]["hyper"] or message["hyper"], "states": message["after"]["states"]}
         self.applied = int(message["step"])
         self._report({"kind": "free", "slot": message["slot"]})
 
@@ -186,16 +186,17 @@ class ReplicaServer(Server):
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group.update({key: from_plain(value) for key, value in values.items()})
 
-    def _replica(self) -> list[SnapshotTensor]:
+    def _collect_tensors(self) -> list[SnapshotTensor]:
+        """Return the tensors of a snapshot, which share memory with the replica."""
         assert self._optimizer is not None
-        found = [SnapshotTensor(("model", name), parameter.detach()) for name, parameter in self._parameters.items()]
-        found += [SnapshotTensor(path, tensor) for path, tensor in self._others.items()]
+        tensors = [SnapshotTensor(("model", name), parameter.detach()) for name, parameter in self._parameters.items()]
+        tensors += [SnapshotTensor(path, tensor) for path, tensor in self._other_tensors.items()]
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value):
-                    found.append(SnapshotTensor((OPTIMIZER, "state", name, key), value))
-        aliases = self._meta["aliases"]
-        return found + [
+                    tensors.append(SnapshotTensor((OPTIMIZER, "state", name, key), value))
+        aliases = self._metadata["aliases"]
+        return tensors + [
             SnapshotTensor(("model", alias), self._parameters[name].detach()) for alias, name in aliases.items()
             if name in self._parameters
         ]
@@ -206,74 +207,74 @@ class ReplicaServer(Server):
         if self._copy is not None and self._copy.step == self.applied:
             snapshot_tensors = self._copy.snapshot_tensors()
         else:
-            snapshot_tensors = [SnapshotTensor(item.path, item.tensor.clone()) for item in self._replica()]
-        self._save_later(self.applied, snapshot_tensors, self._log_metadata())
+            snapshot_tensors = [SnapshotTensor(item.path, item.tensor.clone()) for item in self._collect_tensors()]
+        self._save_in_background(self.applied, snapshot_tensors, self._log_metadata())
 
     def _save(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
-        with suppress(OSError):  # lower this thread's priority: steps of training go first
+        with suppress(OSError):  # a lower priority for this thread, since steps of training go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         assert meta is not None
         try:
-            everybody = self._communicator().gather({"saves": step, "plain": meta["plain"]})
+            gathered = self._communicator().gather({"saves": step, "plain": meta["plain"]})
         except BaseException as error:
-            self._failed(step, error)
+            self._report_save_failure(step, error)
             return
-        if any(other.get("saves") != step for other in everybody):
-            self._failed(step, SaveFailed("the training process of another rank is gone"))
+        if any(other.get("saves") != step for other in gathered):
+            self._report_save_failure(step, SaveFailed("the training process of another rank is gone"))
             return
-        whole = {**meta, "plain": {name: values for other in everybody for name, values in other["plain"].items()}}
-        self._persisted = step
-        super()._save(step, snapshot_tensors, whole if self.rank == 0 else None)
-        if self._persisted == step:  # it did not fail
+        merged = {**meta, "plain": {name: values for other in gathered for name, values in other["plain"].items()}}
+        self._saved_step = step
+        super()._save(step, snapshot_tensors, merged if self.rank == 0 else None)
+        if self._saved_step == step:  # `_report_save_failure` was not called
             self._problem = ""
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        self._persisted = -1
-        self._problem = self._problem or f"the state after step {step} was not saved: {describe(error)}"
+    def _report_save_failure(self, step: int, error: BaseException) -> None:
+        self._saved_step = -1
+        self._problem = self._problem or f"the state after step {step} was not saved: {format_error(error)}"
         if isinstance(error, RankUnreachable):
-            super()._failed(step, error)
+            super()._report_save_failure(step, error)
             return
-        # The replica is still intact. Later failures repeat the text, so that training warns once.
+        # The replica is intact. Later failures repeat the first text, so that training warns once.
         self._report({"kind": "unsaved", "text": self._problem})
 
-    def _end(self, closing: bool) -> None:
-        """Save the last state, and offer it to the next training process."""
+    def _finish(self, closing: bool) -> None:
+        """Save the last state, and serve it to the next training process."""
         if self._optimizer is None:
             return
-        listener = None if closing else memory.listen(self.run, self.rank)
-        finishing = threading.Thread(target=self._finish, args=(closing,), name="finish")
+        listener = None if closing else replica_transfer.listen(self.run, self.rank)
+        finishing = threading.Thread(target=self._save_final_state, args=(closing,), name="finish")
         finishing.start()
         if listener is not None:
-            memory.serve(listener, self, self._linger)
+            replica_transfer.serve_state(listener, self, self._linger)
         finishing.join()
-        if closing and self._persisted != self.newest:
-            raise SaveFailed(self._problem or f"the state after step {self.newest} was not saved")
+        if closing and self._saved_step != self.newest_step:
+            raise SaveFailed(self._problem or f"the state after step {self.newest_step} was not saved")
         if self.closed and self.rank == 0:
-            segments.close(self.run, self.session, self._persisted, self.config.storage.fsync)
+            segments.mark_closed(self.run, self.session, self._saved_step, self.config.storage.fsync)
 
-    def _finish(self, closing: bool) -> None:
+    def _save_final_state(self, closing: bool) -> None:
         """Save the last state that all ranks have, and release the lock."""
         if not closing and self.ranks == 1:
-            with self._turn, suppress(OSError):  # without enough memory the state is still saved
-                self._shared()  # the next training process will request it
+            with self._replica_lock, suppress(OSError):  # the state is saved even without memory for a copy
+                self._shared_copy()  # the next training process will request it
         self.wait()
         try:
-            step = self._last_of_all()
-            with self._turn:
+            step = self._last_common_step()
+            with self._replica_lock:
                 if step is not None:
                     self.advance(step)
-                    if self._persisted != step:
+                    if self._saved_step != step:
                         self._persist()
-        except BaseException as error:  # other hosts may have failed; this rank's replica is still valid
-            self._problem = self._problem or describe(error)
+        except BaseException as error:  # other hosts may have failed, but this rank's replica is valid
+            self._problem = self._problem or format_error(error)
         self.wait()
         if not closing:
             self._lock.release()
 
-    def _last_of_all(self) -> int | None:
+    def _last_common_step(self) -> int | None:
         """Return the last step that all ranks can reach, or None if there is none; collective."""
         while True:
-            everybody = self._communicator().gather({"applied": self.applied, "newest": self.newest})
-            if all("newest" in other for other in everybody):  # else somebody began to save when this rank had ended
-                last = min(int(other["newest"]) for other in everybody)
-                return last if max(int(other["applied"]) for other in everybody) <= last else None
+            gathered = self._communicator().gather({"applied": self.applied, "newest": self.newest_step})
+            if all("newest" in other for other in gathered):  # else another rank gathers in `_save` first
+                last = min(int(other["newest"]) for other in gathered)
+                return last if max(int(other["applied"]) for other in gathered) <= last else None

@@ -1,4 +1,4 @@
-"""Gradients averaged in 16 bits by torch's own communication hooks, with probes of the result."""
+"""Compressors that average gradients in 16 bits by torch's communication hooks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dsq_ckpt.lowdiff.buckets import Bucket, Group, HookedCompressor, ready
-from dsq_ckpt.lowdiff.contract import GradientInfo
+from dsq_ckpt.lowdiff.base_compressor import GradientInfo
+from dsq_ckpt.lowdiff.buckets import Bucket, Group, HookedCompressor, completed_future
 from dsq_ckpt.lowdiff.probe import Probe, ProbeIndices
 
 _HOOKS = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
 
 
 class _Rounded(HookedCompressor):
-    """A compressor that rounds to 16 bits without error feedback: torch's hooks keep no residual."""
+    """A compressor that rounds to 16 bits without error feedback, since torch's hooks keep no residual."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -28,30 +28,31 @@ class _Rounded(HookedCompressor):
         super().__init__(self.name)
         self._probe_indices: dict[tuple[int, ...], ProbeIndices] = {}
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._probe_indices.clear()
 
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
-        if group is None or bucket.source is None:
+        if group is None or bucket.grad_bucket is None:
             rounded = bucket.flat.to(self.dtype)
-            if group is not None:  # as torch's hooks do it
+            if group is not None:  # like torch's hooks
                 dist.all_reduce(rounded.div_(group.size()), group=group)
             bucket.flat.copy_(rounded)
-            return ready(self._look(bucket))
+            return completed_future(self._record_infos(bucket))
 
-        def look(done: Future[Tensor]) -> Tensor:
-            done.value()
-            return self._look(bucket)
+        def record(done: Future[Tensor]) -> Tensor:
+            done.value()  # raises the collective's error
+            return self._record_infos(bucket)
 
-        return _HOOKS[self.dtype](group, bucket.source).then(look)
+        return _HOOKS[self.dtype](group, bucket.grad_bucket).then(record)
 
-    def _look(self, bucket: Bucket) -> Tensor:
-        if (places := self._probe_indices.get(bucket.key)) is None:
-            places = self._probe_indices[bucket.key] = ProbeIndices.of(bucket)
-        # A bucket of the other 16-bit type rounds once more when the average is written into it.
+    def _record_infos(self, bucket: Bucket) -> Tensor:
+        """Record the description of each gradient; return the bucket's tensor."""
+        if (indices := self._probe_indices.get(bucket.key)) is None:
+            indices = self._probe_indices[bucket.key] = ProbeIndices.from_bucket(bucket)
+        # A bucket of the other 16-bit dtype rounds again when the average is written into it.
         dtype = bucket.flat.dtype if bucket.flat.element_size() == 2 else self.dtype
-        for slice_, probe in zip(bucket.slices, places.probes(bucket), strict=True):
+        for slice_, probe in zip(bucket.slices, indices.read_probes(bucket), strict=True):
             self._info_factories[slice_.parameter] = partial(_gradient_info, dtype, probe)
         return bucket.flat
 
@@ -70,5 +71,5 @@ class Bf16(_Rounded):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-def _gradient_info(dtype: torch.dtype, probe: Callable[[], Probe | None]) -> GradientInfo:
-    return GradientInfo(None, dtype, None, probe())
+def _gradient_info(dtype: torch.dtype, build_probe: Callable[[], Probe | None]) -> GradientInfo:
+    return GradientInfo(None, dtype, None, build_probe())

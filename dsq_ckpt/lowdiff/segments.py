@@ -1,7 +1,7 @@
 """Segments of a gradient log: files of consecutive steps, one for each rank and batch; see `docs/format.md`.
 
-A segment is a container (`dsq_ckpt.storage.container`): it appears complete or not at all, and every byte is
-checked. Segments are independent of each other.
+A segment is a container (`dsq_ckpt.storage.container`). A segment appears complete or not at all, and every byte is
+covered by a checksum. Segments are independent of each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from dsq_ckpt.core.regular_files import read_regular, unreadable_error
 from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
-from dsq_ckpt.lowdiff.encoding import decode, sparse_places
+from dsq_ckpt.lowdiff.encoding import decode, decode_sparse_indices
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo
@@ -28,15 +28,15 @@ from dsq_ckpt.storage.record_fields import parse_dtype
 LOG = "log"
 """Name of the directory of segments in a run directory."""
 _VERSION = 1
-_NOTE = 1 << 16
+_MAX_MARKER_BYTES = 1 << 16
 SESSION = re.compile(r"[0-9a-f]{16}")
 """Names of sessions."""
 _NAME = re.compile(rf"(?P<session>{SESSION.pattern})-(?P<first>\d{{9,}})-(?P<last>\d{{9,}})-(?P<rank>\d{{5,}})\.grads")
-_MOST_STEPS = 1 << 20  # per segment: readers allocate tables of steps, and a file name has no checksum
+_MAX_STEPS = 1 << 20  # per segment: readers allocate tables of steps, and a file name has no checksum
 _TEMPORARY = re.compile(rf"\.(?:{_NAME.pattern}|{SESSION.pattern}\.closed)\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
 
 
-class Step(NamedTuple):
+class EncodedStep(NamedTuple):
     """An encoded step of a segment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     blocks: list[bytes]
 
 
-class Name(NamedTuple):
+class SegmentName(NamedTuple):
     """The parts of a segment's file name: session, first and last step, rank."""
 
     session: str
@@ -59,13 +59,13 @@ class Name(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, path: Path) -> Name | None:
-        """Parse a file name; return None if the file is no segment."""
+    def from_path(cls, path: Path) -> SegmentName | None:
+        """Parse a file name; return None if it is not the name of a segment."""
         match = _NAME.fullmatch(path.name)
         if match is None:
             return None
         first, last = int(match["first"]), int(match["last"])
-        if not 0 <= last - first < _MOST_STEPS:
+        if not 0 <= last - first < _MAX_STEPS:
             return None
         return cls(match["session"], first, last, int(match["rank"]))
 
@@ -73,8 +73,8 @@ class Name(NamedTuple):
         return f"{self.session}-{self.first:09d}-{self.last:09d}-{self.rank:05d}.grads"
 
 
-def write(
-    run: Path, session: str, rank: int, ranks: int, entries: Sequence[ParameterEntry], steps: Sequence[Step],
+def write_segment(
+    run: Path, session: str, rank: int, ranks: int, entries: Sequence[ParameterEntry], steps: Sequence[EncodedStep],
     fsync: bool,
 ) -> FileInfo:
     """Write consecutive steps as one file.
@@ -91,7 +91,7 @@ def write(
     Raises:
         OSError: the file cannot be written; no part of it remains.
     """
-    name = str(Name(session, steps[0].number, steps[-1].number, rank))
+    name = str(SegmentName(session, steps[0].number, steps[-1].number, rank))
     with ContainerWriter(run / LOG, name, fsync) as writer:
         listed = []
         for step in steps:
@@ -118,7 +118,7 @@ class LogSegment:
     """
 
     def __init__(self, path: Path) -> None:
-        name = Name.of(path)
+        name = SegmentName.from_path(path)
         assert name is not None
         self.path = path
         self._reader: ContainerReader | None = ContainerReader(path)
@@ -131,16 +131,16 @@ class LogSegment:
             self.rank, self.ranks = int(contents["rank"]), int(contents["ranks"])
             self.entries = entries_from(contents["parameters"])
             self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in contents["steps"]}
-            found = Name(contents["session"], min(self.steps), max(self.steps), int(contents["rank"]))
-            if found != name or len(self.steps) != name.last - name.first + 1:
-                raise CorruptCheckpoint(f"'{path}' holds {found}, not what its name says: it was renamed or altered")
+            actual = SegmentName(contents["session"], min(self.steps), max(self.steps), int(contents["rank"]))
+            if actual != name or len(self.steps) != name.last - name.first + 1:
+                raise CorruptCheckpoint(f"'{path}' holds {actual}, not what its name says: it was renamed or altered")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpoint(f"'{path}' is no segment of a gradient log: {error!r}") from error
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the file until the next read: a log may have more files than a process may open."""
+        """Close the file until the next read, since a log may have more files than a process may open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -155,44 +155,44 @@ class LogSegment:
         """Return the flat gradients of a step by name, without parameters that had no gradient.
 
         Raises:
-            CorruptCheckpoint: the segment does not hold what it says.
+            CorruptCheckpoint: the segment's data is inconsistent.
         """
-        found: dict[str, torch.Tensor] = {}
-        with self.readable(step):
+        gradients: dict[str, torch.Tensor] = {}
+        with self.translate_errors(step):
             blocks = self.blocks(step)
             for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
                 sizes = [entry.elements for entry in entries]
-                whole = torch.empty(sum(sizes), dtype=parse_dtype(part["dtype"]))
-                decode(part, whole, blocks.__getitem__)
-                for entry, piece in zip(entries, whole.split(sizes), strict=True):
-                    found[entry.name] = piece
-        return found
+                flat = torch.empty(sum(sizes), dtype=parse_dtype(part["dtype"]))
+                decode(part, flat, blocks.__getitem__)
+                for entry, gradient in zip(entries, flat.split(sizes), strict=True):
+                    gradients[entry.name] = gradient
+        return gradients
 
-    def sent(self, step: int) -> dict[str, torch.Tensor | None]:
+    def sent_indices(self, step: int) -> dict[str, torch.Tensor | None]:
         """Return the int64 indices of the elements sent in a step, by name; None for all elements.
 
         Raises:
-            CorruptCheckpoint: the segment does not hold what it says.
+            CorruptCheckpoint: the segment's data is inconsistent.
         """
-        found: dict[str, torch.Tensor | None] = {}
-        with self.readable(step):
+        sent: dict[str, torch.Tensor | None] = {}
+        with self.translate_errors(step):
             blocks = self.blocks(step)
             for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
                 if part["as"] != "sparse":
-                    found |= dict.fromkeys(entry.name for entry in entries)
+                    sent |= dict.fromkeys(entry.name for entry in entries)
                     continue
                 sizes = [entry.elements for entry in entries]
-                flat = sparse_places(part, sum(sizes), blocks.__getitem__)
+                flat = decode_sparse_indices(part, sum(sizes), blocks.__getitem__)
                 bounds = torch.tensor([0, *sizes]).cumsum(0)
                 cuts = torch.searchsorted(flat, bounds).tolist()
-                for place, entry in enumerate(entries):
-                    found[entry.name] = flat[cuts[place] : cuts[place + 1]] - bounds[place]
-        return found
+                for number, entry in enumerate(entries):
+                    sent[entry.name] = flat[cuts[number] : cuts[number + 1]] - bounds[number]
+        return sent
 
     @contextmanager
-    def readable(self, step: int) -> Iterator[None]:
+    def translate_errors(self, step: int) -> Iterator[None]:
         """Return a context in which errors name the segment and the step."""
         try:
             yield
@@ -203,7 +203,7 @@ class LogSegment:
             raise kind(f"'{self.path}', step {step}: {error}") from error
         except (
             KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, AssertionError,
-        ) as error:  # of the optimizer too, which asserts what hyperparameters are
+        ) as error:  # also errors of the optimizer, which asserts the types of hyperparameters
             raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
 
     def buffers(self, step: int) -> dict[str, torch.Tensor]:
@@ -212,24 +212,25 @@ class LogSegment:
         Raises:
             CorruptCheckpoint: the segment's data is inconsistent.
         """
-        found = {}
-        with self.readable(step):
+        buffers = {}
+        with self.translate_errors(step):
             blocks = self.blocks(step)
-            for name, dtype, shape, block in self.steps[step].get("buffers", ()):
-                raw, wanted = bytearray(blocks[block]), parse_dtype(dtype)
-                if len(raw) != torch.Size(shape).numel() * wanted.itemsize:
+            for name, dtype_string, shape, block in self.steps[step].get("buffers", ()):
+                raw, dtype = bytearray(blocks[block]), parse_dtype(dtype_string)
+                if len(raw) != torch.Size(shape).numel() * dtype.itemsize:
                     raise CorruptCheckpoint(f"buffer '{name}' has {len(raw)} bytes")
-                found[name] = (torch.frombuffer(raw, dtype=wanted) if raw else torch.empty(0, dtype=wanted)).view(shape)
-        return found
+                buffers[name] = (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(shape)
+        return buffers
 
-    def after(self, step: int) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-        """Return the hyperparameters of each group in a step (None if the optimizer did no step), and the dictionary
-        after the step with the keys `hyper` and `states`.
+    def hyper_and_after(self, step: int) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+        """Return the hyperparameters of each group in a step, and a dictionary with `hyper` and `states` after it.
+
+        The hyperparameters are None if the optimizer made no step.
 
         Raises:
-            CorruptCheckpoint: the segment does not hold what it says.
+            CorruptCheckpoint: the segment's data is inconsistent.
         """
-        with self.readable(step):
+        with self.translate_errors(step):
             record = self.steps[step]
             hyper, after = record["hyper"], record["after"]
             for groups in (hyper, after["hyper"]):
@@ -240,25 +241,25 @@ class LogSegment:
             return hyper, after
 
 
-def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
-    """Return the segments of a run in order, of one session or of all."""
+def list_segments(run: Path, session: str | None = None) -> list[tuple[SegmentName, Path]]:
+    """Return name and path of the segments of a run in order, of one session or of all sessions."""
     directory = run / LOG
-    found = []
+    segments = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        name = Name.of(path)
+        name = SegmentName.from_path(path)
         if name is not None and session in (None, name.session):
-            found.append((name, path))
-    return sorted(found)
+            segments.append((name, path))
+    return sorted(segments)
 
 
-def closed_marker(run: Path, session: str) -> Path:
+def closed_marker_path(run: Path, session: str) -> Path:
     """Return the path of the file that marks a session as closed without a failure."""
     return run / LOG / f"{session}.closed"
 
 
-def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
-    """Mark a session as closed, with its last step; None if it logged no step."""
-    path = closed_marker(run, session)
+def mark_closed(run: Path, session: str, last: int | None, fsync: bool) -> None:
+    """Mark a session as closed, with its last step, or None if the session logged no step."""
+    path = closed_marker_path(run, session)
     with AtomicFile(path, fsync) as file:
         file.stream.write(json.dumps({"last": last}).encode())
         file.publish()
@@ -266,17 +267,17 @@ def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
         sync_directory(path.parent)
 
 
-def closed_after(run: Path, session: str) -> int | None:
-    """Return the last step of a closed session; None if the session is not closed, has no step, or an older version
-    closed it.
+def read_last_step(run: Path, session: str) -> int | None:
+    """Return the last step of a closed session; None if the session is not closed, has no step, or was closed by an
+    older version.
 
     Raises:
         CorruptCheckpoint: the marker file is damaged.
         LoadFailed: the marker file cannot be read.
     """
-    path = closed_marker(run, session)
+    path = closed_marker_path(run, session)
     try:
-        text = read_regular(path, _NOTE)
+        text = read_regular(path, _MAX_MARKER_BYTES)
         last = parse_strict_json(text)["last"] if text else None
     except FileNotFoundError:
         return None
@@ -289,7 +290,7 @@ def closed_after(run: Path, session: str) -> int | None:
     return last
 
 
-def leftovers(run: Path) -> Iterator[Path]:
+def find_temporary_files(run: Path) -> Iterator[Path]:
     """Yield temporary files of killed writers."""
     directory = run / LOG
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -320,14 +321,14 @@ def replayable_steps(run: Path, session: str, after: int, last: int | None = Non
     """
     ranks, problem = None, None
     by_step: dict[int, dict[int, Path]] = {}
-    for name, path in names(run, session):
+    for name, path in list_segments(run, session):
         for step in range(max(name.first, after + 1), name.last + 1):
             by_step.setdefault(step, {})[name.rank] = path
     cache: dict[Path, LogSegment | DSQError] = {}
     steps: list[list[LogSegment]] = []
     step = after + 1
     while (last is None or step <= last) and step in by_step and problem is None:
-        found: list[LogSegment] = []
+        step_segments: list[LogSegment] = []
         for _, path in sorted(by_step[step].items()):
             if path not in cache:
                 try:
@@ -339,35 +340,35 @@ def replayable_steps(run: Path, session: str, after: int, last: int | None = Non
                 problem = f"step {step} cannot be read: {segment}"
                 break
             ranks = segment.ranks
-            found.append(segment)
-        if problem is None and len(found) != ranks:
+            step_segments.append(segment)
+        if problem is None and len(step_segments) != ranks:
             missing = list(itertools.islice((rank for rank in range(ranks or 0) if rank not in by_step[step]), 9))
             shown = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             problem = f"step {step} is not complete: the share of rank(s) {shown} is missing"
         if problem is None:
-            steps.append(found)
+            steps.append(step_segments)
             step += 1
     try:
-        closed = closed_after(run, session)
+        closed = read_last_step(run, session)
     except DSQError as error:
         closed, problem = None, problem or str(error)
     later = [number for number in (*by_step, closed or 0) if number > step or number == closed == step]
     if problem is None and step not in by_step and later and (last is None or step <= last):
-        there = "is there" if min(later) in by_step else "was logged before the log was closed"
-        problem = f"step {step} is missing, although step {min(later)} {there}"
+        how = "is there" if min(later) in by_step else "was logged before the log was closed"
+        problem = f"step {step} is missing, although step {min(later)} {how}"
     return ReplayableSteps(steps, problem)
 
 
-def superseded(run: Path, snapshots: Mapping[str, int]) -> list[Path]:
+def find_superseded(run: Path, snapshots: Mapping[str, int]) -> list[Path]:
     """Return the files of the log that no snapshot needs.
 
     Args:
         run: directory of the run.
         snapshots: step of the oldest remaining snapshot, by session.
     """
-    ends = (run / LOG).glob("*.closed")
-    # A session without a snapshot may be newer than all of these, with its first snapshot under way.
+    markers = (run / LOG).glob("*.closed")
+    # A session without a snapshot may be newer than all sessions with one, while its first snapshot is being saved.
     newest = max(snapshots.values(), default=0)
-    return [path for path in ends if path.stem not in snapshots] + [
-        path for name, path in names(run) if name.last <= snapshots.get(name.session, newest)
+    return [path for path in markers if path.stem not in snapshots] + [
+        path for name, path in list_segments(run) if name.last <= snapshots.get(name.session, newest)
     ]

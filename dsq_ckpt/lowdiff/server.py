@@ -1,4 +1,4 @@
-"""The common part of checkpointing processes: receiving messages of a training process, and saving snapshots."""
+"""The common part of checkpointing processes: the message loop, and saving of snapshots."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ class Server(ABC):
     def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
         self._channel = channel
         self._lock = lock
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         self.run = Path(begin["run"])
         self.session: str = begin["session"]
-        self._known: list[str] = begin["known"]
+        self._known_sessions: list[str] = begin["known"]
         self.rank, self.ranks = int(begin["rank"]), int(begin["ranks"])
         self.entries = entries_from(begin["parameters"])
         self.config = DSQConfig.create(begin["config"])
         self._keep = int(begin["keep"])
         self._timeout = timedelta(seconds=float(begin["timeout"]))
-        self._alone = False
+        self._is_exclusive = False
         self.closed = False
         """True if training ended without a failure."""
         self._slots: dict[int, Arena] = {}
         self._staging: Arena | None = None
-        self._saving: threading.Thread | None = None
+        self._save_thread: threading.Thread | None = None
         self._store: dist.TCPStore | None = None
         self._comm: Communicator | None = SingleProcess() if self.ranks == 1 else None
         self._address: tuple[str, int] | None = None
 
     def serve(self) -> None:
-        """Handle messages until the training process ends, or asks this process to end."""
+        """Handle messages until the training process ends or closes the log."""
         ready: dict[str, Any] = {"kind": "ready"}
         if self.rank == 0 and self.ranks > 1:
-            # All ranks can resolve the address of the job's first rank.
+            # All ranks can resolve MASTER_ADDR, the address of the job's first rank.
             first = os.environ.get("RANK", "0") == "0"
             host = (os.environ.get("MASTER_ADDR") if first else None) or socket.gethostname()
             self._store = dist.TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
@@ -89,68 +89,70 @@ class Server(ABC):
                 if closing:
                     self.closed = bool(message["done"])
                 else:
-                    self._take(message)
+                    self._handle(message)
         except ChannelClosed:
-            pass  # the training process ended; steps that it sent before are still written
+            pass  # the training process ended; steps that it sent are still written
         except IncompleteGradient as error:
             self._report({"kind": "unfaithful", "name": str(error)})
-        self._end(closing)
+        self._finish(closing)
 
     def wait(self) -> None:
         """Wait for the snapshot under way."""
-        if self._saving is not None:
-            self._saving.join()
+        if self._save_thread is not None:
+            self._save_thread.join()
 
     @abstractmethod
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         """Handle a message: a step, a snapshot, or a setting."""
 
     @abstractmethod
-    def _end(self, closing: bool) -> None:
-        """Finish after the last message; `closing` says whether training closed the log."""
+    def _finish(self, closing: bool) -> None:
+        """Finish after the last message; `closing` is True if training closed the log."""
 
     def _logged_entries(self, message: Mapping[str, Any]) -> list[ParameterEntry]:
-        """Return the parameters that this rank logs from a snapshot on."""
+        """Return the parameters that this rank logs after a snapshot."""
         return [entry for entry in entries_from(message["meta"]["entries"]) if entry.owner == self.rank]
 
-    def _staged_tensors(self, listed: Iterable[tuple[list[str], str, list[int], int]]) -> list[SnapshotTensor]:
-        """Return the described tensors in the staging memory."""
-        found = []
-        for path, dtype, shape, offset in listed:
+    def _staged_tensors(self, descriptions: Iterable[tuple[list[str], str, list[int], int]]) -> list[SnapshotTensor]:
+        """Return the tensors in the staging memory, by descriptions of path, dtype, shape and offset."""
+        tensors = []
+        for path, dtype, shape, offset in descriptions:
             assert self._staging is not None
-            found.append(SnapshotTensor(tuple(path), self._staging.view(offset, tuple(shape), parse_dtype(dtype))))
-        return found
+            tensors.append(SnapshotTensor(tuple(path), self._staging.view(offset, tuple(shape), parse_dtype(dtype))))
+        return tensors
 
-    def _save_later(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
-        """Save a snapshot in a thread; steps written meanwhile belong to the previous snapshot until it is complete."""
+    def _save_in_background(
+        self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None
+    ) -> None:
+        """Save a snapshot in a thread. Until it is complete, steps are replayed from the previous snapshot."""
         self.wait()
-        self._saving = threading.Thread(target=self._save, args=(step, snapshot_tensors, meta), name="snapshot")
-        self._saving.start()
+        self._save_thread = threading.Thread(target=self._save, args=(step, snapshot_tensors, meta), name="snapshot")
+        self._save_thread.start()
 
     def _save(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
         started = time.perf_counter()
         try:
-            if not self._alone:
-                # While this log was down, another job may have gone on with the run, and may still write.
+            if not self._is_exclusive:
+                # While this log did not run, another job may have continued the run, and may still write.
                 # The sessions of one log differ in the last four digits.
-                snapshots.refuse_others(self.run, self._known, self.session[:12])
+                snapshots.check_sessions(self.run, self._known_sessions, self.session[:12])
                 # After a restart, processes of the previous session may still be saving older snapshots.
                 wait_for_writers(self.run, self._timeout.total_seconds(), self.session)
-                snapshots.refuse_others(self.run, self._known, self.session[:12])
-                self._alone = True
+                snapshots.check_sessions(self.run, self._known_sessions, self.session[:12])
+                self._is_exclusive = True
             comm = self._communicator()
             if any(other != step for other in comm.gather(step)):
                 raise SaveFailed("another rank ended, or saves the state after another step")
-            manifest = snapshots.save(self.run, step, snapshot_tensors, meta, self.config, comm)
+            manifest = snapshots.save_snapshot(self.run, step, snapshot_tensors, meta, self.config, comm)
             if self.rank == 0:
-                snapshots.retire(self.run, self._keep, step)
+                snapshots.remove_old_snapshots(self.run, self._keep, step)
             size = manifest.sum_bytes("own", "refinement", "index")
             self._report({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
-        except BaseException as error:  # an error of a thread would be lost
-            self._failed(step, error)
+        except BaseException as error:  # an error that leaves the thread would be lost
+            self._report_save_failure(step, error)
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        self._report({"kind": "failed", "text": f"the snapshot after step {step} was not saved: {describe(error)}"})
+    def _report_save_failure(self, step: int, error: BaseException) -> None:
+        self._report({"kind": "failed", "text": f"the snapshot after step {step} was not saved: {format_error(error)}"})
 
     def _communicator(self) -> Communicator:
         """Return the communicator of the checkpointing processes, created for the first snapshot."""
@@ -166,10 +168,10 @@ class Server(ABC):
 
     def _report(self, message: dict[str, Any]) -> None:
         """Send a report to the training process, if it is still alive."""
-        with self._sending, suppress(ChannelClosed):
+        with self._send_lock, suppress(ChannelClosed):
             self._channel.send(message)
 
 
-def describe(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error as one line."""
     return f"{type(error).__name__}: {error}"

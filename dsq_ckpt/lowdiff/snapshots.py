@@ -30,7 +30,7 @@ from dsq_ckpt.errors import (
     UnsupportedFormat,
 )
 from dsq_ckpt.lowdiff import segments
-from dsq_ckpt.lowdiff.plain import from_plain
+from dsq_ckpt.lowdiff.plain_data import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import is_lossy
@@ -79,11 +79,11 @@ def snapshot_config(base: str | Mapping[str, Any]) -> DSQConfig:
         raise ConfigError(f"base is {base!r}; expected 'exact', 'dsq' or a configuration. {error}") from None
 
 
-def with_residuals(config: DSQConfig) -> DSQConfig:
-    """Return the configuration of snapshots that contain residuals of error feedback."""
+def add_residual_rule(config: DSQConfig) -> DSQConfig:
+    """Return a configuration with a rule for residuals of error feedback, if it is lossy."""
     if not is_lossy(config):
         return config
-    # Residuals are distributed unlike weights, so they have codebooks of their own.
+    # Residuals have another distribution than weights, so they need their own codebooks.
     rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]
     return DSQConfig.create({**config.model_dump(), "quantize": {**config.quantize.model_dump(), "rules": rules}})
 
@@ -93,11 +93,11 @@ def snapshot_directory(run: Path, step: int) -> Path:
     return run / f"step-{step:09d}"
 
 
-def save(
+def save_snapshot(
     run: Path, step: int, tensors: Iterable[SnapshotTensor], meta: Mapping[str, Any] | None, config: DSQConfig,
     comm: Communicator,
 ) -> Manifest:
-    """Save a snapshot; collective. It is complete on return, or was never there.
+    """Save a snapshot; collective. The snapshot appears complete or not at all.
 
     Args:
         run: directory of the run.
@@ -116,30 +116,33 @@ def save(
         own.append(SnapshotTensor(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
     path = snapshot_directory(run, step)
     state = LocalState(
-        [_shard(item) for item in own], nesting={item.name: item.path for item in own},
-        settings=_settings(meta or {}) if is_lossy(config) else {},
+        [_as_local_shard(item) for item in own], nesting={item.name: item.path for item in own},
+        settings=_plain_settings(meta or {}) if is_lossy(config) else {},
     )
     parent = "auto" if is_lossy(config) else None
-    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest, run))
+    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest_parent, run))
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 
 
-def _newest(run: Path) -> ParentRef | None:
-    """Return the snapshot that the next one comes after, also the first one of a process, which knows no others."""
-    found = (ParentRef(one.save_id, str(path), one.depth) for path, one in newest_first(run) if one is not None)
-    return next(found, None)
+def _newest_parent(run: Path) -> ParentRef | None:
+    """Return the newest readable snapshot; None if there is none."""
+    snapshots = (
+        ParentRef(manifest.save_id, str(path), manifest.depth)
+        for path, manifest in list_snapshots(run) if manifest is not None
+    )
+    return next(snapshots, None)
 
 
-def _settings(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the optimizer keeps that is no tensor, by the names that it has in a state dict."""
-    found = flatten_param_groups(OPTIMIZER, map(from_plain, meta.get("hyper", ())))
+def _plain_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters and plain state of the optimizer, by their fqns in a state dict."""
+    settings = flatten_param_groups(OPTIMIZER, map(from_plain, meta.get("hyper", ())))
     for name, state in meta.get("plain", {}).items():
-        found |= {f"{OPTIMIZER}.state.{name}.{key}": from_plain(value) for key, value in state.items()}
-    return found
+        settings |= {f"{OPTIMIZER}.state.{name}.{key}": from_plain(value) for key, value in state.items()}
+    return settings
 
 
-def _shard(item: SnapshotTensor) -> LocalShard:
+def _as_local_shard(item: SnapshotTensor) -> LocalShard:
     shape = tuple(item.tensor.shape)
     return LocalShard(ChunkKey(item.name, (0,) * len(shape), shape), shape, item.tensor.dtype, lambda: item.tensor)
 
@@ -178,8 +181,8 @@ class Snapshot:
         self._checkpoint.close()
         self._workers.__exit__()
 
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context in which errors become `DSQError` and name the snapshot; see `CheckpointFiles.naming`."""
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which errors become `DSQError` and name the snapshot."""
         return self._checkpoint.translate_errors()
 
     @property
@@ -188,10 +191,10 @@ class Snapshot:
 
     @property
     def lossy_kinds(self) -> set[str]:
-        """Kinds of lossy tensors in it."""
+        """Kinds of tensors that the snapshot stores lossy."""
         return self._checkpoint.manifest.lossy_kinds
 
-    def damaged(self) -> Iterator[tuple[str, str]]:
+    def find_damage(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the problem of each damaged file."""
         for name, _, problem in self._checkpoint.verify():
             if problem is not None:
@@ -229,72 +232,78 @@ class Snapshot:
             raise UnsupportedFormat(f"'{self.path}' is of a log of version {version}, this reads {_VERSION}; upgrade")
         session = meta.get("session")
         if not (isinstance(session, str) and segments.SESSION.fullmatch(session)):
-            # No segment would be of it, so that the log would end here without a word.
+            # No segment would match the session, so that recovery would end at this snapshot silently.
             raise CorruptCheckpoint(f"'{self.path}': its session is {str(session)[:100]!r}; expected 16 hex digits")
         return dict(meta)
 
 
-def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
-    """Return the complete checkpoints with names of snapshots, newest first, each with its manifest or, if that cannot
-    be read, None.
+def list_snapshots(run: Path) -> list[tuple[Path, Manifest | None]]:
+    """Return the complete checkpoints with names of snapshots, newest first, each with its manifest.
+
+    The manifest is None if it cannot be read.
     """
-    found: list[tuple[Path, Manifest | None]] = []
+    snapshots: list[tuple[Path, Manifest | None]] = []
     for path, manifest in iter_checkpoints(run, lambda *_: None):
         if _NAME.fullmatch(path.name):
-            found.insert(0, (path, manifest))
-    known = {path for path, _ in found}
+            snapshots.insert(0, (path, manifest))
+    readable = {path for path, _ in snapshots}
     for path in sorted(run.glob("step-*")):
-        if _NAME.fullmatch(path.name) and is_complete(path) and path not in known:
-            older = (place for place, (other, _) in enumerate(found) if other.name < path.name)
-            found.insert(next(older, len(found)), (path, None))
-    return found
+        if _NAME.fullmatch(path.name) and is_complete(path) and path not in readable:
+            older = (index for index, (other, _) in enumerate(snapshots) if other.name < path.name)
+            snapshots.insert(next(older, len(snapshots)), (path, None))
+    return snapshots
 
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
-    """Return the metadata of a snapshot; None if `path` is no snapshot, or cannot be read."""
+    """Return the metadata of a snapshot; None if `path` is not a snapshot, or cannot be read."""
     with suppress(DSQError), Snapshot(path) as snapshot:
         return snapshot.meta
     return None
 
 
-def sessions(run: Path) -> dict[str, Path]:
-    """Return the sessions that the readable snapshots of a run are of, each with its newest snapshot, newest first."""
-    found: dict[str, Path] = {}
-    for path, _ in newest_first(run) if run.is_dir() else ():
+def list_sessions(run: Path) -> dict[str, Path]:
+    """Return the sessions of the readable snapshots of a run, newest first, each with its newest snapshot."""
+    sessions: dict[str, Path] = {}
+    for path, _ in list_snapshots(run) if run.is_dir() else ():
         if (meta := read_metadata(path)) is not None:
-            found.setdefault(meta["session"], path)
-    return found
+            sessions.setdefault(meta["session"], path)
+    return sessions
 
 
-def refuse_others(run: Path, known: Collection[str], own: str = "-") -> None:
-    """Refuse a run with snapshots of sessions that are not `known` and do not begin with `own`.
+def check_sessions(run: Path, known: Collection[str], own_prefix: str = "-") -> None:
+    """Check that a run has no snapshots of other logs, which this log would replace.
+
+    Args:
+        run: directory of the run.
+        known: sessions that the log continues.
+        own_prefix: prefix of the log's own sessions.
 
     Raises:
-        CheckpointExists: there is such a snapshot, which the log would replace.
+        CheckpointExists: the run has a snapshot of another session.
     """
-    for session, path in sessions(run).items():
-        if session not in known and not session.startswith(own):
-            raise CheckpointExists(exists(run, path))
+    for session, path in list_sessions(run).items():
+        if session not in known and not session.startswith(own_prefix):
+            raise CheckpointExists(existing_log_message(run, path))
 
 
-def exists(run: Path, newest: Path) -> str:
-    """Return the text of an error for a run that has snapshots from which a log does not go on."""
+def existing_log_message(run: Path, newest: Path) -> str:
+    """Return the error message for a run with snapshots that a log does not continue."""
     return (
         f"'{run}' has snapshots from which this log does not go on, the newest '{newest.name}': recover from them and "
         "pass what `recover` returned as resume=, or log into another directory"
     )
 
 
-def clear_interrupted(run: Path) -> None:
-    """Remove interrupted snapshots; no process may be saving one."""
+def remove_interrupted(run: Path) -> None:
+    """Remove interrupted snapshots. No process may be saving a snapshot."""
     for path in run.iterdir():
         if _NAME.fullmatch(path.name) and path.is_dir() and not is_complete(path):
             gc.collect_garbage(path, 0)
-            with suppress(OSError):  # not empty: something else lives there
+            with suppress(OSError):  # not empty: the directory has foreign files
                 path.rmdir()
 
 
-def retire(run: Path, keep: int, saved: int | None = None) -> None:
+def remove_old_snapshots(run: Path, keep: int, saved: int | None = None) -> None:
     """Remove all but the newest `keep` snapshots, and the segments that the remaining snapshots do not need.
 
     A manifest is removed first, so that a crash in between leaves garbage, never a checkpoint that does not load.
@@ -302,21 +311,21 @@ def retire(run: Path, keep: int, saved: int | None = None) -> None:
     Args:
         run: directory of the run.
         keep: number of snapshots to keep.
-        saved: step of the snapshot that was just saved, which is the newest whatever the clocks of hosts say; None to
-            order all snapshots by time.
+        saved: step of the snapshot that was saved last, which counts as the newest even if clocks of hosts differ; None
+            to order all snapshots by time.
     """
-    found = [(path, meta) for path, manifest in newest_first(run)
-             if manifest is not None and not manifest.pinned and (meta := read_metadata(path)) is not None]
+    snapshots = [(path, meta) for path, manifest in list_snapshots(run)
+                 if manifest is not None and not manifest.pinned and (meta := read_metadata(path)) is not None]
     if saved is not None:
-        found.sort(key=lambda one: one[0] != snapshot_directory(run, saved))
+        snapshots.sort(key=lambda snapshot: snapshot[0] != snapshot_directory(run, saved))
     oldest: dict[str, int] = {}
-    for _, meta in found[:keep]:
+    for _, meta in snapshots[:keep]:
         step = int(meta["step"])
         oldest[meta["session"]] = min(step, oldest.get(meta["session"], step))
-    for path, _ in found[keep:]:
+    for path, _ in snapshots[keep:]:
         (path / MANIFEST).unlink()
         sync_directory(path)
         shutil.rmtree(path)
     if oldest:
-        for path in segments.superseded(run, oldest):
+        for path in segments.find_superseded(run, oldest):
             path.unlink(missing_ok=True)

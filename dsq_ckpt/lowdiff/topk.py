@@ -1,9 +1,9 @@
 """Top-k sparsification with error feedback, synchronized by one all-gather per bucket.
 
-Every rank sends the largest elements of gradient + residual of each parameter and keeps the rest as the new residual
+Every rank sends the largest elements of gradient + residual of each parameter, and keeps the rest as the new residual
 (Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Lin, Han, Mao, Wang and Dally,
 "Deep gradient compression", ICLR 2018). The synchronized gradient is the mean of the sent values, summed in the order
-of the ranks and never by atomics, so that the models of all ranks are bit-identical.
+of the ranks and without atomics, so that the models of all ranks are bit-identical.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, Group, all_gather, on_this_stream, ready
-from dsq_ckpt.lowdiff.contract import GradientInfo
-from dsq_ckpt.lowdiff.feedback import FeedbackCompressor, forget_nonfinite
-from dsq_ckpt.lowdiff.probe import Probe, bounds_of, evenly
+from dsq_ckpt.lowdiff.base_compressor import GradientInfo
+from dsq_ckpt.lowdiff.buckets import (
+    Bucket,
+    BucketSlice,
+    Group,
+    completed_future,
+    record_current_stream,
+    start_all_gather,
+)
+from dsq_ckpt.lowdiff.feedback import FeedbackCompressor, clear_nonfinite
+from dsq_ckpt.lowdiff.probe import Probe, concatenated_ranges, spaced_indices
 
 _PROBES = 64
 _SAMPLE = 4096
@@ -42,12 +49,12 @@ class TopK(FeedbackCompressor):
         self.ratio = ratio
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _reset(self) -> None:
+        super()._reset()
         self._plans.clear()
 
-    def _check(self, names: dict[nn.Parameter, str]) -> None:
-        super()._check(names)
+    def _check_parameters(self, names: dict[nn.Parameter, str]) -> None:
+        super()._check_parameters(names)
         large = [name for p, name in names.items() if p.numel() >= 2**31]
         if large:
             raise ConfigError(
@@ -57,66 +64,66 @@ class TopK(FeedbackCompressor):
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
         world = 1 if group is None else group.size()
         if (plan := self._plans.get(bucket.key)) is None:
-            plan = self._plans[bucket.key] = _Plan.of(bucket, self.ratio, world)
-        # Row 0 holds indices, row 1 the bits of the values: one tensor, one collective.
+            plan = self._plans[bucket.key] = _Plan.from_bucket(bucket, self.ratio, world)
+        # Row 0 holds indices and row 1 the bits of the values, so that one collective sends both.
         payload = torch.empty((2, plan.size), dtype=torch.int32, device=bucket.flat.device)
         values = payload[1].view(torch.float32)
         for slice_, (start, stop) in zip(bucket.slices, plan.bounds, strict=True):
-            self._pick(slice_, bucket.of(slice_), payload[0, start:stop], values[start:stop])
+            self._select_elements(slice_, bucket.gradient(slice_), payload[0, start:stop], values[start:stop])
         if group is None or not plan.size:
-            self._merge(bucket, plan, payload[None])
-            return ready(bucket.flat)
+            self._merge_payloads(bucket, plan, payload[None])
+            return completed_future(bucket.flat)
         gathered = payload.new_empty((world, 2, plan.size))
 
         def merge(done: Future[object]) -> Tensor:
-            done.value()  # raises what the collective raised
-            self._merge(bucket, plan, gathered)
+            done.value()  # raises the collective's error
+            self._merge_payloads(bucket, plan, gathered)
             return bucket.flat
 
-        return all_gather(gathered.view(-1), payload.view(-1), group).get_future().then(merge)
+        return start_all_gather(gathered.view(-1), payload.view(-1), group).get_future().then(merge)
 
-    def _pick(self, slice_: BucketSlice, gradient: Tensor, indices: Tensor, values: Tensor) -> None:
-        """Write the sent elements into `indices`, int32[k], and `values`, float32[k]; keep the rest as residual."""
+    def _select_elements(self, slice_: BucketSlice, gradient: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Write the largest elements into `indices`, int32[k], and `values`, float32[k]; keep the rest as residual."""
         if not len(indices):
             return
         if not self.feedback:
-            whole = gradient.float()
-            chosen = largest(whole, len(indices))
-            torch.index_select(whole, 0, chosen, out=values)
+            single = gradient.float()
+            chosen = largest_indices(single, len(indices))
+            torch.index_select(single, 0, chosen, out=values)
         else:
-            whole = self._flat_residual(slice_).add_(gradient)
-            chosen = largest(whole, len(indices))
-            if self._dropped(gradient):
+            residual = self._flat_residual(slice_).add_(gradient)
+            chosen = largest_indices(residual, len(indices))
+            if self._is_dropped(gradient):
                 values.zero_()
             else:
-                torch.index_select(whole, 0, chosen, out=values)
-                whole.index_fill_(0, chosen, 0.0)
-                forget_nonfinite(whole, values)
+                torch.index_select(residual, 0, chosen, out=values)
+                residual.index_fill_(0, chosen, 0.0)
+                clear_nonfinite(residual, values)
         indices.copy_(chosen)
 
-    def _merge(self, bucket: Bucket, plan: _Plan, gathered: Tensor) -> None:
+    def _merge_payloads(self, bucket: Bucket, plan: _Plan, gathered: Tensor) -> None:
         """Overwrite the bucket with the mean of all ranks' payloads, int32[world, 2, size]."""
         flat, world = bucket.flat, len(gathered)
         total = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
         total.zero_()
         indices, values = gathered[:, 0].long(), gathered[:, 1].view(torch.float32)
-        places = indices + plan.starts
-        for mine, sent in zip(places, values, strict=True):
+        in_bucket = indices + plan.starts
+        for rank_indices, rank_values in zip(in_bucket, values, strict=True):
             # The indices of one rank are unique: each element is read and written once.
-            total.index_copy_(0, mine, total.index_select(0, mine).add_(sent))
+            total.index_copy_(0, rank_indices, total.index_select(0, rank_indices).add_(rank_values))
         if world > 1:
             total.div_(world)
         if total is not flat:
             flat.copy_(total)
-        seen = flat.index_select(0, places.view(-1)[plan.seen])
-        inside = indices.view(-1)[plan.seen]
+        probe_values = flat.index_select(0, in_bucket.view(-1)[plan.probes])
+        probe_indices = indices.view(-1)[plan.probes]
         for number, slice_ in enumerate(bucket.slices):
             start, stop = plan.bounds[number]
             if self._ddp_may_drop and not values[:, start:stop].any():
-                continue  # perhaps no rank used the parameter; then DDP leaves p.grad unchanged
-            first, last = plan.seen_bounds[number]
+                continue  # no rank may have used the parameter, and DDP then leaves p.grad unchanged
+            first, last = plan.probe_bounds[number]
             self._info_factories[slice_.parameter] = partial(
-                _gradient_info, slice_, indices[:, start:stop], (inside[first:last], seen[first:last])
+                _gradient_info, slice_, indices[:, start:stop], (probe_indices[first:last], probe_values[first:last])
             )
 
 
@@ -128,45 +135,46 @@ class _Plan:
         size: number of elements that a rank sends.
         bounds: range of the payload for each slice.
         starts: int64[size], start in the bucket of each element's slice.
-        seen: int64 indices of the probes among the elements of all ranks.
-        seen_bounds: range of `seen` for each slice.
+        probes: int64 indices of the probes among the elements of all ranks.
+        probe_bounds: range of `probes` for each slice.
     """
 
     size: int
     bounds: Sequence[tuple[int, int]]
     starts: Tensor
-    seen: Tensor
-    seen_bounds: Sequence[tuple[int, int]]
+    probes: Tensor
+    probe_bounds: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, bucket: Bucket, ratio: float, world: int) -> _Plan:
+    def from_bucket(cls, bucket: Bucket, ratio: float, world: int) -> _Plan:
         """Return the plan for buckets of this layout."""
         counts = [min(slice_.elements, max(1, round(ratio * slice_.elements))) for slice_ in bucket.slices]
-        size, bounds, device = sum(counts), bounds_of(counts), bucket.flat.device
+        size, bounds, device = sum(counts), concatenated_ranges(counts), bucket.flat.device
         offsets = torch.tensor([slice_.start for slice_ in bucket.slices])
         chosen = []
-        for start, stop in bounds:  # entries of all ranks: one may have sent nothing but zeros
-            entry = evenly(world * (stop - start), _PROBES)
+        for start, stop in bounds:  # of all ranks, since one rank may have sent only zeros
+            entries = spaced_indices(world * (stop - start), _PROBES)
             k = max(1, stop - start)
-            chosen.append(entry // k * size + start + entry % k)
+            chosen.append(entries // k * size + start + entries % k)
         return cls(
             size, bounds, offsets.repeat_interleave(torch.tensor(counts)).to(device), torch.cat(chosen).to(device),
-            bounds_of([len(entries) for entries in chosen]),
+            concatenated_ranges([len(entries) for entries in chosen]),
         )
 
 
-def _gradient_info(slice_: BucketSlice, indices: Tensor, seen: Probe) -> GradientInfo:
-    places, values = (on_this_stream(tensor) for tensor in seen)
-    support = slice_.row_major(on_this_stream(indices).reshape(-1))
-    return GradientInfo(support, None, None, (slice_.row_major(places), values) if len(places) else None)
+def _gradient_info(slice_: BucketSlice, indices: Tensor, probe: Probe) -> GradientInfo:
+    probe_indices, values = (record_current_stream(tensor) for tensor in probe)
+    support = slice_.to_row_major(record_current_stream(indices).reshape(-1))
+    row_major_probe = (slice_.to_row_major(probe_indices), values) if len(probe_indices) else None
+    return GradientInfo(support, None, None, row_major_probe)
 
 
-def largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest magnitudes exactly; ties are broken arbitrarily. NaN exceeds infinity.
+def largest_indices(x: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest magnitudes exactly. Ties are broken arbitrarily; NaN exceeds infinity.
 
-    On a CPU `torch.topk` moves every element, though few can be among the largest. A sample gives a threshold that
-    somewhat more than k elements reach, and `torch.topk` selects among these. If fewer reach it, `torch.topk` selects
-    among all elements.
+    On a CPU `torch.topk` moves every element, although few can be among the largest. A sample determines a threshold
+    that slightly more than k elements reach, and `torch.topk` selects among them. If fewer elements reach it,
+    `torch.topk` selects among all.
 
     Args:
         x: float32[n].
@@ -178,7 +186,7 @@ def largest(x: Tensor, k: int) -> Tensor:
     n = x.numel()
     if k == n:
         return torch.arange(n, device=x.device)
-    magnitudes = x.abs().view(torch.int32)  # bits are ordered as magnitudes are, NaN last, and integers compare faster
+    magnitudes = x.abs().view(torch.int32)  # same order, with NaN last, and faster comparisons
     if x.device.type == "cpu" and n >= 4 * _SAMPLE and 4 * k <= n:
         sample = magnitudes[:: n // _SAMPLE]
         expected = k * len(sample) / n

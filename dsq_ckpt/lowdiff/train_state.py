@@ -13,7 +13,7 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.lowdiff.plain import from_plain, to_plain
+from dsq_ckpt.lowdiff.plain_data import from_plain, to_plain
 from dsq_ckpt.storage.record_fields import parse_dtype
 
 MODEL, OPTIMIZER = "model", "optim"
@@ -56,7 +56,7 @@ class ParameterEntry(NamedTuple):
 
 
 class TrainState:
-    """The state of a training loop by names.
+    """The state of a training loop, by names.
 
     Args:
         model: model, possibly wrapped by DDP or torch.compile.
@@ -69,7 +69,7 @@ class TrainState:
         parameters: parameters that the optimizer updates on this rank by name, in its order.
 
     Raises:
-        ConfigError: the optimizer updates a tensor outside of the model, or its step cannot be replayed from gradients.
+        ConfigError: the optimizer updates a tensor outside of the model, or cannot be replayed from gradients.
     """
 
     layout: str = "a model that is the same on all ranks"
@@ -113,7 +113,7 @@ class TrainState:
                 self.parameters[name] = parameter
                 names.append(name)
             self._groups.append(names)
-        self._seen = self._in_groups(), self._in_model()
+        self._initial = self._group_ids(), self._parameter_properties()
 
     def _check_optimizer(self) -> None:
         name = type(self.optimizer).__name__
@@ -126,48 +126,50 @@ class TrainState:
             )
 
     def entries(self, ranks: int) -> list[ParameterEntry]:
-        """Return the parameters with balanced owners: the largest first, each to the rank with the least bytes."""
+        """Return the parameters, assigned to ranks: from the largest, each to the rank with the fewest bytes."""
         loads = [0] * ranks
         owners: dict[str, int] = {}
         for name, parameter in sorted(self.parameters.items(), key=lambda pair: -pair[1].nbytes):
             owners[name] = loads.index(min(loads))
             loads[owners[name]] += parameter.nbytes + 1
-        found = []
+        entries = []
         for group, names in enumerate(self._groups):
             for name in names:
                 parameter = self.parameters[name]
                 shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
-                found.append(ParameterEntry(name, shape, dtype, group, owners[name]))
-        return found
+                entries.append(ParameterEntry(name, shape, dtype, group, owners[name]))
+        return entries
 
     def group_of(self, name: str) -> int:
         """Return the number of the optimizer's group of a parameter."""
         return next(number for number, names in enumerate(self._groups) if name in names)
 
-    def calls(self) -> list[list[str]]:
-        """Return the names of the parameters that each call of the optimizer updates within a step."""
+    def optimizer_calls(self) -> list[list[str]]:
+        """Return the names of the parameters that each call of the optimizer in a step updates."""
         return [list(self.parameters)]
 
-    def changed(self) -> str | None:
-        """Return what has changed since construction in which parameters the optimizer and the model have, for people;
-        None: nothing. Values are not compared, only identities, names, shapes, dtypes and devices.
+    def describe_change(self) -> str | None:
+        """Describe changes of the model's and the optimizer's parameters since construction, for a warning.
+
+        Only identities, names, shapes, dtypes and devices are compared, not values. Return None if nothing has changed.
         """
-        groups, model = self._in_groups(), self._in_model()
-        if groups != self._seen[0]:
-            names = {form[0]: name for forms in (self._seen[1], model) for name, form in forms.items()}
+        groups, model = self._group_ids(), self._parameter_properties()
+        if groups != self._initial[0]:
+            names = {values[0]: name for state in (self._initial[1], model) for name, values in state.items()}
             before, now = (
-                {names.get(one, "one outside of the model"): number for number, own in enumerate(found) for one in own}
-                for found in (self._seen[0], groups)
+                {names.get(id_, "one outside of the model"): number for number, ids in enumerate(state) for id_ in ids}
+                for state in (self._initial[0], groups)
             )
-            return f"parameters of the optimizer were added, removed or moved{which_differ(before, now)}"
-        if model != self._seen[1]:
-            return f"parameters of the model were added, removed, replaced or cast{which_differ(self._seen[1], model)}"
+            return f"parameters of the optimizer were added, removed or moved{format_differing_names(before, now)}"
+        if model != self._initial[1]:
+            differing = format_differing_names(self._initial[1], model)
+            return f"parameters of the model were added, removed, replaced or cast{differing}"
         return None
 
-    def _in_groups(self) -> list[list[int]]:
+    def _group_ids(self) -> list[list[int]]:
         return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
-    def _in_model(self) -> dict[str, tuple[Any, ...]]:
+    def _parameter_properties(self) -> dict[str, tuple[Any, ...]]:
         return {
             name: (id(parameter), parameter.shape, parameter.dtype, parameter.device)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -182,7 +184,7 @@ class TrainState:
         ]
 
     def set_hyper(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Set the hyperparameters of each group; tensors, such as a learning rate, are filled in place."""
+        """Set the hyperparameters of each group. Tensors, such as a learning rate, are updated in place."""
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             for key, plain in values.items():
                 value = from_plain(plain)
@@ -192,12 +194,12 @@ class TrainState:
                 else:
                     group[key] = value
 
-    def states_now(self) -> dict[str, Any]:
+    def states_to_plain(self) -> dict[str, Any]:
         """Return the states of schedulers and the like as plain data."""
-        return {name: to_plain(state, f"the state of '{name}'") for name, state in self.own_states().items()}
+        return {name: to_plain(state, f"the state of '{name}'") for name, state in self.collect_states().items()}
 
-    def own_states(self) -> dict[str, dict[str, Any]]:
-        """Return the states of schedulers and the like as they tell them."""
+    def collect_states(self) -> dict[str, dict[str, Any]]:
+        """Return the state dicts of schedulers and the like."""
         with in_user_code():
             return {name: state.state_dict() for name, state in self.states.items()}
 
@@ -217,18 +219,18 @@ class TrainState:
             with in_user_code():
                 state.load_state_dict(own)
 
-    def monitored(self) -> list[torch.Tensor]:
-        """Return the tensors that only the optimizer may change, so that gradients reproduce them.
+    def monitored_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that only the optimizer's step may change, so that gradients reproduce them.
 
-        They include parameters without an optimizer, such as those of a teacher that follows the model.
+        They include parameters that the optimizer does not update, such as those of a teacher that follows the model.
         """
         return list(self._names)
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the optimizer's state, which too only the optimizer may change."""
-        for own in self.optimizer.state.values():
-            if isinstance(own, Mapping):  # an optimizer may count its steps beside the states of parameters
-                yield from (value for value in own.values() if isinstance(value, torch.Tensor))
+        """Yield the tensors of the optimizer's state, which only the optimizer's step may change."""
+        for values in self.optimizer.state.values():
+            if isinstance(values, Mapping):  # some optimizers store a step count beside the states of parameters
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of each persistent buffer."""
@@ -238,11 +240,11 @@ class TrainState:
                     yield strip_wrappers(f"{prefix}.{key}" if prefix else key), buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
-        """Yield path, tensor and logged parameter (None without one) of each tensor of a snapshot."""
+        """Yield path, tensor and parameter name (None without a parameter) of each tensor of a snapshot."""
         for parameter, name in self._names.items():
             yield (MODEL, name), parameter.detach(), name if name in self.parameters else None
         for alias, name in self.aliases.items():
-            yield (MODEL, alias), self._by_name(name).detach(), name if name in self.parameters else None
+            yield (MODEL, alias), self._find_parameter(name).detach(), name if name in self.parameters else None
         for name, buffer in self.buffers():
             yield (MODEL, name), buffer.detach(), None
         for name, parameter in self.parameters.items():
@@ -252,12 +254,12 @@ class TrainState:
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
         """Return the non-tensor part of the optimizer's state as plain data, by parameter."""
-        found: dict[str, dict[str, Any]] = {}
+        plain: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if not torch.is_tensor(value):
-                    found.setdefault(name, {})[key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
-        return found
+                    plain.setdefault(name, {})[key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
+        return plain
 
     def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer's whole state."""
@@ -265,48 +267,48 @@ class TrainState:
         self.set_state(state)
 
     def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the optimizer's state of parameters, on the device and in the layout that the optimizer expects."""
+        """Set the optimizer's state of some parameters, on the device and in the layout that the optimizer expects."""
         for name, values in state.items():
             parameter = self.parameters[name]
             group = self.optimizer.param_groups[self.group_of(name)]
-            own: dict[str, Any] = {}
+            converted: dict[str, Any] = {}
             for key, value in values.items():
-                # Adam's count of steps stays on the CPU unless a kernel on the device wants it.
-                there = key != "step" or group.get("fused") or group.get("capturable")
-                if torch.is_tensor(value) and there:
+                # Adam's step count stays on the CPU unless a kernel on the device needs it.
+                on_device = key != "step" or group.get("fused") or group.get("capturable")
+                if torch.is_tensor(value) and on_device:
                     value = value.to(parameter.device)
                     if value.shape == parameter.shape and not parameter.is_contiguous():
                         value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                own[key] = _alone(value) if torch.is_tensor(value) else value
-            self.optimizer.state[parameter] = own
+                converted[key] = _with_own_storage(value) if torch.is_tensor(value) else value
+            self.optimizer.state[parameter] = converted
 
     def state_keys(self) -> dict[str, list[str]]:
         """Return the ordered keys of the optimizer's state, by parameter."""
         state = self.optimizer.state
         return {name: list(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
-    def _by_name(self, name: str) -> nn.Parameter:
+    def _find_parameter(self, name: str) -> nn.Parameter:
         return next(parameter for parameter, own in self._names.items() if own == name)
 
 
-def which_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the names that do not have the same value before and now, in brackets, for people."""
+def format_differing_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the names whose values differ in parentheses, for a warning; empty without differences."""
     names = [strip_wrappers(name) for name in {**before, **now} if before.get(name) != now.get(name)]
     return f" ({quote(names)})" if names else ""
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that owns its whole storage; a copy if it shares one."""
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is the only view of its storage; a copy if it is not."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, without "torch."."""
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def entries_from(tree: Iterable[Iterable[Any]]) -> list[ParameterEntry]:
-    """Return entries from their representation in a file.
+    """Convert entries from their JSON representation.
 
     Raises:
         CorruptCheckpoint: a dtype is unknown.

@@ -1,4 +1,4 @@
-"""The training process's client of its checkpointing process: start, slots of shared memory, messages, reports."""
+"""The training process's client of its checkpointing process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.lowdiff.arena import Arena, aligned
+from dsq_ckpt.lowdiff.arena import Arena, align
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 
-_PATIENCE = 1.0
+_POLL_SECONDS = 1.0
 
 
 class ProcessGone(SaveFailed):
-    """Raised when the checkpointing process died or failed; `self_reported` is True if it sent the reason itself."""
+    """Raised when the checkpointing process died or failed; `self_reported` is True if the process sent the reason."""
 
     self_reported = False
 
 
-class Ready(Protocol):
-    """An event that completes later, such as `torch.cuda.Event`."""
+class CompletionEvent(Protocol):
+    """An event with the methods of `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -37,12 +37,12 @@ class Ready(Protocol):
 
 
 class WorkerClient:
-    """A client that starts a checkpointing process and talks to it.
+    """A client that starts a checkpointing process, and exchanges messages and shared memory with it.
 
     Args:
         begin: first message; see `server.Server`.
-        queue: largest number of steps in transit, the number of slots.
-        timeout: seconds after which a process that accepts nothing is treated as dead.
+        queue: number of slots of shared memory, and so the largest number of steps in transit.
+        timeout: seconds after which a process that accepts no message is treated as dead.
         module: Python module that the process runs.
 
     Attributes:
@@ -61,18 +61,18 @@ class WorkerClient:
         self.saving = False
         self.waited = 0.0
         self._arenas: dict[int, Arena] = {}
-        self._unsent: deque[tuple[Ready | None, dict[str, Any], Arena | None]] = deque()
+        self._unsent: deque[tuple[CompletionEvent | None, dict[str, Any], Arena | None]] = deque()
         self._free = deque(range(queue))
         self._staging: Arena | None = None
-        self._errors = os.memfd_create("errors")  # stderr of the process
+        self._stderr = os.memfd_create("errors")  # stderr of the process
         self._channel, theirs = Channel.pair()
         root = str(Path(dsq_ckpt.__file__).resolve().parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
-            # Not multiprocessing's spawn, which imports the user's script again and so needs a guard in it.
+            # multiprocessing's spawn would import the user's script again, which then needs a `__main__` guard.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
                 start_new_session=True, env={**os.environ, "PYTHONPATH": path},
             )
         except OSError as error:
@@ -89,7 +89,7 @@ class WorkerClient:
         """Send a message, after all pending messages.
 
         Raises:
-            ProcessGone: it is gone.
+            ProcessGone: the process ended or failed.
         """
         self._send_ready(wait=True)
         self._send(message, arena)
@@ -99,13 +99,13 @@ class WorkerClient:
             self._channel.send(dict(message), arena, self._timeout)
         except ChannelClosed:
             self.poll()  # the process may have sent the reason
-            self._gone()
+            self._raise_gone()
 
-    def send_when(self, ready: Ready | None, message: Mapping[str, Any], arena: Arena | None = None) -> None:
-        """Send a message as soon as `ready` has completed, in order; completion is checked at the next call.
+    def send_when(self, ready: CompletionEvent | None, message: Mapping[str, Any], arena: Arena | None = None) -> None:
+        """Send a message after `ready` has completed, in order. Later calls check for completion.
 
         Raises:
-            ProcessGone: it is gone.
+            ProcessGone: the process ended or failed.
         """
         self._unsent.append((ready, dict(message), arena))
         self._send_ready(wait=False)
@@ -121,33 +121,33 @@ class WorkerClient:
             self._send(message, arena)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Receive reports; return whether there was any.
+        """Receive reports; return whether any arrived within `timeout` seconds.
 
         Raises:
             ProcessGone: the process ended, or reported a failure.
         """
-        any_ = False
+        arrived = False
         while True:
             try:
                 received = self._channel.receive(timeout)
             except ChannelClosed:
-                self._gone()
+                self._raise_gone()
             if received is None:
-                return any_
-            any_, timeout = True, 0.0
-            self._take(received[0])
+                return arrived
+            arrived, timeout = True, 0.0
+            self._handle_report(received[0])
 
-    def slot(self) -> int:
-        """Return a free slot; wait for one, which bounds the steps in transit.
+    def acquire_slot(self) -> int:
+        """Return a free slot. Wait until a slot is free, so that the number of steps in transit is bounded.
 
         Raises:
-            ProcessGone: the process is.
+            ProcessGone: the process ended or failed, or freed no slot within the timeout.
         """
         self._send_ready(wait=False)
         started = time.perf_counter()
         while not self._free:
             self._send_ready(wait=True)
-            if not self.poll(_PATIENCE) and time.perf_counter() - started > self._timeout:
+            if not self.poll(_POLL_SECONDS) and time.perf_counter() - started > self._timeout:
                 raise ProcessGone(
                     f"the checkpointing process ({self.pid}) is there, but took no step for {self._timeout:.0f} s; its "
                     "disk may hang"
@@ -156,7 +156,7 @@ class WorkerClient:
         return self._free.popleft()
 
     def release(self, slot: int) -> None:
-        """Release a slot that was not sent, and its memory, which the process may not have mapped."""
+        """Free a slot that was not sent, and its memory, which the process may not have mapped."""
         arena = self._arenas.pop(slot, None)
         if arena is not None:
             arena.close()
@@ -169,50 +169,51 @@ class WorkerClient:
             return arena, False
         if arena is not None:
             arena.close()
-        self._arenas[slot] = Arena.create(aligned(size + size // 8))
+        self._arenas[slot] = Arena.create(align(size + size // 8))
         return self._arenas[slot], True
 
     def arena(self, slot: int) -> Arena:
         """Return the shared memory of a slot."""
         return self._arenas[slot]
 
-    def staging(self, size: int) -> tuple[Arena, bool]:
-        """Return shared memory for a snapshot, and whether it is newly allocated; only if no snapshot is under way."""
+    def ensure_staging(self, size: int) -> tuple[Arena, bool]:
+        """Return shared memory for a snapshot, and whether it is newly allocated. No snapshot may be under way."""
         assert not self.saving
         if self._staging is not None and self._staging.size >= size:
             return self._staging, False
         if self._staging is not None:
             self._staging.close()
-        self._staging = Arena.create(aligned(size))
+        self._staging = Arena.create(align(size))
         return self._staging, True
 
     def wait(self, condition: str, timeout: float) -> None:
-        """Wait until the process is "ready", or has "saved" the snapshot under way.
+        """Wait until the process is "ready", or has "saved" the current snapshot.
 
         Raises:
             ProcessGone: the process ended or failed, or the wait took longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while (self.ready is None) if condition == "ready" else self.saving:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
             run_pending_handlers()
-            self.poll(min(left, _PATIENCE))
+            self.poll(min(remaining, _POLL_SECONDS))
 
     def close(self, timeout: float | None, done: bool = False) -> str | None:
-        """Let the process finish its writes and end; return the problem as text, or None.
+        """Request that the process finishes its writes and ends; return a problem as text, or None.
 
         Args:
-            timeout: seconds to wait; None to return at once, without a problem.
-            done: True if training ended without a failure, which recovery distinguishes.
+            timeout: seconds to wait; None to return immediately, without a problem.
+            done: True if training ended without a failure; stored for recovery.
         """
-        problem, gone = None, "the checkpointing process failed"
+        problem, failure = None, "the checkpointing process failed"
         try:
             if timeout is not None:
                 self._send_ready(wait=True)
             try:
-                self._channel.send({"kind": "close", "done": done}, timeout=_PATIENCE if timeout is None else timeout)
+                send_timeout = _POLL_SECONDS if timeout is None else timeout
+                self._channel.send({"kind": "close", "done": done}, timeout=send_timeout)
             except ChannelClosed:
                 self.poll()  # the process may have sent the reason
                 raise
@@ -223,27 +224,27 @@ class WorkerClient:
                 self.poll()  # receive the last reports
         except ProcessGone as error:
             problem = str(error) if error.self_reported else None
-            gone = str(error)
+            failure = str(error)
         except ChannelClosed as error:
-            gone = str(error)
+            failure = str(error)
         if timeout is not None:
             try:
-                problem = problem or (None if self._process.wait(0.5) == 0 else gone)
+                problem = problem or (None if self._process.wait(0.5) == 0 else failure)
             except subprocess.TimeoutExpired:
                 problem = problem or "the checkpointing process still has work to do, and goes on with it"
         for ready, _, _ in self._unsent:
             if ready is not None:
-                ready.synchronize()  # a GPU writes into memory that is released below
+                ready.synchronize()  # a GPU may still write into the memory released below
         self._unsent.clear()
         self._channel.close()
-        os.close(self._errors)
+        os.close(self._stderr)
         for arena in (*self._arenas.values(), *filter(None, [self._staging])):
             arena.close()
         self._arenas.clear()
         self._staging = None
         return problem
 
-    def _take(self, report: dict[str, Any]) -> None:
+    def _handle_report(self, report: dict[str, Any]) -> None:
         kind = report["kind"]
         if kind == "free":
             self._free.append(report["slot"])
@@ -260,14 +261,15 @@ class WorkerClient:
                 self.saving = False
             self.reports.append(report)
 
-    def _gone(self) -> NoReturn:
+    def _raise_gone(self) -> NoReturn:
+        """Raise a `ProcessGone` with the exit status and the last line of the process's stderr."""
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             status = None
         how = "is gone" if status is None else f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
-        size = os.fstat(self._errors).st_size
-        printed = os.pread(self._errors, 4096, max(size - 4096, 0)).decode(errors="replace").split("\n")
+        size = os.fstat(self._stderr).st_size
+        printed = os.pread(self._stderr, 4096, max(size - 4096, 0)).decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(printed) if line.strip()), "")
         raise ProcessGone(f"the checkpointing process {how}{last and ': '}{last}")
 
@@ -296,7 +298,7 @@ class ArenaLayout:
 
     def add(self, size: int) -> int:
         """Reserve `size` bytes; return their offset."""
-        at, self.size = self.size, aligned(self.size + size)
+        at, self.size = self.size, align(self.size + size)
         return at
 
 

@@ -1,4 +1,4 @@
-"""What the manifests of a run tell: its history, the page of `dsq report`, and scalars for loggers of experiments."""
+"""Reports on a run from its manifests: history, the page of `dsq report`, and scalars for experiment loggers."""
 
 from dsq_ckpt.report import scalars
 

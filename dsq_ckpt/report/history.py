@@ -1,4 +1,4 @@
-"""`History`: the checkpoints of a run, with their bytes when they were written and now."""
+"""`History`: the checkpoints of a run, with their bytes when written and now."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dsq_ckpt.core import figures
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.report.gradient_log import LogSession, sessions
+from dsq_ckpt.report.gradient_log import LogSession, list_log_sessions
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.companion_files import has_lost_manifest, list_missing_files
@@ -23,7 +23,7 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete, iter_chec
 from dsq_ckpt.storage.runs import find_run_below
 
 CLASSES = ("weights", "moments", "everything")
-_AT_ONCE = 16  # requests to an object store
+_CONCURRENT_REQUESTS = 16  # to an object store
 WITHOUT_MANIFEST = (
     f"there is no {MANIFEST}, beside files of Trainer or Accelerate: it was deleted, or not copied, and nothing can be "
     "resumed from here; bring it back from a copy, or delete the directory"
@@ -31,15 +31,15 @@ WITHOUT_MANIFEST = (
 
 
 @dataclass
-class Bytes:
-    """One class of tensors: uncompressed, written by the save, on disk now."""
+class ByteCounts:
+    """Bytes of one class of tensors: uncompressed, written by the save, and kept on disk now."""
 
     logical: int = 0
     written: int = 0
     kept: int = 0
 
-    def add(self, other: Bytes) -> None:
-        """Sum over checkpoints."""
+    def add(self, other: ByteCounts) -> None:
+        """Add the bytes of another checkpoint."""
         self.logical += other.logical
         self.written += other.written
         self.kept += other.kept
@@ -57,30 +57,30 @@ class RunCheckpoint:
     """A checkpoint of a run.
 
     Attributes:
-        path: its directory.
-        manifest: its manifest.
-        classes: bytes of weights, moments and everything (exact tensors and overhead included).
-        growth: bytes on disk that no earlier checkpoint of the run has: a file with several links counts once.
-        problems: files that are missing, or have another size than the manifest tells.
+        path: directory of the checkpoint.
+        manifest: manifest of the checkpoint.
+        classes: bytes of weights, moments and everything (including exact tensors and overhead).
+        growth: bytes of files on disk that no earlier checkpoint of the run links.
+        problems: files that are missing, or whose size differs from the manifest.
     """
 
     path: Path
     manifest: Manifest
-    classes: dict[str, Bytes]
+    classes: dict[str, ByteCounts]
     growth: int = 0
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, path: Path, manifest: Manifest, overhead: int) -> RunCheckpoint:
-        """Return a checkpoint whose manifest has `overhead` bytes."""
-        classes = {name: Bytes() for name in CLASSES}
+    def from_manifest(cls, path: Path, manifest: Manifest, overhead: int) -> RunCheckpoint:
+        """Create a checkpoint from its manifest, whose file has `overhead` bytes."""
+        classes = {name: ByteCounts() for name in CLASSES}
         for kind, sizes in manifest.kinds.items():
             if kind == "exact":
                 continue
-            now = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
-            part = Bytes(sizes.logical, sizes.base + sizes.refinement, now)
+            kept = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
+            part = ByteCounts(sizes.logical, sizes.base + sizes.refinement, kept)
             classes["weights" if kind == "weights" else "moments"].add(part)
-        classes["everything"] = Bytes(*compute_sizes(manifest, overhead))
+        classes["everything"] = ByteCounts(*compute_sizes(manifest, overhead))
         return cls(path, manifest, classes)
 
     @property
@@ -108,12 +108,12 @@ class RunCheckpoint:
 
 
 class Leftovers(NamedTuple):
-    """Directories of a run that hold files of ours and cannot be read as checkpoints.
+    """Directories of a run that have files of dsq_ckpt, but cannot be read as checkpoints.
 
     Attributes:
-        damaged: with a manifest that cannot be read, or without the one that it had, and why.
-        incomplete: without a manifest, with files that no checkpoint needs: a save is under way, or failed.
-        removed: of a checkpoint that was removed, and the number of files that stay since other checkpoints need them.
+        damaged: directories whose manifest cannot be read or was lost, and the problem.
+        incomplete: directories without a manifest, with files that no checkpoint needs: a save is under way, or failed.
+        removed: directories of removed checkpoints, and the number of files that other checkpoints need.
     """
 
     damaged: list[tuple[Path, str]]
@@ -129,20 +129,20 @@ class Leftovers(NamedTuple):
 
 @dataclass
 class History:
-    """A run: its checkpoints, oldest first, and directories in it that cannot be read as checkpoints."""
+    """The history of a run: its checkpoints, oldest first, and directories that cannot be read as checkpoints."""
 
     run: Path
     entries: list[RunCheckpoint]
-    total: dict[str, Bytes]
+    total: dict[str, ByteCounts]
     leftovers: Leftovers
-    gradients: list[LogSession] = field(default_factory=list)
+    log_sessions: list[LogSession] = field(default_factory=list)
 
     @classmethod
     def read(cls, run: Path) -> History:
-        """Return the history of a run directory.
+        """Read the history of a run directory.
 
         Raises:
-            CheckpointNotFound: the directory holds no checkpoint.
+            CheckpointNotFound: the directory has no checkpoint.
         """
         if is_complete(run):
             raise CheckpointNotFound(
@@ -150,19 +150,19 @@ class History:
             )
         if not is_remote(run) and not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
-        entries = list(_entries(list(iter_checkpoints(run, lambda *_: None))))
-        left = leftovers(run, {entry.path: entry.manifest for entry in entries})
+        entries = list(_read_checkpoints(list(iter_checkpoints(run, lambda *_: None))))
+        others = find_leftovers(run, {entry.path: entry.manifest for entry in entries})
         if not entries:
-            found = f"; damaged: {left.damaged[0][1]}" if left.damaged else ""
-            found += f"; '{left.incomplete[0].name}' holds a save that did not complete" if left.incomplete else ""
-            found += "" if (below := find_run_below(run)) is None else f"; directories in it do, such as '{below}'"
-            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}; name a run's directory")
-        total = {name: Bytes() for name in CLASSES}
+            hint = f"; damaged: {others.damaged[0][1]}" if others.damaged else ""
+            hint += f"; '{others.incomplete[0].name}' holds a save that did not complete" if others.incomplete else ""
+            hint += "" if (below := find_run_below(run)) is None else f"; directories in it do, such as '{below}'"
+            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{hint}; name a run's directory")
+        total = {name: ByteCounts() for name in CLASSES}
         for entry in entries:
             for name, part in entry.classes.items():
                 total[name].add(part)
         total["everything"].kept = sum(entry.growth for entry in entries)
-        return cls(run, entries, total, left, sessions(run))
+        return cls(run, entries, total, others, list_log_sessions(run))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -171,16 +171,16 @@ class History:
             "seconds": sum(entry.manifest.seconds for entry in self.entries),
             "damaged": [{"name": path.name, "problem": problem} for path, problem in self.leftovers.damaged],
             **self.leftovers.as_json(),
-            "gradient_log": [session.as_json() for session in self.gradients],
+            "gradient_log": [session.as_json() for session in self.log_sessions],
         }
 
 
-def leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
+def find_leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
     """Return the directories of damaged, incomplete and removed checkpoints.
 
     Args:
-        run: the run directory.
-        complete: manifests that were read, by directory; these directories are not looked at again.
+        run: run directory.
+        complete: manifests of complete checkpoints, by directory; these directories are skipped.
     """
     found = Leftovers([], [], [])
     storage = get_storage(run)
@@ -211,16 +211,16 @@ def leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
 
 
 Listing = dict[str, tuple[object, int]]
-"""The files of a directory by name: what tells two links of one file from two files, and the size in bytes."""
+"""The files of a directory by name: the identity of the file, which all its links share, and its size in bytes."""
 
 
-def _listing(directory: Path) -> Listing:
+def _list_files(directory: Path) -> Listing:
     if is_remote(directory):
         return {
             entry.name: (directory / entry.name, entry.size)
             for entry in get_storage(directory).list_entries(directory) if not entry.is_directory
         }
-    found: Listing = {}
+    listing: Listing = {}
     try:
         with os.scandir(directory) as files:
             for file in files:
@@ -228,31 +228,31 @@ def _listing(directory: Path) -> Listing:
                     status = os.stat(file.path)
                 except OSError:  # removed meanwhile
                     continue
-                found[file.name] = ((status.st_dev, status.st_ino), status.st_size)
-    except OSError:  # the whole checkpoint was
+                listing[file.name] = ((status.st_dev, status.st_ino), status.st_size)
+    except OSError:  # the directory was removed
         pass
-    return found
+    return listing
 
 
-def _entries(found: Sequence[tuple[Path, Manifest]]) -> Iterator[RunCheckpoint]:
-    """Yield the checkpoints with what of their files is there; those that were removed meanwhile are left out."""
-    with ThreadPoolExecutor(_AT_ONCE) as requests:
-        listings = dict(zip((path for path, _ in found), requests.map(_listing, (path for path, _ in found)),
-                            strict=True))
+def _read_checkpoints(manifests: Sequence[tuple[Path, Manifest]]) -> Iterator[RunCheckpoint]:
+    """Yield the checkpoints with growth and problems of their files. Skip checkpoints that were removed meanwhile."""
+    paths = [path for path, _ in manifests]
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as requests:
+        listings = dict(zip(paths, requests.map(_list_files, paths), strict=True))
     counted: set[object] = set()
-    for path, manifest in found:
-        lacking = _lacking(path, manifest, listings)
-        if lacking:  # training may have dropped the refinement meanwhile, or removed the checkpoint
+    for path, manifest in manifests:
+        problems = _file_problems(path, manifest, listings)
+        if problems:  # training may have dropped the refinement or removed the checkpoint meanwhile
             try:
                 manifest = Manifest.read(path)
             except DSQError:
                 continue
-            listings[path] = _listing(path)
-            lacking = _lacking(path, manifest, listings)
+            listings[path] = _list_files(path)
+            problems = _file_problems(path, manifest, listings)
         if MANIFEST not in listings[path]:
             continue
-        entry = RunCheckpoint.of(path, manifest, listings[path][MANIFEST][1])
-        entry.problems = lacking
+        entry = RunCheckpoint.from_manifest(path, manifest, listings[path][MANIFEST][1])
+        entry.problems = problems
         for file in [path / MANIFEST, *(file.path_in(path) for file in manifest.files)]:
             known = listings[file.parent].get(file.name)
             if known is not None and known[0] not in counted:
@@ -261,14 +261,14 @@ def _entries(found: Sequence[tuple[Path, Manifest]]) -> Iterator[RunCheckpoint]:
         yield entry
 
 
-def _lacking(path: Path, manifest: Manifest, listings: dict[Path, Listing]) -> list[str]:
-    """Return the problems of a checkpoint's files, by name and size; `listings` gets those that are needed."""
+def _file_problems(path: Path, manifest: Manifest, listings: dict[Path, Listing]) -> list[str]:
+    """Return the problems of a checkpoint's files, by name and size. Add listings of further directories."""
     problems = []
     for file in manifest.files:
-        place = file.path_in(path)
-        if place.parent not in listings:
-            listings[place.parent] = _listing(place.parent)
-        known = listings[place.parent].get(place.name)
+        file_path = file.path_in(path)
+        if file_path.parent not in listings:
+            listings[file_path.parent] = _list_files(file_path.parent)
+        known = listings[file_path.parent].get(file_path.name)
         if known is None:
             problems.append(f"lacks {file.name}")
         elif known[1] != file.size:

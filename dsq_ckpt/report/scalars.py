@@ -1,4 +1,4 @@
-"""Scalars of each checkpoint in the logger of an experiment, by the argument `on_save` of whatever saves.
+"""Scalars of each checkpoint for experiment loggers, by the argument `on_save` of functions that save.
 
     writer = SummaryWriter("run/events")
     dsq_ckpt.save(state, "run/step-000500", on_save=dsq_ckpt.report.scalars.tensorboard(writer))
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ScalarWriter(Protocol):
-    """A `torch.utils.tensorboard.SummaryWriter`, or another of tensorboardX or the like."""
+    """An object with the interface of `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> object: ...
 
@@ -25,7 +25,7 @@ class ScalarWriter(Protocol):
 def step_of(result: SaveResult) -> int:
     """Return the last number in the name of a checkpoint: 500 of `step-000500` and of `global_step500`.
 
-    A save in the background is committed some steps after it began, so the name tells more than a counter.
+    A background save is committed some steps after it began, so the step of the commit would be wrong.
 
     Raises:
         ConfigError: the name has no number.
@@ -47,9 +47,9 @@ def tensorboard(
     """Return a function for `on_save` that adds the scalars of each checkpoint to TensorBoard.
 
     Args:
-        writer: where they go; its `add_scalar` is called from the thread that commits.
-        prefix: of their tags, such as `checkpoint/ratio`.
-        step: gives the step of a checkpoint.
+        writer: TensorBoard writer, whose `add_scalar` is called from the thread that commits.
+        prefix: prefix of the tags, such as `checkpoint/ratio`.
+        step: function that returns the step of a checkpoint.
 
     Example:
         >>> class Writer:

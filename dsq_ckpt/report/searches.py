@@ -1,4 +1,4 @@
-"""The search that chose the configuration of a checkpoint, as text."""
+"""Texts about the search that chose the configuration of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIANT = "variant"  # as in search.space, which would import torch
 
 @dataclass
 class Search:
-    """Texts for the fields of a manifest's `quality`; "-" for an absent field."""
+    """Texts for the fields of a manifest's `quality`; "-" for a missing field."""
 
     chosen: str
     degradation: str
@@ -21,27 +21,27 @@ class Search:
     """Degradation by a restore from base and refinement layer; None if it was not measured."""
     evaluations: str
     seconds: str
-    kept: bool
+    satisfied: bool
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Search | None:
-        """Return the search that chose the configuration of a checkpoint, or None."""
+    def from_manifest(cls, manifest: Manifest) -> Search | None:
+        """Return the search that chose the configuration of a checkpoint, or None if there was no search."""
         record = manifest.quality
         if not record:
             return None
-        loses, lost = compute_restore_loss(record), record.get("degradation")
+        restore, base = compute_restore_loss(record), record.get("degradation")
         return cls(
-            chosen=chosen_of(manifest),
-            degradation="-" if lost is None else figures.percent(lost),
-            restore=None if loses is None else figures.percent(loses),
+            chosen=format_chosen(manifest),
+            degradation="-" if base is None else figures.percent(base),
+            restore=None if restore is None else figures.percent(restore),
             evaluations=str(record.get("evaluations", "-")),
             seconds="-" if record.get("seconds") is None else figures.seconds(record["seconds"]),
-            kept=bool(record.get("satisfied", True)),
+            satisfied=bool(record.get("satisfied", True)),
         )
 
 
-def chosen_of(manifest: Manifest) -> str:
-    """Return the configuration that a search chose, such as "step 2.8, 3 bits"; the bits are of the refinement."""
+def format_chosen(manifest: Manifest) -> str:
+    """Return the configuration that a search chose, such as "step 2.8, 3 bits", with the bits of the refinement."""
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:

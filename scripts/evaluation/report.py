@@ -79,7 +79,7 @@ def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **
         "machine": machine(), "torch": torch.__version__, "python": platform.python_version(),
         "dsq_ckpt": dsq_ckpt.__version__, "date": time.strftime("%Y-%m-%d"),
     }
-    plain: dict[str, Any] = json_files.finite(made)
+    plain: dict[str, Any] = json_files.replace_nonfinite(made)
     return plain
 
 

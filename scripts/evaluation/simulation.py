@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.tuning import Costs, Model, wasted_time
+from dsq_ckpt.lowdiff.tuning import CostModel, Costs, wasted_time
 from evaluation.report import Row
 
 
@@ -278,7 +278,7 @@ def naive(iteration: float, every: int, save: float, load: float, difference: fl
 
 
 def lowdiff(costs: Costs, every: int, batch: int, overhead: float = 0.0) -> System:
-    """Simulate LowDiff as implemented here, under the assumptions of `Model`.
+    """Simulate LowDiff as implemented here, under the assumptions of `CostModel`.
 
     Args:
         costs: all but ``mtbf``, ``ranks`` and ``merge`` of them count.
@@ -287,16 +287,17 @@ def lowdiff(costs: Costs, every: int, batch: int, overhead: float = 0.0) -> Syst
         overhead: seconds that handing over a gradient takes at each step, whatever the settings.
     """
     disk = Disk(
-        every, costs.load, stall=costs.stopped, lag=max(costs.stopped, costs.write), batch=batch,
+        every, costs.load, stall=costs.stall_seconds, lag=max(costs.stall_seconds, costs.write_seconds), batch=batch,
         batch_lag=costs.batch_fixed + batch * costs.batch_step, replay=costs.replay,
     )
-    return System("LowDiff", costs.iteration, disk, overhead + Model(costs).slowdown(every, batch))
+    return System("LowDiff", costs.iteration, disk, overhead + CostModel(costs).slowdown(every, batch))
 
 
 def lowdiff_of_the_equations(costs: Costs, every: int, batch: int) -> System:
     """Simulate LowDiff as in equation 8: synchronous snapshots, batches without cost and merged as one gradient."""
     disk = Disk(
-        every, costs.load, stall=costs.write, lag=costs.write, batch=batch, replay=costs.merging / batch,
+        every, costs.load, stall=costs.write_seconds, lag=costs.write_seconds, batch=batch,
+        replay=costs.merge_seconds / batch,
     )
     return System("LowDiff (equation 8)", costs.iteration, disk)
 
@@ -366,7 +367,7 @@ def table(
 
     Returns:
         A row per cell: ``every``, ``batch``, and four figures.  ``equation`` is equation 8, ``equation_simulated`` a
-        job under its assumptions; ``model`` is `Model`, ``model_simulated`` a job under its own.
+        job under its assumptions; ``model`` is `CostModel`, ``model_simulated`` a job under its own.
     """
     failures = Failures(costs.mtbf, seed=seed)
 
@@ -379,7 +380,7 @@ def table(
             "every": every, "batch": batch,
             "equation": wasted_time(costs, 1 / every, batch, 1.0),
             "equation_simulated": share(lowdiff_of_the_equations(costs, every, batch)),
-            "model": Model(costs).wasted_time(every, batch, 1.0),
+            "model": CostModel(costs).wasted_time(every, batch, 1.0),
             "model_simulated": share(lowdiff(costs, every, batch)),
         }
         for every in fs for batch in bs if batch <= every

@@ -12,7 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQConfig, LoadFailed
-from dsq_ckpt.cli.inspection import tensor_list
+from dsq_ckpt.cli.inspect_command import list_tensors
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_dcp, write_safetensors, write_sharded, write_torch
 from tests.helpers.states import differences, flat, loaded, mixed_state, moved, relative_error, tensors
@@ -50,7 +50,7 @@ NESTED = {
 def check(path: Path, expected: dict[str, object], result: dict[str, object]) -> None:
     """What is lossy is as far off as the manifest says, all else is the same bit for bit."""
     manifest = Manifest.read(path)
-    stored = {tensor["name"]: tensor["stored"] for tensor in tensor_list(path)}
+    stored = {tensor["name"]: tensor["stored"] for tensor in list_tensors(path)}
     base, names = loaded(path, expected, refinement=False), flat(expected).keys()
     assert set(stored) == set(names)
     assert set(differences(base, expected)) == {name for name in names if stored[name] != "exact"}

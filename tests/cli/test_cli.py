@@ -197,8 +197,8 @@ def test_bench(tmp_path, monkeypatch):
 
 
 def test_bench_leaves_out_what_memory_is_too_small_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_available", lambda: 4.1 * 4 * 2e6)
-    monkeypatch.setattr(bench, "_stalls", lambda parameters, moments, *_: measured.append(moments))
+    monkeypatch.setattr(bench, "_available_memory", lambda: 4.1 * 4 * 2e6)
+    monkeypatch.setattr(bench, "_measure_stalls", lambda parameters, moments, *_: measured.append(moments))
     measured: list[bool] = []
     output = printed("bench", "--stall", "--parameters", "2e6", "--dir", tmp_path, "--json", tmp_path / "bench.json")
     assert measured == [False] and "left out: weights + moments, which need 0.1 GiB" in output
@@ -223,7 +223,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
     def broken(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dsq_ckpt.cli.verification.verify", broken)
+    monkeypatch.setattr("dsq_ckpt.cli.verify_command.verify", broken)
     assert isinstance(dsq("verify", tmp_path).exception, ZeroDivisionError)
 
 

@@ -35,7 +35,7 @@ def on_a_terminal(*arguments):
 
 def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(output, "_PATIENCE", 0.0)
+    monkeypatch.setattr(output, "_PROGRESS_DELAY", 0.0)
     start = output.Progress.start
     monkeypatch.setattr(output.Progress, "start", lambda self: (shown.append(self.tasks[0].description), start(self)))
 

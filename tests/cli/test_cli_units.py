@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.cli import inspection
+from dsq_ckpt.cli import inspect_command
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import printed
 from tests.helpers.small_run import NAMES
@@ -56,7 +56,7 @@ def test_every_figure_that_a_search_records_has_a_unit(tmp_path):
         compressor.save(tmp_path / name)
     for name, value in compressor.quality.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            assert inspection._unit(name, value), name
+            assert inspect_command._unit(name, value), name
 
 
 def test_the_tensor_that_loses_most_is_named(tmp_path):

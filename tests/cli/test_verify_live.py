@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import dsq_ckpt
-from dsq_ckpt.cli import verification
+from dsq_ckpt.cli import verify_command
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.storage import concurrent_changes
 from dsq_ckpt.storage.backend import get_storage
@@ -23,7 +23,7 @@ from tests.storage.test_remote_removal import chain, state_of
 def before(monkeypatch):
     """Let something happen once, before a step of a verification."""
     def arrange(step, happens, when=lambda *arguments: True):
-        real, done = getattr(verification, step), []
+        real, done = getattr(verify_command, step), []
 
         def changed(*arguments):
             if not done and when(*arguments):
@@ -31,7 +31,7 @@ def before(monkeypatch):
                 happens()
             return real(*arguments)
 
-        monkeypatch.setattr(verification, step, changed)
+        monkeypatch.setattr(verify_command, step, changed)
         return done
 
     return arrange
@@ -89,7 +89,7 @@ def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, befo
 def test_a_removal_that_is_half_done_at_the_end(run, before, monkeypatch):
     """Files of a directory go in any order, the manifest last if it comes to that."""
     monkeypatch.setattr(concurrent_changes, "REMOVAL_TIMEOUT", 600)
-    monkeypatch.setattr(verification, "REMOVAL_TIMEOUT", 600)
+    monkeypatch.setattr(verify_command, "REMOVAL_TIMEOUT", 600)
     path, looked = run / NAMES[0], threading.Event()
     real = concurrent_changes.find_missing_files
 
@@ -159,7 +159,7 @@ def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
             storage.remove(paths[0] / entry.name)
 
     # Where nothing is decoded, all files were read before they went.
-    before("_check_files" if option == "--deep" else "_compare_with_present", remove)
+    before("_check_files" if option == "--deep" else "_recheck_checkpoints", remove)
     found = document("verify", f"{store}/run", option, code=1)
     results = [(entry["ok"], entry["meanwhile"]) for entry in found["checkpoints"]]
     assert results[1:] == [(False, None)] * 2
@@ -182,7 +182,7 @@ def test_a_segment_of_a_gradient_log_is_removed_meanwhile(run, monkeypatch):
     paths[0].parent.mkdir()
     for path in paths:
         path.write_bytes(b"no segment")
-    assert len(segments.names(run)) == 2
+    assert len(segments.list_segments(run)) == 2
     real = segments.LogSegment
 
     def opened(path):

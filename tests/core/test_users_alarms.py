@@ -12,8 +12,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.core.interrupts import defer_handler_errors, hold_signals, in_user_code, run_pending_handlers
+from dsq_ckpt.lowdiff.rollback import rollback_on_failure
 from dsq_ckpt.lowdiff.train_state import TrainState
-from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.storage.manifest import is_complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -194,8 +194,8 @@ def test_states_of_a_log_catch_their_alarms():
         own = Saved(place)
         with hold_signals():
             states = TrainState(model, optimizer, {"data": own})
-            states.set_states(states.states_now())
-            with suppress(ValueError), unchanged_on_failure(states):
+            states.set_states(states.states_to_plain())
+            with suppress(ValueError), rollback_on_failure(states):
                 own.position = 4
                 raise ValueError
             assert own.position == 3

@@ -226,7 +226,7 @@ def train(trial: Trial, run: Path, store: Path, rank: int, resume: bool, writer:
         loop.step(log.steps_done, rank)
         log.step()
         # After a failure the log begins again with a snapshot, and counts from when that is on disk.
-        based = log.logging and (based or not log._running().saving)
+        based = log.logging and (based or not log._require_client().saving)
         if based:
             promised = log.steps_done - log.bound
         os.write(writer, b"done %d %d %d\n" % (log.steps_done, promised, based))

@@ -192,7 +192,7 @@ def cut(run: Path, after: int) -> None:
     """Remove the segments of all steps after one, as if training had been killed there; each has one of its own."""
     for note in (run / segments.LOG).glob("*.closed"):
         note.unlink()
-    for name, path in segments.names(run):
+    for name, path in segments.list_segments(run):
         if name.last > after:
             assert name.first == name.last
             path.unlink()

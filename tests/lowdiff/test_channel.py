@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from dsq_ckpt.lowdiff.arena import Arena, aligned
+from dsq_ckpt.lowdiff.arena import Arena, align
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 
 
@@ -113,5 +113,5 @@ def test_nobody_reads(ends):
 
 
 def test_alignment():
-    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    assert [align(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
     assert Arena.create(0).view(0, (0, 3), torch.float32).shape == (0, 3)

@@ -14,8 +14,8 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
-from dsq_ckpt.lowdiff.quantized import dequantized, quantized
-from dsq_ckpt.lowdiff.topk import largest
+from dsq_ckpt.lowdiff.kmeans import dequantize, quantize_shard
+from dsq_ckpt.lowdiff.topk import largest_indices
 from tests.helpers.processes import torchrun
 
 WORKERS = Path(__file__).parent / "workers"
@@ -75,13 +75,13 @@ def test_wrong_specs_are_explained_at_once(spec, parts):
 
 def check_largest(x: torch.Tensor, k: int) -> None:
     """As torch.topk up to the choice among equal magnitudes."""
-    found = largest(x, k)
+    found = largest_indices(x, k)
     assert found.dtype == torch.int64 and len(found) == len(found.unique()) == k
     expected = torch.topk(x.abs(), k).values
     torch.testing.assert_close(x[found].abs().sort(descending=True).values.nan_to_num(nan=torch.inf),
                                expected.nan_to_num(nan=torch.inf), rtol=0, atol=0)
     assert int(x[found].isnan().sum()) == int(expected.isnan().sum())
-    assert torch.equal(found, largest(x.clone(), k))
+    assert torch.equal(found, largest_indices(x.clone(), k))
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=60), st.data())
@@ -229,8 +229,8 @@ def test_accumulated_gradients_are_compressed_again():
 @settings(max_examples=100, deadline=None)
 def test_quantized_values_are_levels(values, most):
     x = np.array(values, np.float32)
-    levels, codes = quantized(x, most)
-    decoded = dequantized(codes, levels)
+    levels, codes = quantize_shard(x, most)
+    decoded = dequantize(codes, levels)
     assert 1 <= len(levels) <= most and (np.diff(levels) > 0).all() and 0 in levels
     assert np.isin(decoded, levels).all() and not decoded[x == 0].any()
     # Bins are decided as a whole: the nearest level, up to their width of 1/64.
@@ -240,8 +240,8 @@ def test_quantized_values_are_levels(values, most):
 
 def test_quantized_is_near_the_best():
     x = np.random.default_rng(0).standard_normal(20000).astype(np.float32)
-    levels, codes = quantized(x, 16)
-    error = np.mean((x - dequantized(codes, levels)) ** 2)
+    levels, codes = quantize_shard(x, 16)
+    error = np.mean((x - dequantize(codes, levels)) ** 2)
     assert error < 1.2 * 0.009497  # Max (1960): Lloyd-Max at 16 levels, none of which is zero
 
 

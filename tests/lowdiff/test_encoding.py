@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.lowdiff.encoding import decode, encode_dense, encode_sparse, scales_from, sparse_places
+from dsq_ckpt.lowdiff.encoding import decode, decode_sparse_indices, encode_dense, encode_sparse, scales_from_probes
 from tests.lowdiff.loops import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -75,7 +75,7 @@ def test_sparse(dtype, seed, places, times):
     out = torch.full_like(whole, 7)
     decode(entry, out, blocks.__getitem__)
     assert bits(out) == bits(whole)
-    assert torch.equal(sparse_places(entry, elements, blocks.__getitem__), unique)
+    assert torch.equal(decode_sparse_indices(entry, elements, blocks.__getitem__), unique)
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 100_000])
@@ -83,7 +83,7 @@ def test_gaps(gap):
     places = torch.tensor([0, gap + 1, 2 * gap + 2])
     blocks = Blocks()
     entry = encode_sparse(places, torch.tensor([1.0, 2.0, 3.0]), blocks.add)
-    assert sparse_places(entry, 2 * gap + 3, blocks.__getitem__).tolist() == places.tolist()
+    assert decode_sparse_indices(entry, 2 * gap + 3, blocks.__getitem__).tolist() == places.tolist()
 
 
 def test_all_places():
@@ -138,7 +138,7 @@ def test_the_scale_is_found(scale, seed):
     generator = torch.Generator().manual_seed(seed)
     before = [(torch.randn(64, generator=generator) * 10.0**-part).bfloat16().float() for part in range(3)]
     after = [part * torch.tensor(scale, dtype=torch.float32) for part in before]
-    scales = scales_from(zip(before, after, strict=True))
+    scales = scales_from_probes(zip(before, after, strict=True))
     assert scales
     for found in scales:
         for one, other in zip(before, after, strict=True):
@@ -173,11 +173,11 @@ def test_values_that_are_of_no_scale(values):
 
 def test_no_scale():
     one = torch.tensor([1.0, 2.0])
-    assert scales_from([]) == [1.0]
-    assert scales_from([(one, one)]) == [1.0]
-    assert scales_from([(torch.zeros(2), torch.zeros(2))]) == [1.0]
-    assert scales_from([(torch.tensor([math.nan, math.inf]), one)]) == [1.0]
-    assert scales_from([(one, torch.tensor([0.5, 0.7]))]) == [], "it was not one number"
+    assert scales_from_probes([]) == [1.0]
+    assert scales_from_probes([(one, one)]) == [1.0]
+    assert scales_from_probes([(torch.zeros(2), torch.zeros(2))]) == [1.0]
+    assert scales_from_probes([(torch.tensor([math.nan, math.inf]), one)]) == [1.0]
+    assert scales_from_probes([(one, torch.tensor([0.5, 0.7]))]) == [], "it was not one number"
 
 
 @pytest.mark.parametrize("change", [

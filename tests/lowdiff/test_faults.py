@@ -42,7 +42,7 @@ def train(log, loop, condition, seconds=240.0, pause=0.0):
 
 def all_taken(log, queue):
     """Wait until the process has taken all steps sent to it."""
-    client, deadline = log._running(), time.monotonic() + 240
+    client, deadline = log._require_client(), time.monotonic() + 240
     while len(client._free) < queue:
         assert time.monotonic() < deadline
         client.poll(1)
@@ -68,7 +68,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
             losses.extend(train(log, loop, lambda: log.steps_done == last))
 
         steps(5)
-        pid = log._running().pid
+        pid = log._require_client().pid
         all_taken(log, queue=3)
         os.kill(pid, signal.SIGSTOP)
         steps(2)
@@ -80,13 +80,13 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
 
         threading.Timer(0.6, go_on).start()
         steps(2)
-        assert goes_on.is_set() and log._running().waited > 0, "no more than the queue holds"
+        assert goes_on.is_set() and log._require_client().waited > 0, "no more than the queue holds"
         steps(5)
         assert log.logging and not told
 
         for what in ("was killed by signal 9", "File too large"):
-            log._running().wait("saved", 30)
-            pid, first = log._running().pid, log.steps_done
+            log._require_client().wait("saved", 30)
+            pid, first = log._require_client().pid, log.steps_done
             if "signal" in what:
                 os.kill(pid, signal.SIGKILL)
             else:
@@ -95,7 +95,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
             assert log.steps_done - first < 200
             steps(3)
             losses += train(log, loop, lambda: log.logging, pause=0.02)
-            assert log._running().pid != pid
+            assert log._require_client().pid != pid
             steps(3)
         assert [what in str(one.message) for one, what in zip(told, ("signal 9", "too large"), strict=True)] == [1, 1]
         assert all("Training goes on" in str(one.message) for one in told)
@@ -112,9 +112,9 @@ def test_the_process_hangs_for_ever(tmp_path):
     try:
         train(log, loop, lambda: log.steps_done == 5)
         all_taken(log, queue=2)
-        hanging = log._running().pid
+        hanging = log._require_client().pid
         os.kill(hanging, signal.SIGSTOP)
-        log._running()._timeout = 1.5
+        log._require_client()._timeout = 1.5
         with pytest.warns(UserWarning, match=f"{hanging}\\) is there, but took no step for 2 s.*Training goes on"):
             train(log, loop, lambda: log.steps_done == 15)
         assert not log.logging
@@ -141,7 +141,7 @@ class Disk:
             append(writer, data)
 
         monkeypatch.setattr(ContainerWriter, "_append", limited)
-        monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
+        monkeypatch.setattr(worker_group, "_RESTART_DELAYS", (0.0, 0.05))
 
 
 def temporary(run):
@@ -165,7 +165,7 @@ def test_disk_full(tmp_path, monkeypatch, what):
         assert "No space left" in str(told[0].message)
         assert len({str(one.message) for one in told}) == len(told) <= 3, "each is said once"
         disk.full = False
-        train(log, loop, lambda: log.logging and not log._running().saving and log._failures == 0, pause=0.005)
+        train(log, loop, lambda: log.logging and not log._require_client().saving and log._failures == 0, pause=0.005)
         train(log, loop, lambda last=log.steps_done + 4: log.steps_done == last)
         assert log.logging
     check(tmp_path, loop, log.steps_done)
@@ -204,7 +204,7 @@ def test_clocks_are_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize("link", [False, True])
 def test_the_directory_is_moved(tmp_path, monkeypatch, link):
     """Or a link to it leads elsewhere. The log says so once, and goes on when it is there again."""
-    monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
+    monkeypatch.setattr(worker_group, "_RESTART_DELAYS", (0.0, 0.05))
     run, there = tmp_path / "run", tmp_path / "there"
     if link:
         there.mkdir()
@@ -249,7 +249,7 @@ def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch)
                 except shutil.Error:  # a segment got its name meanwhile
                     rmtree(copied)
 
-    save, retire, rmtree = snapshots.save, snapshots.retire, snapshots.shutil.rmtree
+    save, retire, rmtree = snapshots.save_snapshot, snapshots.remove_old_snapshots, snapshots.shutil.rmtree
 
     def watched_save(*args):
         time.sleep(0.02)  # so that steps after it are on disk before it is
@@ -269,14 +269,14 @@ def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch)
 
     loop, table = Loop(CASE), {}
     with loop.log(tmp_path / "run", snapshot_every=5) as log:
-        for name, double in (("save", watched_save), ("retire", watched_retire)):
+        for name, double in (("save_snapshot", watched_save), ("remove_old_snapshots", watched_retire)):
             monkeypatch.setattr(snapshots, name, double)
         monkeypatch.setattr(snapshots.shutil, "rmtree", watched_rmtree)
         for number in range(9):
             loop.step(number)
             log.step()
             table[number + 1] = loop.state()
-        log._running().wait("saved", 30)
+        log._require_client().wait("saved", 30)
     assert list(moments) == ["before", "saved", "retiring", "segments", "after"]
     for moment, run in moments.items():
         again = Loop(CASE, seed=1)
@@ -291,12 +291,12 @@ def test_another_session_is_left_alone(tmp_path):
     (tmp_path / "log").mkdir()
     config = snapshots.snapshot_config("exact")
     one, two = "1" * 16, "2" * 16
-    meta = {"session": one, "step": 100}
-    snapshots.save(tmp_path, 100, [snapshots.SnapshotTensor(("x",), torch.ones(2))], meta, config, SingleProcess())
+    meta, tensors = {"session": one, "step": 100}, [snapshots.SnapshotTensor(("x",), torch.ones(2))]
+    snapshots.save_snapshot(tmp_path, 100, tensors, meta, config, SingleProcess())
     for session, last in ((one, 99), (one, 101), (two, 106), ("0" * 16, 90)):
-        (tmp_path / "log" / str(segments.Name(session, last, last, 0))).touch()
-    snapshots.retire(tmp_path, 1)
-    assert [(name.session, name.last) for name, _ in segments.names(tmp_path)] == [(one, 101), (two, 106)]
+        (tmp_path / "log" / str(segments.SegmentName(session, last, last, 0))).touch()
+    snapshots.remove_old_snapshots(tmp_path, 1)
+    assert [(name.session, name.last) for name, _ in segments.list_segments(tmp_path)] == [(one, 101), (two, 106)]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
 
 def forge(run, step, change):
     """Change what the segment of a step says of it."""
-    (path,) = (path for name, path in segments.names(run) if name.first <= step <= name.last)
+    (path,) = (path for name, path in segments.list_segments(run) if name.first <= step <= name.last)
     data = path.read_bytes()
     contents = segments.ContainerReader(path).contents
     change(next(one for one in contents["steps"] if one["step"] == step))
@@ -97,7 +97,7 @@ def test_a_snapshot_names_itself(tmp_path, change):
         snapshot_tensors = [snapshots.SnapshotTensor(tuple(keys), snapshot.tensor(name))
                   for name, keys in snapshot._checkpoint.index["planner"].items() if tuple(keys) != snapshots.META]
         meta = {**snapshot.meta, **change}
-    snapshots.save(tmp_path, 2, snapshot_tensors, meta, snapshots.snapshot_config("exact"), communicator(None))
+    snapshots.save_snapshot(tmp_path, 2, snapshot_tensors, meta, snapshots.snapshot_config("exact"), communicator(None))
     loop = Loop(SCHEDULED, seed=5)
     before = copy.deepcopy(loop.state())
     with pytest.raises(DSQError, match=re.escape(f"'{path}")):
@@ -116,7 +116,7 @@ def test_a_snapshot_that_is_nested_too_deep_names_itself(tmp_path, monkeypatch):
 def test_the_last_segment_of_a_closed_log(tmp_path):
     """That it is gone is noticed, though nothing follows it."""
     recorded(ADAM, tmp_path, 4, compressor="none", batch=1)
-    *_, (_, path) = segments.names(tmp_path)
+    *_, (_, path) = segments.list_segments(tmp_path)
     held = path.read_bytes()
     path.unlink()
     loop = Loop(ADAM, seed=5)

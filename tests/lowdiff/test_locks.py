@@ -23,7 +23,7 @@ def files(run):
     return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("method", ["_share_out", "_send_snapshot"])
+@pytest.mark.parametrize("method", ["_assign_parameters", "_send_snapshot"])
 def test_two_jobs_begin_at_once(tmp_path, monkeypatch, method):
     """Before either has a snapshot, whether or not the first has its checkpointing process: the second is refused."""
     run, told, loop, waited = tmp_path / "run", tmp_path / "told", Loop(ADAM), []
@@ -70,10 +70,10 @@ def test_another_job_went_on_since_recovery(tmp_path):
 
 def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
     """The log that restarts says so, and leaves the other one alone."""
-    monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
+    monkeypatch.setattr(worker_group, "_RESTART_DELAYS", (0.0, 0.05))
     loop, other = Loop(ADAM), Loop(ADAM)
     log = loop.log(tmp_path, compressor="none")
-    process = log._running()._process
+    process = log._require_client()._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait(processes.PATIENCE)
     with other.log(tmp_path, compressor="none", resume=other.recover(tmp_path)) as others:
@@ -94,13 +94,13 @@ def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
 def test_a_wait_for_a_job_that_begins(tmp_path):
     (tmp_path / "log").mkdir()
     with (
-        locks.starting(tmp_path, 1.0),
+        locks.exclusive_start(tmp_path, 1.0),
         pytest.warns(UserWarning, match=r"waiting, for 0 s at most.*'starting'"),
         pytest.raises(SaveFailed, match=r"still writes into .*'starting'"),
-        locks.starting(tmp_path, 0.1),
+        locks.exclusive_start(tmp_path, 0.1),
     ):
         pass
-    with locks.starting(tmp_path, 0.0):
+    with locks.exclusive_start(tmp_path, 0.0):
         pass
 
 

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adam
 
 import dsq_ckpt.lowdiff
 from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.lowdiff import memory, recorder, segments
+from dsq_ckpt.lowdiff import recorder, replica_transfer, segments
 from dsq_ckpt.lowdiff.locks import Lock, lock_path, wait_for_writers
 from tests.lowdiff.loops import (
     ADAM,
@@ -58,14 +58,14 @@ def test_nothing_to_recover(tmp_path):
 
 def test_time_spent_is_counted(tmp_path, monkeypatch):
     """Of the capture before the optimizer's step as well as of what comes after."""
-    own, taken = recorder.ChangeDetector.changed, []
+    own, taken = recorder.ChangeDetector.describe_change, []
 
     def slow(watch):
         taken.append(0.05)
         time.sleep(taken[-1])
         return own(watch)
 
-    monkeypatch.setattr(recorder.ChangeDetector, "changed", slow)
+    monkeypatch.setattr(recorder.ChangeDetector, "describe_change", slow)
     loop = Loop(ADAM)
     with loop.log(tmp_path, compressor="none") as log:
         for number in range(3):
@@ -87,7 +87,8 @@ def test_recovery_from_what_is_no_run(tmp_path):
 
 
 def test_recovery_while_another_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_PATIENCE", 1e6)  # a replica in memory is not waited for any longer than is asked
+    # A replica in memory is not waited for any longer than is asked.
+    monkeypatch.setattr(replica_transfer, "_ANSWER_TIMEOUT", 1e6)
     table = recorded(ADAM, tmp_path, 3)
     lock = Lock(lock_path(tmp_path, "another", 0))
     with (
@@ -123,7 +124,7 @@ def test_a_lock_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
 def test_batches(tmp_path, batch):
     """Steps wait for their batch, and all are on disk when the log is closed."""
     table = recorded(ADAM, tmp_path, 7, batch=batch, compressor="none")
-    assert len(segments.names(tmp_path)) == -(-7 // batch)
+    assert len(segments.list_segments(tmp_path)) == -(-7 // batch)
     assert check_recovers(ADAM, tmp_path, table[7], 7).closed
 
 
@@ -134,9 +135,9 @@ def test_snapshots_supersede_the_log(tmp_path):
         for number in range(30):
             loop.step(number)
             log.step()
-            log._running().wait("saved", 30)
+            log._require_client().wait("saved", 30)
     assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000000028"]
-    assert [name.last for name, _ in segments.names(tmp_path)] == [29, 30]
+    assert [name.last for name, _ in segments.list_segments(tmp_path)] == [29, 30]
     assert check_recovers(ADAM, tmp_path, loop.state(), 30).replayed == 2
 
 
@@ -146,11 +147,11 @@ def test_two_snapshots_are_kept(tmp_path):
         for number in range(14):
             loop.step(number)
             log.step()
-            log._running().wait("saved", 30)
+            log._require_client().wait("saved", 30)
             states[number + 1] = loop.state()
     newest = tmp_path / "step-000000012"
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000008", newest.name]
-    assert [name.last for name, _ in segments.names(tmp_path)] == [9, 10, 11, 12, 13, 14]
+    assert [name.last for name, _ in segments.list_segments(tmp_path)] == [9, 10, 11, 12, 13, 14]
     data = next(newest.glob("*.dsq"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -182,7 +183,7 @@ def test_a_damaged_step(tmp_path):
     table = recorded(ADAM, tmp_path, 6, compressor="none")
     for how in ("data", "truncated", "gone"):
         run = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{how}"))
-        path = next(path for name, path in segments.names(run) if name.last == 4)
+        path = next(path for name, path in segments.list_segments(run) if name.last == 4)
         content = bytearray(path.read_bytes())
         content[20] ^= 1
         if how == "gone":
@@ -233,7 +234,7 @@ def test_going_on_from_a_snapshot(tmp_path, spec):
         for number in range(12):
             loop.step(number)
             log.step()
-            log._running().wait("saved", 30)
+            log._require_client().wait("saved", 30)
             table[number + 1] = loop.state()
     again = Loop(TOPK, seed=3)
     recovered = again.recover(tmp_path, replay_log=False)

@@ -29,7 +29,7 @@ def train(log, loop, steps):
     for _ in range(steps):
         loop.step(log.steps_done)
         log.step()
-        log._running().wait("saved", 30)
+        log._require_client().wait("saved", 30)
 
 
 def add(optimizer, model, number):
@@ -44,7 +44,7 @@ def test_parameters_are_added_again_and_again(tmp_path, batch):
     loop = Loop(FIRST)
     with loop.log(tmp_path, batch=batch) as log:
         train(log, loop, 3)
-        process = log._running()
+        process = log._require_client()
         for layer, step in ((1, 4), (3, 8)):
             add(loop.optimizer, loop.model, layer)
             names = rf"added, removed or moved \('{layer}.weight', '{layer}.bias'\)"
@@ -55,7 +55,7 @@ def test_parameters_are_added_again_and_again(tmp_path, batch):
                 warnings.simplefilter("error", UserWarning)
                 train(log, loop, 3)
             assert log.logging
-        assert log._running() is process and log._starts == 1
+        assert log._require_client() is process and log._starts == 1
 
     def all_of_them(model):
         optimizer = FIRST.optimizer(model)
@@ -176,9 +176,9 @@ def test_the_comparison_does_no_operation_on_tensors():
     loop = Loop(OTHERS)
     state = TrainState(loop.model, loop.optimizer)
     with Refused():
-        assert state.changed() is None
+        assert state.describe_change() is None
         loop.model[1].teacher = nn.Parameter(loop.model[0].bias, requires_grad=False)
-        assert "'1.teacher'" in state.changed()
+        assert "'1.teacher'" in state.describe_change()
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -205,12 +205,12 @@ def test_steps_that_are_missing_at_the_end_are_told(tmp_path, done):
 
 def test_steps_after_a_failure_are_told_at_the_end(tmp_path, monkeypatch):
     """The log has ended before it could begin again."""
-    monkeypatch.setattr(worker_group, "_PAUSES", (600.0,))
+    monkeypatch.setattr(worker_group, "_RESTART_DELAYS", (600.0,))
     loop = Loop(ADAM)
     log = loop.log(tmp_path, compressor="none")
     train(log, loop, 2)
-    while log._on_disk.last < 2:
-        log._take(log._running())
+    while log._steps_on_disk.last < 2:
+        log._handle_reports(log._require_client())
     log._broken = True
     for _ in range(6):
         loop.step(log.steps_done)
@@ -243,7 +243,7 @@ def test_nothing_is_told_where_nothing_is_missing(tmp_path):
                 loop.step(number)
                 log.step()
         loop.log(tmp_path.with_name("empty"), compressor="none").close()
-    assert log._on_disk.last == 8
+    assert log._steps_on_disk.last == 8
 
 
 def test_steps_on_disk():
@@ -270,11 +270,11 @@ def test_snapshots_of_different_steps_are_not_mixed():
 
     class Saving(Server):
         def __init__(self):
-            self.reports, self._alone, self._comm = [], True, Elsewhere()
+            self.reports, self._is_exclusive, self._comm = [], True, Elsewhere()
 
-        def _take(self, message): ...
+        def _handle(self, message): ...
 
-        def _end(self, closing): ...
+        def _finish(self, closing): ...
 
         def _report(self, message):
             self.reports.append(message)

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff import GradientLog, recover
 from dsq_ckpt.lowdiff.arena import Arena
-from dsq_ckpt.lowdiff.capture import put_buffers
+from dsq_ckpt.lowdiff.capture import copy_buffers
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout
 
 pytestmark = [pytest.mark.usefixtures("in_thread", "one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -233,6 +233,6 @@ def test_buffers_that_grow_do_not_cost_gradients():
     slots, layout = _Slots(), ArenaLayout()
     layout.add(128)
     at = layout.size
-    assert put_buffers([("small", torch.zeros(4))], slots, 0, at) is not None
-    assert put_buffers([("large", torch.zeros(400))], slots, 0, at) is None
+    assert copy_buffers([("small", torch.zeros(4))], slots, 0, at) is not None
+    assert copy_buffers([("large", torch.zeros(400))], slots, 0, at) is None
     assert bool((slots.memory.tensor[:128] == 7).all())

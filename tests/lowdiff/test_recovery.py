@@ -181,9 +181,9 @@ def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return unchanged(train_state)
 
-    loop, unchanged = Loop(ADAM, seed=1), recovery.unchanged_on_failure
+    loop, unchanged = Loop(ADAM, seed=1), recovery.rollback_on_failure
     before = loop.state()
-    monkeypatch.setattr(recovery, "unchanged_on_failure", interrupted)
+    monkeypatch.setattr(recovery, "rollback_on_failure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         recovery.recover_train_state(tmp_path, TrainState(loop.model, loop.optimizer, loop.states), Recording())
     assert (told[-1].heard, told[-1].text) == (False, "KeyboardInterrupt")
@@ -194,7 +194,7 @@ def test_whatever_ends_the_thread_of_a_snapshot_is_told(tmp_path, monkeypatch):
     def ends(*args):
         raise SystemExit("the end")
 
-    monkeypatch.setattr(server.snapshots, "save", ends)
+    monkeypatch.setattr(server.snapshots, "save_snapshot", ends)
     with pytest.raises(dsq_ckpt.SaveFailed, match="SystemExit: the end"):
         Loop(ADAM).log(tmp_path)
 

@@ -33,8 +33,8 @@ class Watched(Replica):
         self.scales: list[float | None] = []
         super().__init__(*args, **options)
 
-    def _scale(self) -> float | None:
-        self.scales.append(super()._scale())
+    def _gradient_factor(self) -> float | None:
+        self.scales.append(super()._gradient_factor())
         return self.scales[-1]
 
 
@@ -262,7 +262,7 @@ def test_parameters_are_edited(tmp_path, holders):
         def again():
             loop.step(replica.steps_done)
             replica.step()
-            return holders[-1].newest == replica.steps_done
+            return holders[-1].newest_step == replica.steps_done
 
         until(again)
         follow(loop, replica, holders, 4)
@@ -283,7 +283,7 @@ def test_a_group_is_added(tmp_path, holders):
         def again():
             loop.step(replica.steps_done)
             replica.step()
-            return replica.logging and holders[-1].newest == replica.steps_done
+            return replica.logging and holders[-1].newest_step == replica.steps_done
 
         with pytest.warns(UserWarning, match=r"moved \('3.weight', '3.bias'\).*steps from 3 on are not logged until"):
             until(again)
@@ -316,7 +316,7 @@ def test_a_buffer_grows(tmp_path, holders):
             loop.step(replica.steps_done)
             replica.step()
             until(lambda: holders[-1].applied == replica.steps_done)
-            other = holders[-1]._replica()
+            other = holders[-1]._collect_tensors()
             names = {piece.name: piece.tensor for piece in other}
             assert torch.equal(names["model.cache"], loop.model.cache)
             assert torch.equal(names["model.linear.weight"], loop.model.linear.weight), size
@@ -344,7 +344,7 @@ def test_the_model_is_cast(tmp_path, holders):
             loop.step(replica.steps_done)
             replica.step()
             until(lambda: holders[-1].applied == replica.steps_done)
-            names = {piece.name: piece.tensor for piece in holders[-1]._replica()}
+            names = {piece.name: piece.tensor for piece in holders[-1]._collect_tensors()}
             for name, parameter in loop.model.named_parameters():
                 assert torch.equal(names[f"model.{name}"], parameter), name
 
@@ -358,5 +358,5 @@ def test_a_lossy_base(tmp_path, holders):
     loop = Loop(Case(adamw, model=large))
     with replica_of(loop, tmp_path, base="dsq") as replica:
         follow(loop, replica, holders, 3)
-        assert not holders[-1].after(3).meta["lossy"]
+        assert not holders[-1].shard_after(3).meta["lossy"]
     assert Loop(loop.case, seed=1).recover(tmp_path).lossy

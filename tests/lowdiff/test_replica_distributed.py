@@ -70,7 +70,7 @@ def test_however_training_ends(tmp_path, ways):
     check_same(again, table)
     with replica_of(again, tmp_path / "run", resume=found) as replica:
         assert not any(map(alive, pids))
-        pids.append(replica._running().pid)
+        pids.append(replica._require_client().pid)
         again.step(done)
         replica.step()
     until(lambda: not any(map(alive, pids)))

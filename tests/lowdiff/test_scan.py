@@ -37,11 +37,11 @@ def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], se
     assert nonzero.tolist() == [int(as_integers(one).count_nonzero()) for one in gradients]
 
 
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded", "every other", "all the same"])
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expand_path", "every other", "all the same"])
 def test_gather_goes_by_row_major_places(layout: str) -> None:
     gradient = {
         "every other": torch.randn(80)[::2], "all the same": torch.randn(1).expand(40),
-        "transposed": torch.randn(7, 5).t(), "expanded": torch.randn(4, 1).expand(4, 6),
+        "transposed": torch.randn(7, 5).t(), "expand_path": torch.randn(4, 1).expand(4, 6),
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     }[layout]
     places, values, nonzero = torch.tensor([1, 8, 19]), torch.empty(3), torch.empty(1, dtype=torch.int64)

@@ -13,7 +13,7 @@ import xxhash
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
-from dsq_ckpt.lowdiff.segments import LogSegment, Step
+from dsq_ckpt.lowdiff.segments import EncodedStep, LogSegment
 from dsq_ckpt.lowdiff.train_state import ParameterEntry
 from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.container import ContainerWriter
@@ -51,13 +51,13 @@ def step_of(number):
     ]
     record = {"hyper": [{"lr": 0.1 * number}], "after": {"hyper": None, "states": {}}, "grads": grads,
              "buffers": [["mean", "bfloat16", [4], add(raw)]]}
-    return Step(number, record, blocks)
+    return EncodedStep(number, record, blocks)
 
 
 def written(run, first, last, rank=0, ranks=1, session=SESSION):
     (run / segments.LOG).mkdir(exist_ok=True)
     steps = [step_of(number) for number in range(first, last + 1)]
-    info = segments.write(run, session, rank, ranks, ENTRIES, steps, False)
+    info = segments.write_segment(run, session, rank, ranks, ENTRIES, steps, False)
     return run / segments.LOG / info.name
 
 
@@ -77,7 +77,7 @@ def test_round_trip(tmp_path):
         found, truth = segment.gradients(number), gradients(number)
         assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in truth.items()}
         assert bits(segment.buffers(number)["mean"]) == bits(truth["c"])
-        places = segment.sent(number)
+        places = segment.sent_indices(number)
         assert set(places) == set(truth) and torch.equal(places["b"], truth["b"].nonzero().view(-1))
         assert all(places[name] is None for name in truth if name != "b")  # whole gradients were sent everywhere
     segment.close()
@@ -195,12 +195,12 @@ def test_what_snapshots_do_not_need(tmp_path):
     (tmp_path / "log" / "notes.txt").write_text("not ours")
 
     def left(**kept):
-        return sorted(path.name[17:36] for path in segments.superseded(tmp_path, kept) if path != other)
+        return sorted(path.name[17:36] for path in segments.find_superseded(tmp_path, kept) if path != other)
 
     assert left(**{SESSION: 0}) == []
     assert left(**{SESSION: 5}) == ["000000001-000000003"]
     assert left(**{SESSION: 6}) == ["000000001-000000003", "000000004-000000006"]
-    assert other in segments.superseded(tmp_path, {SESSION: 6})
+    assert other in segments.find_superseded(tmp_path, {SESSION: 6})
 
 
 def test_leftovers(tmp_path, monkeypatch):
@@ -209,8 +209,8 @@ def test_leftovers(tmp_path, monkeypatch):
     torn, former = hidden_name(path), path.with_name(f".{path.name}.0a1b2c3d.tmp")
     shutil.copy(path, torn)
     shutil.copy(path, former)
-    assert set(segments.leftovers(tmp_path)) == {torn, former}
-    assert [found for _, found in segments.names(tmp_path)] == [path]
+    assert set(segments.find_temporary_files(tmp_path)) == {torn, former}
+    assert [found for _, found in segments.list_segments(tmp_path)] == [path]
     monkeypatch.setattr(ContainerWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
         written(tmp_path, 2, 2)
@@ -238,7 +238,7 @@ def test_a_name_claims_no_more_steps_than_there_can_be(tmp_path):
     """A name is not covered by any checksum, and who lists segments makes tables of the steps they claim."""
     path = written(tmp_path, 3, 4)
     (path.parent / path.name.replace("000000004", "9" * 40)).write_bytes(path.read_bytes())
-    assert [name.last for name, _ in segments.names(tmp_path)] == [4]
+    assert [name.last for name, _ in segments.list_segments(tmp_path)] == [4]
     found = segments.replayable_steps(tmp_path, SESSION, 2)
     assert (len(found.segments), found.ended) == (2, None)
 
@@ -252,5 +252,5 @@ def test_more_ranks_than_there_can_be(tmp_path):
 
 def test_what_an_optimizer_says_of_hyperparameters_names_the_segment(tmp_path):
     path = written(tmp_path, 1, 1)
-    with pytest.raises(CorruptCheckpoint, match=f"{path}.*step 1.*capturable"), LogSegment(path).readable(1):
+    with pytest.raises(CorruptCheckpoint, match=f"{path}.*step 1.*capturable"), LogSegment(path).translate_errors(1):
         raise AssertionError("If capturable=True, params must be on supported devices")

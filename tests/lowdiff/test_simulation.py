@@ -12,7 +12,7 @@ from evaluation import simulation
 from evaluation.simulation import Disk, Failures, Memory, System, simulate
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.tuning import Bounds, Costs, Model, optimum
+from dsq_ckpt.lowdiff.tuning import Bounds, CostModel, Costs, optimum
 
 COSTS = Costs(
     iteration=0.5, bandwidth=1e9, snapshot_bytes=2e9, load=3.0, replay=0.1, mtbf=3600.0, merge=4.0, batch_fixed=0.05,
@@ -143,10 +143,10 @@ def test_the_model_is_what_a_job_wastes(seed):
     ):
         rare = replace(costs, mtbf=3.6e5)
         outcome = simulate(simulation.lowdiff(rare, every, batch), Failures(rare.mtbf, seed=seed), 10_000)
-        rate = Model(rare).wasted_time(every, batch, outcome.useful)
+        rate = CostModel(rare).wasted_time(every, batch, outcome.useful)
         # Steady overhead comes with useful steps, failures with all of the time.
         assert rate <= 1.03 * outcome.wasted, f"seed {seed}, every {every}, batch {batch}"
-        assert Model(rare).wasted_time(every, batch, outcome.wall) >= 0.97 * outcome.wasted
+        assert CostModel(rare).wasted_time(every, batch, outcome.wall) >= 0.97 * outcome.wasted
 
 
 def _grid(middle: float, steps: int = 3, factor: float = 2.0) -> list[int]:
@@ -177,7 +177,7 @@ def test_brute_force_over_traces_finds_equation_10(seed, mtbf):
 def test_brute_force_over_traces_finds_the_choice(seed, mtbf):
     """Likewise for the model's choice under its own assumptions."""
     costs = replace(COSTS, mtbf=mtbf)
-    chosen = Model(costs).best_settings(Bounds((1, 5000), (1, 256)))
+    chosen = CostModel(costs).best_settings(Bounds((1, 5000), (1, 256)))
     failures = Failures(mtbf, seed=seed)
 
     def wasted(every: int, batch: int) -> float:
@@ -217,7 +217,7 @@ def _systems(failures: Failures) -> list[System]:
             0.5, Memory(1, load=5.0, lag=1.0, hardware=0.9), overhead=0.03, disk_every=20_000, save=4.0, load=6.0,
         ),
         simulation.naive(0.5, 100, save=4.0, load=6.0, difference=0.2, merge=0.1),
-        simulation.lowdiff(costs, *Model(costs).best_settings(), overhead=0.005),
+        simulation.lowdiff(costs, *CostModel(costs).best_settings(), overhead=0.005),
         *simulation.modes(simulation.lowdiff_plus(0.5, 0.02, Memory(1, load=0.5), persist=2.0, load=6.0)),
     ]
 

@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed, UnsupportedFormat
 from dsq_ckpt.lowdiff import GradientLog, recover, segments, snapshots
-from dsq_ckpt.lowdiff.plain import to_plain
+from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.states import mixed_state, relative_error
@@ -37,14 +37,14 @@ def tensors():
 def saved(run, step, session=SESSION, base="exact", **meta):
     (run / segments.LOG).mkdir(exist_ok=True)
     saved = [SnapshotTensor(("model", name), tensor) for name, tensor in tensors().items()]
-    snapshots.save(
+    snapshots.save_snapshot(
         run, step, saved, {"session": session, "step": step, **meta}, snapshots.snapshot_config(base), SingleProcess()
     )
     return snapshots.snapshot_directory(run, step)
 
 
 def segment(run, session, first, last, rank=0):
-    path = run / segments.LOG / str(segments.Name(session, first, last, rank))
+    path = run / segments.LOG / str(segments.SegmentName(session, first, last, rank))
     path.touch()
     return path
 
@@ -54,7 +54,7 @@ def test_round_trip(tmp_path):
     assert path.name == "step-000000012" and Manifest.read(path).parent is None
     with Snapshot(path) as snapshot:
         assert snapshot.meta["step"] == 12 and snapshot.meta["hyper"] == [{"lr": {"$float": "inf"}}]
-        assert not snapshot.lossy and list(snapshot.damaged()) == []
+        assert not snapshot.lossy and list(snapshot.find_damage()) == []
         for name, tensor in tensors().items():
             found = snapshot.tensor(f"model.{name}")
             assert snapshot.shape(f"model.{name}") == (tuple(tensor.shape), tensor.dtype)
@@ -80,7 +80,7 @@ def test_lossy_momentum_of_optimizers_other_than_sgd_is_finer(tmp_path, setting,
     own, meta = torch.randn(80, 70), {"session": SESSION, "step": 1, "hyper": [{"lr": 0.1, setting: 5}]}
     (tmp_path / segments.LOG).mkdir()
     kept = [SnapshotTensor(("optim", "state", "w.weight", "momentum_buffer"), own)]
-    snapshots.save(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    snapshots.save_snapshot(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
     with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
         error = snapshot.tensor("optim.state.w.weight.momentum_buffer") - own
     assert least < float(error.norm() / own.norm()) < most
@@ -98,7 +98,7 @@ def test_lossy_first_moments_beside_a_basis_in_a_tuple_are_rounded(tmp_path, pla
     (tmp_path / segments.LOG).mkdir()
     kept = [SnapshotTensor(("optim", "state", "w.weight", name), value)
             for name, value in (("exp_avg", own), ("exp_avg_sq", own.square()))]
-    snapshots.save(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    snapshots.save_snapshot(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
     with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
         found = snapshot.tensor("optim.state.w.weight.exp_avg")
     assert found.equal(own.bfloat16().float()) == (place is not None)
@@ -133,12 +133,12 @@ def test_order(tmp_path):
     (tmp_path / "other").mkdir()
 
     def order():
-        return [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)]
+        return [int(path.name[5:]) for path, _ in snapshots.list_snapshots(tmp_path)]
 
     assert order() == [15, 20, 10, 5]
     (snapshots.snapshot_directory(tmp_path, 10) / MANIFEST).write_text(json.dumps({"format": "?"}))
     assert order() == [15, 20, 10, 5]
-    assert [manifest is None for _, manifest in snapshots.newest_first(tmp_path)] == [False, False, True, False]
+    assert [manifest is None for _, manifest in snapshots.list_snapshots(tmp_path)] == [False, False, True, False]
 
 
 def test_order_where_clocks_go_back(tmp_path, monkeypatch):
@@ -150,18 +150,18 @@ def test_order_where_clocks_go_back(tmp_path, monkeypatch):
         dsq_ckpt.forget()
         monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
         path = saved(tmp_path, step, session=f"{hours:016x}")
-        assert str(snapshots.newest_first(tmp_path)[0][0]) == dsq_ckpt.latest(tmp_path) == str(path)
-    assert [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)] == [15, 25, 20, 5]
-    assert list(snapshots.sessions(tmp_path)) == ["0" * 15 + "3", "0" * 15 + "2", SESSION]
-    snapshots.retire(tmp_path, 2)
-    assert [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)] == [15, 25]
+        assert str(snapshots.list_snapshots(tmp_path)[0][0]) == dsq_ckpt.latest(tmp_path) == str(path)
+    assert [int(path.name[5:]) for path, _ in snapshots.list_snapshots(tmp_path)] == [15, 25, 20, 5]
+    assert list(snapshots.list_sessions(tmp_path)) == ["0" * 15 + "3", "0" * 15 + "2", SESSION]
+    snapshots.remove_old_snapshots(tmp_path, 2)
+    assert [int(path.name[5:]) for path, _ in snapshots.list_snapshots(tmp_path)] == [15, 25]
 
 
 def test_a_run_that_cannot_be_looked_at_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
     """As an error of the save, which all ranks are told of; ranks that write know no snapshot before it."""
     saved(tmp_path, 5)
     dsq_ckpt.forget()
-    monkeypatch.setattr(snapshots, "newest_first", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(snapshots, "list_snapshots", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(SaveFailed, match="Input/output error"):
         saved(tmp_path, 10)
     assert not snapshots.snapshot_directory(tmp_path, 10).exists()
@@ -172,12 +172,12 @@ def test_retire(tmp_path):
         saved(tmp_path, step)
     old, across, new = (segment(tmp_path, SESSION, first, first + 2) for first in (5, 7, 9))
     before = segment(tmp_path, "f" * 16, 1, 3)
-    snapshots.retire(tmp_path, 3)
+    snapshots.remove_old_snapshots(tmp_path, 3)
     assert old.exists() and not before.exists()
-    snapshots.retire(tmp_path, 2)
-    assert [path.name for path, _ in snapshots.newest_first(tmp_path)] == ["step-000000012", "step-000000008"]
+    snapshots.remove_old_snapshots(tmp_path, 2)
+    assert [path.name for path, _ in snapshots.list_snapshots(tmp_path)] == ["step-000000012", "step-000000008"]
     assert not old.exists() and across.exists() and new.exists()
-    snapshots.retire(tmp_path, 1)
+    snapshots.remove_old_snapshots(tmp_path, 1)
     assert not across.exists() and not new.exists() and not snapshots.snapshot_directory(tmp_path, 8).exists()
 
 
@@ -188,14 +188,14 @@ def test_retire_leaves_what_is_not_its_own(tmp_path):
     (damaged / MANIFEST).write_text("{}")
     saved(tmp_path, 3)
     kept = segment(tmp_path, SESSION, 4, 6)
-    snapshots.retire(tmp_path, 1)
+    snapshots.remove_old_snapshots(tmp_path, 1)
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2", "3"] and kept.exists()
 
 
 def test_without_a_snapshot_nothing_goes(tmp_path):
     (tmp_path / segments.LOG).mkdir()
     kept = segment(tmp_path, SESSION, 1, 3)
-    snapshots.retire(tmp_path, 1)
+    snapshots.remove_old_snapshots(tmp_path, 1)
     assert kept.exists()
 
 

@@ -60,8 +60,8 @@ def train(loop, replica, steps):
 
 def free(replica):
     """Slots that nothing is on its way in."""
-    replica._running().poll()
-    return len(replica._running()._free)
+    replica._require_client().poll()
+    return len(replica._require_client()._free)
 
 
 def wrapped(loop: Loop, kind: str) -> Loop:
@@ -74,13 +74,13 @@ def wrapped(loop: Loop, kind: str) -> Loop:
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monkeypatch):
     """The backward pass does not go on before the gradient of the last layer is in shared memory."""
-    loop, copied, done = wrapped(Loop(STACK), kind), streamer._copied, {}
+    loop, copied, done = wrapped(Loop(STACK), kind), streamer._copy_to_host, {}
 
     def noted(target, *args):
         copied(target, *args)
         done[target.data_ptr()] = threading.current_thread()
 
-    monkeypatch.setattr(streamer, "_copied", noted)
+    monkeypatch.setattr(streamer, "_copy_to_host", noted)
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 3)  # DDP makes its buckets anew after the first step
         handed, last = replica._streamer, loop.optimizer.param_groups[0]["params"][-2:]
@@ -88,9 +88,9 @@ def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monke
         there, first_gradients = [], []
 
         def wait_for_the_last():
-            until(lambda: all(parameter in handed.streamed for parameter in last))
+            until(lambda: all(parameter in handed.streamed_parameters for parameter in last))
             until(lambda: all(handed.view(parameter).data_ptr() in done for parameter in last))
-            first_gradients.append(loop.optimizer.param_groups[0]["params"][0] in handed.streamed)
+            first_gradients.append(loop.optimizer.param_groups[0]["params"][0] in handed.streamed_parameters)
             there.extend(handed.view(parameter).clone() for parameter in last)
 
         done.clear()
@@ -109,7 +109,7 @@ def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monke
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, monkeypatch):
     loop = wrapped(Loop(STACK), kind)
-    copied, done = streamer._copied, []
+    copied, done = streamer._copy_to_host, []
 
     def slow(*args):
         time.sleep(0.05)
@@ -118,7 +118,7 @@ def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, m
 
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 2)
-        monkeypatch.setattr(streamer, "_copied", slow)
+        monkeypatch.setattr(streamer, "_copy_to_host", slow)
         for step in range(3):
             loop.optimizer.zero_grad()
             done.clear()
@@ -135,7 +135,7 @@ def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, m
 def test_a_backward_pass_that_fails(tmp_path, holders, late, monkeypatch):
     """A batch that is too large for memory, say, which is left out: later ones are handed over as always."""
     loop = Loop(STACK)
-    copied = streamer._copied
+    copied = streamer._copy_to_host
     release = threading.Event()
 
     def fails():
@@ -148,13 +148,13 @@ def test_a_backward_pass_that_fails(tmp_path, holders, late, monkeypatch):
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 2)
         if late:  # copies of the pass that failed are still under way
-            monkeypatch.setattr(streamer, "_copied", waits)
+            monkeypatch.setattr(streamer, "_copy_to_host", waits)
         with pytest.raises(MemoryError):
             backward_through(loop, fails)
-        monkeypatch.setattr(streamer, "_copied", copied)
+        monkeypatch.setattr(streamer, "_copy_to_host", copied)
         release.set()
         done = []
-        monkeypatch.setattr(streamer, "_copied", lambda *args: (time.sleep(0.05), copied(*args), done.append(1)))
+        monkeypatch.setattr(streamer, "_copy_to_host", lambda *args: (time.sleep(0.05), copied(*args), done.append(1)))
         loop.optimizer.zero_grad()
         loop.model(torch.ones(2, 12)).square().sum().backward()
         assert len(done) == 8, "waited for, though the pass before did not end"
@@ -221,7 +221,7 @@ def test_waits_for_a_slot(tmp_path):
     reached = []
     with replica_of(loop, tmp_path, queue=queue, persist_every=1000) as replica:
         train(loop, replica, 2)
-        pid = replica._running().pid
+        pid = replica._require_client().pid
         until(lambda: free(replica) == queue)
         os.kill(pid, signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
@@ -234,7 +234,7 @@ def test_waits_for_a_slot(tmp_path):
                 os.kill(pid, signal.SIGCONT)
             training.result(60)
         assert replica.steps_done == 12 and replica.logging
-        assert replica._running().waited > 1.5
+        assert replica._require_client().waited > 1.5
     again = Loop(STACK, seed=1)
     assert again.recover(tmp_path).step == 12
     check_same(again, loop)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.tuning import (
     HYSTERESIS,
-    KEEPS_UP,
-    PRIOR,
+    MAX_LOAD,
+    PRIOR_SECONDS,
     Bounds,
+    CostModel,
     Costs,
-    Model,
     TunedSettings,
     Tuner,
     optimum,
@@ -51,14 +51,14 @@ costs = st.builds(
 def test_equation_10_is_where_the_derivatives_of_equation_8_vanish(c):
     f, b = optimum(c)
     # The terms of equation 9 by hand; they cancel in pairs.
-    assert c.write / c.iteration == pytest.approx(c.merging / (2 * f**2 * c.mtbf * b))
-    assert c.iteration / 2 == pytest.approx(c.merging / (2 * b**2 * f))
-    assert f * b == pytest.approx((c.merging**2 / (2 * c.write * c.mtbf)) ** (1 / 3))
+    assert c.write_seconds / c.iteration == pytest.approx(c.merge_seconds / (2 * f**2 * c.mtbf * b))
+    assert c.iteration / 2 == pytest.approx(c.merge_seconds / (2 * b**2 * f))
+    assert f * b == pytest.approx((c.merge_seconds**2 / (2 * c.write_seconds * c.mtbf)) ** (1 / 3))
 
 
 def test_equation_10_as_printed_where_an_iteration_is_a_second():
     c = replace(COSTS, iteration=1.0)
-    w, s, m, r = c.bandwidth, c.snapshot_bytes, c.mtbf, c.merging
+    w, s, m, r = c.bandwidth, c.snapshot_bytes, c.mtbf, c.merge_seconds
     printed = (r * w**2 / (4 * s**2 * m**2)) ** (1 / 3), (2 * s * r * m / w) ** (1 / 3)
     assert optimum(c) == pytest.approx(printed)
 
@@ -82,7 +82,7 @@ def test_equation_10_is_the_minimum_of_equation_8(c, up, right):
 def test_a_numeric_search_finds_equation_10(c):
     """Coordinate descent in log f and log b, which does not know the derivatives, from a far start."""
     def waste(x: float, y: float) -> float:
-        return wasted_time(replace(c, load=c.merging / 2, ranks=1), math.exp(x), math.exp(y), 1.0)
+        return wasted_time(replace(c, load=c.merge_seconds / 2, ranks=1), math.exp(x), math.exp(y), 1.0)
 
     f, b = optimum(c)
     x, y, step = math.log(f) + 3, math.log(b) - 4, 1.0
@@ -102,8 +102,8 @@ def test_wasted_time_counts_gpu_seconds():
 def test_costs_name_all_that_is_wrong():
     with pytest.raises(ConfigError, match=r"iteration=0.*replay=-1.*mtbf=nan.*contention=2"):
         Costs(0, 1e9, 1e9, 1, -1, math.nan, contention=2)
-    assert Costs(1, 1, 1, 0, 1, 1).merging == 1  # a load of nothing is fine; a batch merges as a step
-    assert Costs(1, 2, 4, 0, 1, 1).stopped == 2
+    assert Costs(1, 1, 1, 0, 1, 1).merge_seconds == 1  # a load of nothing is fine; a batch merges as a step
+    assert Costs(1, 2, 4, 0, 1, 1).stall_seconds == 2
 
 
 # --- the model
@@ -111,7 +111,7 @@ def test_costs_name_all_that_is_wrong():
 
 def _brute(c: Costs, bounds: Bounds) -> float:
     return min(
-        Model(c).wasted_time(every, batch, 1.0, KEEPS_UP)
+        CostModel(c).wasted_time(every, batch, 1.0, MAX_LOAD)
         for every in range(bounds.every[0], bounds.every[1] + 1)
         for batch in range(bounds.batch[0], min(bounds.batch[1], every) + 1)
     )
@@ -124,19 +124,19 @@ def _brute(c: Costs, bounds: Bounds) -> float:
 def test_the_choice_is_the_best_of_all(c, least, more, small, wider):
     assume(small <= least + more)
     bounds = Bounds((least, least + more), (small, small + wider))
-    chosen = Model(c).best_settings(bounds)
+    chosen = CostModel(c).best_settings(bounds)
     assert bounds.clip(chosen) == chosen and chosen.batch <= chosen.snapshot_every
-    found = Model(c).wasted_time(*chosen, 1.0, KEEPS_UP)
+    found = CostModel(c).wasted_time(*chosen, 1.0, MAX_LOAD)
     best = _brute(c, bounds)
     assert found == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 @given(costs)
 def test_the_continuous_optimum_is_stationary(c):
-    every, batch = Model(c).optimum()
+    every, batch = CostModel(c).optimum()
     lost = batch * c.iteration / 2 + c.batch_fixed + batch * c.batch_step
     assume(batch > 1e-3 and 1.2 * lost < 0.9 * every * c.iteration / 2)  # there is something to replay
-    easy = Model(replace(c, ranks=1))
+    easy = CostModel(replace(c, ranks=1))
     best = easy.wasted_time(every, batch, 1.0, math.inf)
     for near in (0.9, 1.1):
         assert easy.wasted_time(near * every, batch, 1.0, math.inf) >= best - 1e-12
@@ -148,10 +148,10 @@ def test_the_continuous_optimum_is_stationary(c):
 def test_what_makes_snapshots_rarer(c, factor):
     """Rarer failures, cheaper replay and dearer stalls; the smallest batch keeps interval and batch apart."""
     bounds = Bounds((1, 5000), (1, 1))
-    every = Model(c).best_settings(bounds).snapshot_every
-    assert Model(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).snapshot_every >= every
-    assert Model(replace(c, replay=c.replay / factor)).best_settings(bounds).snapshot_every >= every
-    assert Model(replace(c, stall=factor * c.stopped)).best_settings(bounds).snapshot_every >= every
+    every = CostModel(c).best_settings(bounds).snapshot_every
+    assert CostModel(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).snapshot_every >= every
+    assert CostModel(replace(c, replay=c.replay / factor)).best_settings(bounds).snapshot_every >= every
+    assert CostModel(replace(c, stall=factor * c.stall_seconds)).best_settings(bounds).snapshot_every >= every
 
 
 @given(costs, st.floats(1, 100))
@@ -160,23 +160,24 @@ def test_what_makes_batches_larger(c, factor):
     """Dearer files, more contention, rarer failures; with one interval, that they do not move it."""
     assume(c.replay < 0.9 * c.iteration)
     bounds = Bounds((200, 200), (1, 64))
-    batch = Model(c).best_settings(bounds).batch
-    assert Model(replace(c, batch_fixed=factor * c.batch_fixed)).best_settings(bounds).batch >= batch
-    assert Model(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).batch >= batch
-    assert Model(replace(c, contention=min(1.0, factor * c.contention))).best_settings(bounds).batch >= batch
+    batch = CostModel(c).best_settings(bounds).batch
+    assert CostModel(replace(c, batch_fixed=factor * c.batch_fixed)).best_settings(bounds).batch >= batch
+    assert CostModel(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).batch >= batch
+    assert CostModel(replace(c, contention=min(1.0, factor * c.contention))).best_settings(bounds).batch >= batch
 
 
 def test_without_contention_the_smallest_batch_that_keeps_up():
     c = replace(COSTS, contention=0.0, mtbf=1e6, batch_fixed=2.0, stall=0.01)
-    chosen = Model(c).best_settings()
-    assert Model(c).busy(*chosen) <= KEEPS_UP * c.iteration < Model(c).busy(chosen.snapshot_every, chosen.batch - 1)
-    assert Model(replace(c, batch_fixed=0.05)).best_settings().batch == 1
+    chosen = CostModel(c).best_settings()
+    model = CostModel(c)
+    assert model.busy(*chosen) <= MAX_LOAD * c.iteration < model.busy(chosen.snapshot_every, chosen.batch - 1)
+    assert CostModel(replace(c, batch_fixed=0.05)).best_settings().batch == 1
 
 
 def test_falling_behind_is_paid_by_training():
     c = replace(COSTS, contention=0.0, batch_fixed=2.0)
-    assert Model(c).slowdown(1000, 1) == pytest.approx(2.0 + 0.01 + 2 / 1000 - 0.5)
-    assert Model(c).slowdown(1000, 10) == 0
+    assert CostModel(c).slowdown(1000, 1) == pytest.approx(2.0 + 0.01 + 2 / 1000 - 0.5)
+    assert CostModel(c).slowdown(1000, 10) == 0
 
 
 @pytest.mark.parametrize("every, batch", [((0, 5), (1, 1)), ((5, 2), (1, 1)), ((1, 4), (8, 9))])
@@ -192,8 +193,8 @@ def _measure(tuner: Tuner, c: Costs, batch: int) -> None:
     """One of everything, as a job of these costs would measure it."""
     size = int(c.batch_step * c.bandwidth) * batch
     tuner.observe(
-        iteration=c.iteration, steps=100, stall=c.stopped, snapshot=(c.write, int(c.snapshot_bytes)), load=c.load,
-        batch=(c.batch_fixed + size / c.bandwidth, size, batch), replay=c.replay,
+        iteration=c.iteration, steps=100, stall=c.stall_seconds, snapshot=(c.write_seconds, int(c.snapshot_bytes)),
+        load=c.load, batch=(c.batch_fixed + size / c.bandwidth, size, batch), replay=c.replay,
     )
 
 
@@ -235,8 +236,8 @@ def test_the_tuner_walks_to_the_optimum_and_stays(c, every, batch):
         before = now
     told = tuner.costs()
     assert told is not None
-    aim = Model(told).best_settings(bounds)
-    assert Model(told).rate(seen[-1]) <= HYSTERESIS * Model(told).rate(aim) * (1 + 1e-9)
+    aim = CostModel(told).best_settings(bounds)
+    assert CostModel(told).rate(seen[-1]) <= HYSTERESIS * CostModel(told).rate(aim) * (1 + 1e-9)
     assert seen[-1] == seen[-2]
 
 
@@ -274,12 +275,12 @@ def test_settings_that_are_fixed_stay():
 
 def test_the_time_between_failures_is_observed():
     tuner = Tuner()
-    assert tuner.mtbf == PRIOR
+    assert tuner.mtbf == PRIOR_SECONDS
     tuner.observe(iteration=1.0, steps=72_000)
-    assert tuner.mtbf == PRIOR + 72_000
+    assert tuner.mtbf == PRIOR_SECONDS + 72_000
     tuner.observe(failures=1)
     tuner.observe(failures=9)
-    assert tuner.mtbf == pytest.approx((PRIOR + 72_000) / 11)
+    assert tuner.mtbf == pytest.approx((PRIOR_SECONDS + 72_000) / 11)
     assert Tuner(mtbf=100.0).mtbf == 100
 
 

@@ -9,7 +9,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.report.searches import chosen_of
+from dsq_ckpt.report.searches import format_chosen
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.training import loss_of, train, trained
 
@@ -82,7 +82,7 @@ def test_no_refinement_is_fine_enough(tmp_path):
     with pytest.warns(UserWarning, match=r"no refinement of 8 bits keeps to search.max_run_loss; .* stored exactly"):
         saved = compressor.save(tmp_path / "a")
     assert saved.degradation is None and not {"predicted_bytes", "refinement_bits"} & saved.quality.keys()
-    assert chosen_of(Manifest.read(tmp_path / "a")) == "none: exact"
+    assert format_chosen(Manifest.read(tmp_path / "a")) == "none: exact"
     exact = loss_of(model)
     compressor.load(tmp_path / "a")
     assert loss_of(model) == exact

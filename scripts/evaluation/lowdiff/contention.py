@@ -130,11 +130,11 @@ def _work(connection: Connection, kind: str, source: Path, target: Path, core: i
 def _steps(source: Path, target: Path) -> Iterator[None]:
     """Encode and write steps of a log, each by itself, as often as it is asked for one."""
     (target / segments.LOG).mkdir(parents=True)
-    opened = [segments.LogSegment(path) for _, path in segments.names(source)]
+    opened = [segments.LogSegment(path) for _, path in segments.list_segments(source)]
     known = []
     for segment in opened:
         for number, about in segment.steps.items():
-            sent, gradients = segment.sent(number), segment.gradients(number)
+            sent, gradients = segment.sent_indices(number), segment.gradients(number)
             places, values, start = [], [], 0
             for entry in segment.entries:
                 own = sent[entry.name]
@@ -153,8 +153,9 @@ def _steps(source: Path, target: Path) -> Iterator[None]:
             return len(blocks) - 1
 
         told = {**told, "grads": [{**told["grads"][0], **encode_sparse(where, what, add)}]}
-        segments.write(target, _SESSION, 0, 1, entries, [segments.Step(number, told, blocks)], fsync=True)
-        for name, path in segments.names(target):
+        step = segments.EncodedStep(number, told, blocks)
+        segments.write_segment(target, _SESSION, 0, 1, entries, [step], fsync=True)
+        for name, path in segments.list_segments(target):
             if name.last < number:
                 path.unlink()
         yield
@@ -162,14 +163,15 @@ def _steps(source: Path, target: Path) -> Iterator[None]:
 
 def _snapshots(source: Path, target: Path) -> Iterator[None]:
     """Save the snapshot of a log, as often as it is asked for."""
-    (newest, _), *_ = snapshots.newest_first(source)
+    (newest, _), *_ = snapshots.list_snapshots(source)
     with snapshots.Snapshot(newest) as snapshot:
         names = [name for name in snapshot.names() if name != ".".join(snapshots.META)]
         snapshot_tensors = [snapshots.SnapshotTensor((name,), snapshot.tensor(name)) for name in names]
         meta = snapshot.meta
     target.mkdir(parents=True)
+    config = snapshots.snapshot_config("exact")
     for number in count(1):
-        snapshots.save(target, number, snapshot_tensors, meta, snapshots.snapshot_config("exact"), SingleProcess())
+        snapshots.save_snapshot(target, number, snapshot_tensors, meta, config, SingleProcess())
         shutil.rmtree(snapshots.snapshot_directory(target, number - 1), ignore_errors=True)
         yield
 

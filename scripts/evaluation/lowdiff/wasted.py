@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dsq_ckpt.lowdiff.tuning import Bounds, Costs, Model
+from dsq_ckpt.lowdiff.tuning import Bounds, CostModel, Costs
 from evaluation import simulation
 from evaluation.lowdiff.checkfreq import BOUND
 from evaluation.lowdiff.naive import FULL_EVERY
@@ -165,7 +165,7 @@ def _lowdiff(row: Row, failures: Failures) -> System:
         "mtbf": failures.job_mtbf, "ranks": failures.ranks,
     }
     costs = Costs(**known)
-    settings = Model(costs).best_settings(Bounds())
+    settings = CostModel(costs).best_settings(Bounds())
     made = simulation.lowdiff(costs, settings.snapshot_every, settings.batch, row["overhead"])
     return replace(made, name="LowDiff")
 

@@ -61,10 +61,10 @@ class _Recorded:
 
     def __init__(self, directory: Path) -> None:
         files = sorted((directory / segments.LOG).iterdir())
-        opened = [segments.LogSegment(path) for path in files if segments.Name.of(path) is not None]
+        opened = [segments.LogSegment(path) for path in files if segments.SegmentName.from_path(path) is not None]
         self.entries = opened[0].entries
         self.steps = [
-            segments.Step(number, _log_metadata(segment.steps[number]), segment.blocks(number))
+            segments.EncodedStep(number, _log_metadata(segment.steps[number]), segment.blocks(number))
             for segment in opened for number in sorted(segment.steps)
         ]
         for segment in opened:
@@ -85,10 +85,10 @@ def _recorded(bench: Bench, steps: int) -> _Recorded:
 
 
 def _write(directory: Path, recorded: _Recorded, size: int) -> int:
-    session = "0" * 16
+    session, steps = "0" * 16, recorded.steps
     return sum(
-        segments.write(directory, session, 0, 1, recorded.entries, recorded.steps[at : at + size], fsync=True).size
-        for at in range(0, len(recorded.steps), size)
+        segments.write_segment(directory, session, 0, 1, recorded.entries, steps[at : at + size], fsync=True).size
+        for at in range(0, len(steps), size)
     )
 
 

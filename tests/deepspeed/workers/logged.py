@@ -191,7 +191,7 @@ def averages() -> None:
     for spec, near in {"fp16": 1e-2, "bf16": 2e-2, "kmeans:64": 0.2, "topk:1": 1e-2}.items():
         chosen = compressor(spec)
         assert isinstance(chosen, HookedCompressor)
-        chosen.adopt(engine.module)
+        chosen.attach_without_hooks(engine.module)
         torch.manual_seed(dist.get_rank())
         means = {}
         for parameter in engine.module.parameters():
@@ -221,7 +221,7 @@ def again(run: Path, engine: Any, other: Any, name: str) -> None:
     with dsq_ckpt.deepspeed.gradient_log(engine, run, resume=recovered, batch=2, snapshot_every=4) as log:
         train(engine, EARLIER, EARLIER + 7, log)
         if dist.get_rank() == 1:
-            os.kill(log._running().pid, signal.SIGKILL)
+            os.kill(log._require_client().pid, signal.SIGKILL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for logging in (False, True):
@@ -241,7 +241,7 @@ def lose(run: Path, last: int) -> None:
     """Steps after this one are lost."""
     dist.barrier()
     if dist.get_rank() == 0:
-        for name, path in segments.names(run):
+        for name, path in segments.list_segments(run):
             if name.last > last:
                 path.unlink()
         for note in (run / segments.LOG).glob("*.closed"):
@@ -252,7 +252,7 @@ def lose(run: Path, last: int) -> None:
 def check_size(run: Path, name: str, tree: dict[str, Any], engine: Any) -> None:
     parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-    found = segments.names(run)
+    found = segments.list_segments(run)
     steps_of = [step for _, path in found for step in segments.LogSegment(path).steps.values()]
     steps = sum(bool(step["grads"]) for step in steps_of) / dist.get_world_size()
     size = sum(path.stat().st_size for _, path in found) / steps / trained

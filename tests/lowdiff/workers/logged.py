@@ -81,7 +81,7 @@ def every_step(case: Case, run: Path, spec: str, hook: Callable[[DDP], None] | N
         table += train(loop, log, STEPS)
         assert log.logging
     dist.barrier()  # every rank has closed its log
-    owners = {name.rank for name, _ in segments.names(run)}
+    owners = {name.rank for name, _ in segments.list_segments(run)}
     assert owners == set(range(dist.get_world_size())), "every rank writes its share"
     for step in range(STEPS, -1, -1):
         recovered(case, run, step, table[step])
@@ -142,7 +142,7 @@ def on_from_a_snapshot(run: Path) -> None:
     loop = loop_of(PLAIN)
     with loop.log(run, compressor="topk:0.05", snapshot_every=4) as log:
         table = train(loop, log, 4)
-        log._running().wait("saved", 60)
+        log._require_client().wait("saved", 60)
         table += train(loop, log, 3)
     again = loop_of(PLAIN, 1)
     found = again.recover(run, replay_log=False)
@@ -172,7 +172,7 @@ def one_process_dies(run: Path) -> None:
         train(loop, log, 5)
         last = dist.get_rank() == dist.get_world_size() - 1
         if last:
-            os.kill(log._running().pid, signal.SIGKILL)
+            os.kill(log._require_client().pid, signal.SIGKILL)
         stopped = started = 0
         deadline = time.monotonic() + 60
         while not started:
@@ -205,7 +205,7 @@ def a_share_is_lost(run: Path) -> None:
         table = train(loop, log, 5)
     dist.barrier()
     if dist.get_rank() == 0:
-        for name, path in segments.names(run):
+        for name, path in segments.list_segments(run):
             if (name.first, name.rank) == (4, 1):
                 path.unlink()
     dist.barrier()
@@ -274,7 +274,7 @@ def parameters_are_added(run: Path) -> None:
         train(loop, log, 2)
         loop.optimizer.add_param_group({"params": list(loop.model.module[3].parameters()), "lr": 0.1})
         train(loop, log, 2)
-        log._running().wait("saved", 60)
+        log._require_client().wait("saved", 60)
         state = train(loop, log, 3)[-1]
     texts = [str(one.message) for one in told if one.category is UserWarning]
     assert len(texts) == 1 and "steps from 3 on are not logged until" in texts[0], texts

@@ -9,9 +9,9 @@ from typing import Any
 
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import Replica, process
-from dsq_ckpt.lowdiff.memory import MemorySnapshot, ReplicaHolder
-from dsq_ckpt.lowdiff.recovery import _restore
+from dsq_ckpt.lowdiff.recovery import _load_snapshot
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
+from dsq_ckpt.lowdiff.replica_transfer import MemorySnapshot, ReplicaHolder
 from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import Case, Loop, differences
 
@@ -45,14 +45,14 @@ def replica_of(loop: Loop, run: Path, **options: Any) -> Replica:
 
 def restored(case: Case, run: Path, holder: ReplicaHolder) -> Loop:
     """Another loop of the case, which was given what the process of a replica holds."""
-    found = holder.after(holder.newest)
+    found = holder.shard_after(holder.newest_step)
     assert found is not None
     tensors = {piece.name: piece.tensor for piece in found.snapshot_tensors()}
     assert len(tensors) == len(found.tensors), "a name twice"
     loop = Loop(case, seed=1)
     train_state = TrainState(loop.model, loop.optimizer, loop.states)
-    recovered = _restore(train_state, MemorySnapshot(run, found.meta, tensors), SingleProcess(), False)
-    assert (recovered.step, recovered.from_memory) == (holder.newest, True)
+    recovered = _load_snapshot(train_state, MemorySnapshot(run, found.meta, tensors), SingleProcess(), False)
+    assert (recovered.step, recovered.from_memory) == (holder.newest_step, True)
     return loop
 
 

@@ -48,7 +48,7 @@ def live(run: Path, store: Path, rank: int, ranks: int, options: dict[str, Any],
     if dies == 0:
         return
     replica = replica_of(loop, run, resume=found, timeout=60.0, **options)
-    say(process=replica._running().pid)
+    say(process=replica._require_client().pid)
     first = replica.steps_done
     while replica.steps_done < STEPS:
         loop.step(replica.steps_done, rank)

@@ -62,7 +62,7 @@ def train(loop: Loop, replica: Replica, rank: int, steps: int) -> None:
 def recovered_from_memory(loop: Loop, replica: Replica, run: Path) -> Loop:
     """What is recovered once the training processes left, which is what they had."""
     assert isinstance(loop.model, DistributedDataParallel)
-    replica._leave()
+    replica._leave_process()
     for buffer in loop.model.buffers():
         dist.broadcast(buffer, 0)  # as DDP does before each forward pass: they are those of rank 0
     again = Loop(loop.case, seed=1)
@@ -142,7 +142,7 @@ def goes_on(run: Path, rank: int) -> None:
     loop = ddp(CLIPPED)
     replica = replica_of(loop, run)
     train(loop, replica, rank, 4)
-    replica._leave()
+    replica._leave_process()
     dist.barrier()
     again = ddp(CLIPPED, seed=1)
     found = again.recover(run)
@@ -167,11 +167,11 @@ def a_step_earlier(run: Path, rank: int) -> None:
     loop = ddp(CLIPPED)
     replica = replica_of(loop, run, persist_every=5, linger=1.0)
     train(loop, replica, rank, 5)
-    there, pid = copy.deepcopy(loop.state()), replica._running().pid
+    there, pid = copy.deepcopy(loop.state()), replica._require_client().pid
     loop.step(5, rank)
     if rank == 0:
         replica.step()  # which lets its process do the fifth step, and begin to save
-    replica._leave()
+    replica._leave_process()
     until(lambda: not alive(pid))
     dist.barrier()
     again = Loop(CLIPPED, seed=1)
@@ -185,7 +185,7 @@ def other_world(run: Path, rank: int) -> None:
     loop = ddp(CLIPPED)
     replica = replica_of(loop, run, persist_every=1000, linger=2.0)
     train(loop, replica, rank, 5)
-    replica._leave()
+    replica._leave_process()
     dist.barrier()
     group = dist.new_group([0])
     if rank == 0:

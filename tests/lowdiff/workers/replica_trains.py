@@ -25,7 +25,7 @@ def main(run: Path, way: str, steps: int) -> None:
     if found is not None:
         print("recovered", found.step, found.from_memory, digest(loop.state()), flush=True)
     replica = replica_of(loop, run, resume=found, persist_every=1000)
-    print("process", replica._running().pid, flush=True)
+    print("process", replica._require_client().pid, flush=True)
     for _ in range(steps):
         loop.step(replica.steps_done)
         replica.step()

@@ -1,4 +1,4 @@
-"""`dsq inspect`: what is in one checkpoint."""
+"""`dsq inspect`: the contents of one checkpoint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _UNITS = {
     "compensated": "share of the weights", "refinement_bits": "bits per weight", "evaluations": "calls of evaluate",
     "checks": "calls of check", "seconds": "s",
 }
-_STANDS_OUT = 2.0  # times the error of its group: the tensor that has it is named
+_OUTLIER_FACTOR = 2.0  # times the error of its group, above which the worst tensor is named
 _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 
 
 def as_json(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return the manifest, derived sizes and, where asked for, every tensor."""
+    """Return the manifest, derived sizes and, if `tensors` is True, every tensor, as JSON data."""
     manifest = Manifest.read(path)
     about = describe(path)
     document = {
@@ -37,34 +37,34 @@ def as_json(path: Path, tensors: bool) -> dict[str, Any]:
         "ratio_kept": output.quotient(about["bytes_logical"], about["bytes_kept"]),
     }
     if tensors:
-        document["tensors"] = tensor_list(path)
+        document["tensors"] = list_tensors(path)
     return document
 
 
-def show(path: Path, tensors: bool) -> None:
-    """Print tables."""
+def print_checkpoint(path: Path, tensors: bool) -> None:
+    """Print the tables of a checkpoint."""
     manifest = Manifest.read(path)
     screen = output.console()
-    screen.print(output.fields(_header(path, manifest)))
+    screen.print(output.field_table(_header_fields(path, manifest)))
     screen.print()
     print_contents(path, manifest)
     if manifest.quality:
         screen.print()
-        screen.print(_quality(manifest.quality))
+        screen.print(_quality_table(manifest.quality))
     screen.print()
-    screen.print(_files(path, manifest))
+    screen.print(_file_table(path, manifest))
     if manifest.nonfinite:
         screen.print()
         screen.print("not quantized, for NaN, Inf or values that cannot be: " + ", ".join(manifest.nonfinite))
     if tensors:
         screen.print()
-        screen.print(_tensors(path))
+        screen.print(_tensor_table(path))
 
 
 def print_contents(path: Path, manifest: Manifest) -> None:
     """Print sizes and errors by kind of tensor and by group."""
     screen = output.console()
-    screen.print(_kinds(path, manifest))
+    screen.print(_kind_table(path, manifest))
     screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
     if manifest.get_setting("quantize", "small_moments") == "bf16":
         screen.print("moments of norms, biases, one-dimensional and small tensors: bf16, 0.4 % off at most")
@@ -76,7 +76,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     for name, group in sorted(manifest.groups.items()):
         restored = compute_restored_error(group)
         rows.add_row(
-            name, output.number(group.elements), _codebook(name, manifest), str(group.levels),
+            name, output.number(group.elements), _codebook_fit(name, manifest), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if restored is None else f"{100 * restored:.2f} %",
@@ -93,23 +93,23 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     for name, group in sorted(manifest.groups.items()):
         whole = compute_restored_error(group)
         whole = group.relative_error if whole is None else whole
-        if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
+        if group.worst_error is not None and group.worst_error > _OUTLIER_FACTOR * whole:
             tensor = output.escape_controls(group.worst_tensor or "")
             screen.print(f"loses most of {name}: {tensor}, {group.worst_error:.1%} off")
 
 
-def _codebook(group: str, manifest: Manifest) -> str:
-    """Return the `fit` that a configuration gives to a group, as text."""
+def _codebook_fit(group: str, manifest: Manifest) -> str:
+    """Return the setting `codebook.fit` of a group, as text."""
     kind, _, layer = group.partition("/")
     own = ("groups", layer.partition("/")[0]) if kind == "weights" else ()
     at = ("quantize", *own) if own and manifest.get_setting("quantize", *own) else ("quantize", kind)
     fit = manifest.get_setting(*at, "codebook", "fit") or "-"
-    # A first moment without its second one is stored by its size alone: `groups.assign`.
+    # A first moment without its second moment is stored by its size alone; see `groups.assign`.
     return "kmeans" if fit == "update" and not group.endswith("/update") else str(fit)
 
 
-def _quality(record: dict[str, Any]) -> Any:
-    """Return all that the search for the configuration recorded."""
+def _quality_table(record: dict[str, Any]) -> Any:
+    """Return a table of the search record of the configuration."""
     rows = output.table("<search", "<measured", "<unit")
     for name, value in record.items():
         if isinstance(value, dict):
@@ -123,37 +123,37 @@ def _quality(record: dict[str, Any]) -> Any:
 
 
 def _unit(name: str, value: Any) -> str:
-    """Return the unit of a figure that a search recorded; empty if the figure is no number."""
+    """Return the unit of a field of the search record; empty if the value is not a number."""
     if isinstance(value, dict):
         return "step: root mean squares" if "step" in value else ""
     return _UNITS.get(name, "") if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
-def tensor_list(path: Path) -> list[dict[str, Any]]:
+def list_tensors(path: Path) -> list[dict[str, Any]]:
     """Return name, dtype, shape, chunks and group (or `exact`, `bf16`) of every tensor and object."""
-    found: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
     with Checkpoint(path) as checkpoint, checkpoint.translate_errors():
         stored: dict[str, str] = {}
         for key, ref in checkpoint.iter_chunks():
             record = checkpoint.read_record(ref)
             how = {"coded": str(record.get("group")), "merged": "merged"}.get(record["type"])
             how = how or str(record.get("stored", "exact"))
-            # NaN in one rank's part makes that part exact; the tensor is still lossy.
+            # A part with NaN on one rank is exact, but the tensor is lossy.
             if stored.get(key.fqn, "exact") == "exact":
                 stored[key.fqn] = how
         for fqn, tensor in checkpoint.index["tensors"].items():
-            found.append({
+            tensors.append({
                 "name": fqn, "dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": len(tensor["chunks"]),
                 "stored": stored.get(fqn, "exact"),
             })
-        found += [
+        tensors += [
             {"name": fqn, "dtype": "object", "shape": [], "chunks": 1, "stored": "exact"}
             for fqn in checkpoint.index["objects"]
         ]
-    return found
+    return tensors
 
 
-def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
+def _header_fields(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
     about = describe(path)
     parent = "none: a keyframe"
     if manifest.parent is not None:
@@ -178,8 +178,8 @@ def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def _kinds(path: Path, manifest: Manifest) -> Any:
-    """Return a table of sizes by kind; a dropped refinement is shown, but does not count as stored."""
+def _kind_table(path: Path, manifest: Manifest) -> Any:
+    """Return a table of sizes by kind. A dropped refinement is shown, but does not count as stored."""
     kept = manifest.refinement == "kept"
     rows = output.table("<kind", "uncompressed", "base", "refinement", "base ratio", "ratio now")
     order = sorted(manifest.kinds, key=lambda kind: (kind == "exact", kind != "weights", kind))
@@ -205,47 +205,47 @@ def _kinds(path: Path, manifest: Manifest) -> Any:
     return rows
 
 
-def _files(path: Path, manifest: Manifest) -> Any:
-    """Return the chain, keyframe first: a row per save and role, with the directory it came from if that still exists.
+def _file_table(path: Path, manifest: Manifest) -> Any:
+    """Return a table of the chain, keyframe first: a row per save and role, with the save's directory if it exists.
 
-    A row per file would be ranks x depth of them; `--json` has them all.
+    The table would be long with a row per file, ranks x depth; `--json` has all files.
     """
-    places: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # whoever may read the checkpoint need not be able to list its parent
+    directories: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # the parent directory may be unreadable
         run = path.absolute().parent
-        places = {other.save_id: place.name for place, other in iter_checkpoints(run, lambda *_: None)}
+        directories = {saved.save_id: directory.name for directory, saved in iter_checkpoints(run, lambda *_: None)}
     depths = _depths(path, manifest)
     rows: dict[tuple[int, int, str, str], list[int]] = {}
     for file in manifest.files:
-        save_id = manifest.save_id if file.role == "attachment" else _save_of(file.name)
+        save_id = manifest.save_id if file.role == "attachment" else _save_id(file.name)
         rows.setdefault((_ROLES[file.role], depths.get(save_id, -1), save_id, file.role), []).append(file.size)
     shown = output.table("<save", "<role", "<coded", "files", "size", "<saved as")
     for (_, depth, save_id, role), sizes in sorted(rows.items()):
         coded = "-" if depth < 0 or role not in ("own", "ancestor") else f"delta {depth}" if depth else "keyframe"
-        place = path.absolute().name if role != "ancestor" else places.get(save_id, "(deleted)")
-        shown.add_row(save_id, role, coded, str(len(sizes)), output.size(sum(sizes)), place)
+        directory = path.absolute().name if role != "ancestor" else directories.get(save_id, "(deleted)")
+        shown.add_row(save_id, role, coded, str(len(sizes)), output.size(sum(sizes)), directory)
     return shown
 
 
-def _save_of(name: str) -> str:
-    """Return the save id with which a file's name begins."""
+def _save_id(name: str) -> str:
+    """Return the save id, with which a file's name begins."""
     return name[:16]
 
 
 def _depths(path: Path, manifest: Manifest) -> dict[str, int]:
-    """Return the distance of each save of the chain from the keyframe, by the files that its first file needs."""
+    """Return the distance from the keyframe of each save of the chain, by the files that its first file requires."""
     depths = {manifest.save_id: manifest.depth}
     with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, checkpoint.translate_errors():
         for file in manifest.files:
-            if file.role == "ancestor" and _save_of(file.name) not in depths:
-                needed = {_save_of(name) for name in checkpoint.required_files(file.name)}
-                depths[_save_of(file.name)] = len(needed) - 1
+            if file.role == "ancestor" and _save_id(file.name) not in depths:
+                needed = {_save_id(name) for name in checkpoint.required_files(file.name)}
+                depths[_save_id(file.name)] = len(needed) - 1
     return depths
 
 
-def _tensors(path: Path) -> Any:
+def _tensor_table(path: Path) -> Any:
     rows = output.table("<tensor", "<dtype", "shape", "chunks", "<stored")
-    for tensor in tensor_list(path):
+    for tensor in list_tensors(path):
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         rows.add_row(
             tensor["name"], tensor["dtype"], "-" if tensor["dtype"] == "object" else shape, str(tensor["chunks"]),

@@ -1,4 +1,4 @@
-"""The communication hook of DDP, which can be registered once and never removed, and is therefore shared in turns."""
+"""The communication hook of a DDP model, shared by successive owners: DDP cannot remove or replace a hook."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dsq_ckpt.errors import ConfigError
 
-Synchronized = torch.futures.Future[torch.Tensor]
+BucketFuture = torch.futures.Future[torch.Tensor]
 
 
 class HookOwner(Protocol):
-    """An object that synchronizes the gradients of a model in DDP's place.
+    """An object that synchronizes the gradients of a model in place of DDP.
 
     Attributes:
         description: name of the owner in error messages.
@@ -26,7 +26,7 @@ class HookOwner(Protocol):
     @property
     def description(self) -> str: ...
 
-    def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Synchronized:
+    def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> BucketFuture:
         """Synchronize a bucket of complete gradients; return a future of its flat mean over the ranks."""
         ...
 
@@ -43,19 +43,23 @@ class CommHookSlot:
         self.owner: HookOwner | None = None
         self.group = group
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Free the slot."""
         self.owner = None
 
-    def _run(self, bucket: dist.GradBucket) -> Synchronized:
+    def _run(self, bucket: dist.GradBucket) -> BucketFuture:
         return allreduce_hook(self.group, bucket) if self.owner is None else self.owner.on_bucket(bucket, self.group)
 
 
 _SLOTS: WeakKeyDictionary[DistributedDataParallel, CommHookSlot] = WeakKeyDictionary()
 
 
-def distributed(model: nn.Module, description: str) -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` module under torch.compile, or None if DDP does not wrap the model.
+def find_ddp(model: nn.Module, description: str) -> DistributedDataParallel | None:
+    """Return the model, without torch.compile's wrapper, if it is a `DistributedDataParallel`; else None.
+
+    Args:
+        model: model, possibly compiled.
+        description: name of the caller in error messages.
 
     Raises:
         ConfigError: DDP wraps a submodule of the model.
@@ -69,13 +73,13 @@ def distributed(model: nn.Module, description: str) -> DistributedDataParallel |
     return None
 
 
-def claim_hook_slot(model: DistributedDataParallel, owner: HookOwner, instead: str) -> CommHookSlot:
-    """Let DDP call an owner for every bucket, until `CommHookSlot.leave`.
+def claim_hook_slot(model: DistributedDataParallel, owner: HookOwner, advice: str) -> CommHookSlot:
+    """Let DDP call an owner for every bucket, until `CommHookSlot.release`.
 
     Args:
         model: model whose gradients the owner synchronizes.
         owner: object to be called for every bucket.
-        instead: advice for users whose model has a communication hook already.
+        advice: advice for users whose model has a communication hook already.
 
     Raises:
         ConfigError: the model has another communication hook, or another owner.
@@ -87,7 +91,7 @@ def claim_hook_slot(model: DistributedDataParallel, owner: HookOwner, instead: s
             model.register_comm_hook(slot, lambda slot, bucket: slot._run(bucket))
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"{owner.description} cannot be the communication hook of this DistributedDataParallel; {instead}. "
+                f"{owner.description} cannot be the communication hook of this DistributedDataParallel; {advice}. "
                 f"DDP says: {str(error).splitlines()[0]}"
             ) from error
         _SLOTS[model] = slot

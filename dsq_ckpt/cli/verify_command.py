@@ -1,4 +1,4 @@
-"""`dsq verify`: every byte of a checkpoint or a run against its checksum, and every tensor through its chain."""
+"""`dsq verify`: verification of the checksums of all files, and decoding of every tensor along its chain."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.cli.history import print_without_manifest
+from dsq_ckpt.cli.log_command import print_without_manifest
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.report.gradient_log import check
-from dsq_ckpt.report.history import Leftovers, leftovers
+from dsq_ckpt.report.gradient_log import check_segments
+from dsq_ckpt.report.history import Leftovers, find_leftovers
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.companion_files import has_lost_manifest, list_missing_files
@@ -32,27 +32,27 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_compl
 
 @dataclass
 class Problem:
-    """A problem, and the file or tensor that has it."""
+    """A problem of a file or tensor."""
 
     where: str
     problem: str
 
 
 @dataclass
-class Report:
-    """The findings about one checkpoint."""
+class CheckpointReport:
+    """The result for one checkpoint."""
 
     path: Path
     save_id: str | None = None
-    """Save id of the checkpoint that was found first; None: its manifest could not be read."""
+    """Save id of the checkpoint when it was first seen; None if its manifest could not be read."""
     manifest: Manifest | None = None
     problems: list[Problem] = field(default_factory=list)
     tensors: int | None = None
-    """Number of tensors and objects decoded; None: decoding was not tried."""
+    """Number of decoded tensors and objects; None if decoding was not tried."""
     decoded_by: str | None = None
-    """A later checkpoint whose decoding walked the whole chain of this one."""
-    meanwhile: ConcurrentChange | None = None
-    """How the checkpoint went before all of it was read; nothing is known of it then."""
+    """Name of a later checkpoint whose chain contains all of this checkpoint, and was decoded; None without one."""
+    change: ConcurrentChange | None = None
+    """How the checkpoint disappeared during verification, so that nothing is known about it; None if it did not."""
 
     @property
     def name(self) -> str:
@@ -63,12 +63,12 @@ class Report:
         return {
             "path": str(self.path), "ok": not self.problems, "files": len(files),
             "bytes": sum(file.size for file in files), "tensors_decoded": self.tensors, "decoded_by": self.decoded_by,
-            "problems": [vars(problem) for problem in self.problems], "meanwhile": self.meanwhile,
+            "problems": [vars(problem) for problem in self.problems], "meanwhile": self.change,
         }
 
-    def gone(self, became: ConcurrentChange) -> None:
-        """Note that the checkpoint was removed or replaced, and with it what was found."""
-        self.meanwhile, self.problems, self.tensors, self.decoded_by = became, [], None, None
+    def mark_as_gone(self, change: ConcurrentChange) -> None:
+        """Record that the checkpoint was removed or replaced, and discard its other results."""
+        self.change, self.problems, self.tensors, self.decoded_by = change, [], None, None
 
 
 @dataclass
@@ -76,31 +76,31 @@ class Verification:
     """The result for a checkpoint or a run."""
 
     path: Path
-    reports: list[Report]
-    left: Leftovers
+    reports: list[CheckpointReport]
+    leftovers: Leftovers
     segments: list[tuple[str, int, str | None]] = field(default_factory=list)
-    """Of a run's gradient log: name, bytes, and what is wrong."""
+    """Segments of a run's gradient log: name, bytes, and problem."""
 
     @property
     def damaged_segments(self) -> list[tuple[str, str]]:
         return [(name, problem) for name, _, problem in self.segments if problem is not None]
 
     @property
-    def damaged(self) -> list[Report]:
+    def damaged(self) -> list[CheckpointReport]:
         return [report for report in self.reports if report.problems]
 
     def as_json(self) -> dict[str, Any]:
         return {
             "path": str(self.path), "ok": not (self.damaged or self.damaged_segments),
             "checkpoints": [report.as_json() for report in self.reports],
-            **self.left.as_json(),
+            **self.leftovers.as_json(),
             "gradient_log": [
                 {"name": name, "bytes": size, "problem": problem} for name, size, problem in self.segments
             ],
         }
 
     def print(self) -> None:
-        """Print tables."""
+        """Print the result as tables."""
         screen = output.console()
         rows = output.table("<checkpoint", "files", "size", "<result", "<decoded")
         for report in self.reports:
@@ -108,63 +108,64 @@ class Verification:
             decoded = "-" if report.decoded_by is None else f"with {report.decoded_by}"
             if report.tensors is not None:
                 decoded = f"{report.tensors} tensors and objects"
-            result = "ok" if report.meanwhile is None else f"{report.meanwhile} meanwhile"
+            result = "ok" if report.change is None else f"{report.change} meanwhile"
             if report.problems:
                 result = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}"
             rows.add_row(
                 report.name, str(len(files)), output.size(sum(file.size for file in files)), result, decoded
             )
         screen.print(rows)
-        for report in self.damaged:  # lines and not a table: paths in three columns would be cut to pieces
+        for report in self.damaged:  # lines, since a table of three columns would break paths
             screen.print(f"\n{report.name}:", soft_wrap=True)
-            for problem in report.problems[:_SHOWN]:
+            for problem in report.problems[:_MAX_SHOWN]:
                 screen.print(f"  {problem.where}: {problem.problem}", soft_wrap=True)
-            if len(report.problems) > _SHOWN:
-                screen.print(f"  ... and {len(report.problems) - _SHOWN} more; --json lists them all")
+            if len(report.problems) > _MAX_SHOWN:
+                screen.print(f"  ... and {len(report.problems) - _MAX_SHOWN} more; --json lists them all")
         if self.segments:
             wrong, total = self.damaged_segments, sum(size for _, size, _ in self.segments)
             result = f"{len(wrong)} damaged" if wrong else "ok"
             screen.print(f"\ngradient log: {len(self.segments)} segment(s), {output.size(total)}: {result}")
-            for _, text in wrong[:_SHOWN]:
+            for _, text in wrong[:_MAX_SHOWN]:
                 screen.print(f"  {text}", soft_wrap=True)
             if wrong:
                 screen.print("  Recovery from a snapshot before these steps ends there; later snapshots remove them.")
-        print_without_manifest(self.left)
+        print_without_manifest(self.leftovers)
 
 
-_SHOWN = 8
+_MAX_SHOWN = 8
 _ATTEMPTS = 3
 
 
 def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     """Check a checkpoint or all checkpoints of a run.
 
-    Each file is read once, into however many checkpoints it is linked. Decoding a checkpoint walks its chain, so in a
-    run the checkpoints that others are coded against are decoded with the last of them. Training may go on: what it
-    removes or replaces meanwhile is not damaged.
+    Each file is read once, even if it is linked into several checkpoints. Decoding a checkpoint walks its chain, so
+    parents are decoded with the last checkpoint of their chain. Training may continue meanwhile. A checkpoint that
+    training removes or replaces does not count as damaged.
 
     Args:
         path: a checkpoint or run directory.
-        deep: decode tensors too.
+        deep: also decode tensors.
         quiet: show no progress.
 
     Raises:
-        CheckpointNotFound: there is none, or none is left.
+        CheckpointNotFound: there is no checkpoint, or all were removed meanwhile.
     """
-    reports: list[Report] = []
-    left = Leftovers([], [], [])
+    reports: list[CheckpointReport] = []
+    unreadable = Leftovers([], [], [])
     segments: list[tuple[str, int, str | None]] = []
     if is_complete(path):
-        reports = [Report(path, Manifest.read(path).save_id)]
+        reports = [CheckpointReport(path, Manifest.read(path).save_id)]
     else:
         complete = dict(iter_checkpoints(path, lambda *_: None))
-        reports = [Report(directory, manifest.save_id) for directory, manifest in complete.items()]
+        reports = [CheckpointReport(directory, manifest.save_id) for directory, manifest in complete.items()]
         if is_remote(path) or path.is_dir():
-            left = leftovers(path, complete)
-            segments = [] if is_remote(path) else check(path, deep)
-            reports += [Report(entry, problems=[Problem(MANIFEST, text)]) for entry, text in left.damaged]
+            unreadable = find_leftovers(path, complete)
+            segments = [] if is_remote(path) else check_segments(path, deep)
+            damaged = unreadable.damaged
+            reports += [CheckpointReport(entry, problems=[Problem(MANIFEST, text)]) for entry, text in damaged]
         if not reports:
-            Manifest.read(path)  # raises, and says what is there instead
+            Manifest.read(path)  # raises an error that describes the path
             raise CheckpointNotFound(f"'{path}' changed while it was being read; verify again")
     for report in reports:
         if not report.problems:
@@ -175,18 +176,18 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     while True:
         if deep:
             _decode(waiting, quiet)
-        _compare_with_present(reports)
-        gone = {report.name for report in reports if report.meanwhile is not None}
+        _recheck_checkpoints(reports)
+        gone = {report.name for report in reports if report.change is not None}
         waiting = [(report, manifest) for report, manifest in readable if report.decoded_by in gone]
         if not waiting:
             break
-    if not segments and all(report.meanwhile is not None for report in reports):
-        how = " or ".join(sorted({str(report.meanwhile) for report in reports}))
-        raise CheckpointNotFound(f"'{path}': all that was there was {how} while it was being read; verify again")
-    return Verification(path, reports, left, segments)
+    if not segments and all(report.change is not None for report in reports):
+        changes = " or ".join(sorted({str(report.change) for report in reports}))
+        raise CheckpointNotFound(f"'{path}': all that was there was {changes} while it was being read; verify again")
+    return Verification(path, reports, unreadable, segments)
 
 
-def _read_manifest(report: Report) -> None:
+def _read_manifest(report: CheckpointReport) -> None:
     try:
         report.manifest = Manifest.read(report.path)
         report.save_id = report.manifest.save_id
@@ -194,27 +195,27 @@ def _read_manifest(report: Report) -> None:
         report.problems.append(Problem(MANIFEST, str(error)))
 
 
-def _check_files(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
+def _check_files(reports: list[tuple[CheckpointReport, Manifest]], quiet: bool) -> None:
     known: dict[object, tuple[int, str]] = {}
     total = sum({file.name: file.size for _, manifest in reports for file in manifest.files}.values())
     with output.meter("checksums", total, hidden=quiet) as meter:
         for report, manifest in reports:
             for file in manifest.files:
                 problem = _check_file(file.path_in(report.path), file, known, meter)
-                if problem is not None and not _dropped_meanwhile(report.path, file):
+                if problem is not None and not _is_dropped_refinement(report.path, file):
                     report.problems.append(Problem(file.name, problem))
             entries = get_storage(report.path).list_entries(report.path) if manifest.beside else ()
-            there = {entry.name for entry in entries}
+            names = {entry.name for entry in entries}
             report.problems += [
                 Problem(name, "is missing: it was saved with the checkpoint, which may not be resumed from without it")
-                for name in list_missing_files(report.path, manifest, there)
+                for name in list_missing_files(report.path, manifest, names)
             ]
 
 
 def _check_file(
     path: Path, file: ManifestFile, known: dict[object, tuple[int, str]], meter: output.Meter
 ) -> str | None:
-    """Return the problem of a file, if any; `known` holds sizes and checksums by inode or URL."""
+    """Return the problem of a file, or None. `known` caches sizes and checksums by inode or URL."""
     try:
         inode: object = path
         if not is_remote(path):
@@ -233,40 +234,40 @@ def _check_file(
     return None
 
 
-def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
-    """Return whether training committed a newer checkpoint meanwhile and dropped this refinement."""
+def _is_dropped_refinement(path: Path, file: ManifestFile) -> bool:
+    """Return whether training has committed a newer checkpoint meanwhile, and dropped this refinement."""
     try:
         return file.role == "refinement" and Manifest.read(path).refinement == "dropped"
     except DSQError:
         return False
 
 
-def _compare_with_present(reports: list[Report]) -> None:
-    """Take back what was found of checkpoints that are not there any more, and look for what others need of them."""
+def _recheck_checkpoints(reports: list[CheckpointReport]) -> None:
+    """Mark checkpoints that disappeared meanwhile, and report files of theirs that other checkpoints need."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT
     for report in reports:
-        if report.problems and report.meanwhile is None:
-            if report.save_id is None and _without_manifest(report.path, deadline):
+        if report.problems and report.change is None:
+            if report.save_id is None and _stays_without_manifest(report.path, deadline):
                 continue
-            found = detect_change(report.path, report.save_id, report.manifest, deadline)
-            if found is not None:
-                report.gone(found)
+            change = detect_change(report.path, report.save_id, report.manifest, deadline)
+            if change is not None:
+                report.mark_as_gone(change)
     for report in reports:
-        if report.manifest is not None and not report.problems and report.meanwhile is None:
+        if report.manifest is not None and not report.problems and report.change is None:
             lost = find_missing_files(report.path, report.manifest, of_others=True)
             if lost and detect_change(report.path, report.save_id) is None:
                 report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in lost]
 
 
-def _without_manifest(path: Path, deadline: float) -> bool:
-    """Return whether a checkpoint has lost its manifest alone; one that is being removed is given time to go."""
+def _stays_without_manifest(path: Path, deadline: float) -> bool:
+    """Return whether a checkpoint has lost only its manifest. Wait for a removal to finish, until the deadline."""
     while (lost := path.is_dir() and has_lost_manifest(path)) and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL)
     return lost
 
 
-def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
-    chosen = _decoded_themselves(reports)
+def _decode(reports: list[tuple[CheckpointReport, Manifest]], quiet: bool) -> None:
+    chosen = _choose_decoded(reports)
     total = sum(sizes.logical for _, manifest in chosen for sizes in manifest.kinds.values())
     storage = StorageConfig()
     with (
@@ -274,16 +275,16 @@ def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
         output.meter("decoding", total, hidden=quiet) as meter,
     ):
         for report, _ in chosen:
-            report.problems += _decode_present(report, workers, meter)
+            report.problems += _decode_with_retries(report, workers, meter)
 
 
-def _decoded_themselves(reports: list[tuple[Report, Manifest]]) -> list[tuple[Report, Manifest]]:
-    """Return checkpoints that are to be decoded; note at the others which of these they are decoded with."""
+def _choose_decoded(reports: list[tuple[CheckpointReport, Manifest]]) -> list[tuple[CheckpointReport, Manifest]]:
+    """Return the checkpoints to decode, and set `decoded_by` of the others."""
     chosen = []
-    for place, (report, manifest) in enumerate(reports):
+    for index, (report, manifest) in enumerate(reports):
         report.decoded_by = None
         own = {file.name for file in manifest.files if file.role == "own"}
-        for later, other in reversed(reports[place + 1 :]):
+        for later, other in reversed(reports[index + 1 :]):
             if own <= {file.name for file in other.files if file.role == "ancestor"}:
                 report.decoded_by = later.name
                 break
@@ -293,23 +294,23 @@ def _decoded_themselves(reports: list[tuple[Report, Manifest]]) -> list[tuple[Re
     return chosen
 
 
-def _decode_present(report: Report, workers: Workers, meter: output.Meter) -> list[Problem]:
-    """Decode a checkpoint; begin again if its manifest was rewritten meanwhile, as when its refinement goes."""
+def _decode_with_retries(report: CheckpointReport, workers: Workers, meter: output.Meter) -> list[Problem]:
+    """Decode a checkpoint. Retry if its manifest was rewritten meanwhile, as when its refinement was dropped."""
     problems: list[Problem] = []
     for _ in range(_ATTEMPTS):
-        began = None
+        checksum = None
         try:
             with Checkpoint(report.path) as checkpoint:
-                began = checkpoint.manifest.checksum
+                checksum = checkpoint.manifest.checksum
                 problems = _decode_checkpoint(report, checkpoint, workers, meter)
-        except Exception as error:  # whatever it is, this checkpoint does not load, and the others are looked at
+        except Exception as error:  # any error means that this checkpoint does not load; others are still verified
             problems = [Problem("index", str(error) or repr(error))]
-        if not problems or began is None or not _rewritten(report.path, began):
+        if not problems or checksum is None or not _is_rewritten(report.path, checksum):
             break
     return problems
 
 
-def _rewritten(path: Path, checksum: str) -> bool:
+def _is_rewritten(path: Path, checksum: str) -> bool:
     try:
         return Manifest.read(path).checksum != checksum
     except DSQError:
@@ -317,9 +318,9 @@ def _rewritten(path: Path, checksum: str) -> bool:
 
 
 def _decode_checkpoint(
-    report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter
+    report: CheckpointReport, checkpoint: Checkpoint, workers: Workers, meter: output.Meter
 ) -> list[Problem]:
-    """Decode everything; a tensor that raises, whatever it raises, is a tensor that cannot be loaded."""
+    """Decode all tensors and objects; return a problem for each that raises an error of any type."""
     report.tensors = 0
     with checkpoint.translate_errors():
         sizes = {fqn: [0, tensor["shape"]] for fqn, tensor in checkpoint.index["tensors"].items()}

@@ -1,4 +1,4 @@
-"""`dsq log`: the checkpoints of a run, with their bytes when they were written and now."""
+"""`dsq log`: the checkpoints of a run, with their bytes when written and now."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dsq_ckpt.report.searches import Search
 
 
 def print_history(history: History) -> None:
-    """Print tables."""
+    """Print the tables of a run."""
     screen = output.console()
-    wide = screen.width >= output.WIDE
-    noted = any(entry.notes() for entry in history.entries)
+    wide = screen.width >= output.WIDE_COLUMNS
+    has_notes = any(entry.notes() for entry in history.entries)
     rows = output.table(
         "<checkpoint", *(["<saved"] if wide else []), "<coded", "written", "kept", "weights", "moments", "all",
-        "took", "<refined", *(["<notes"] if noted else []),
+        "took", "<refined", *(["<notes"] if has_notes else []),
     )
     for entry in history.entries:
         depth, everything = entry.manifest.depth, entry.classes["everything"]
@@ -26,7 +26,7 @@ def print_history(history: History) -> None:
             output.size(everything.written), output.size(everything.kept),
             *(output.ratio(entry.classes[name].logical, entry.classes[name].kept) for name in CLASSES),
             output.seconds(entry.manifest.seconds), entry.manifest.refinement,
-            *([entry.notes()] if noted else []),
+            *([entry.notes()] if has_notes else []),
         )
     screen.print(rows)
     screen.print(
@@ -35,7 +35,7 @@ def print_history(history: History) -> None:
     )
     screen.print()
     if any(entry.manifest.quality for entry in history.entries):
-        screen.print(_searches(history))
+        screen.print(_search_table(history))
         screen.print()
     count = len(history.entries)
     totals = output.table("<whole run", "bytes", "weights", "moments", "all")
@@ -49,36 +49,37 @@ def print_history(history: History) -> None:
     ))
     screen.print(totals)
     spent = output.seconds(sum(entry.manifest.seconds for entry in history.entries))
-    screen.print(", ".join([f"{count} checkpoint{'s' if count > 1 else ''}", f"{spent} of saving", *_told(history)]))
-    if history.gradients:
+    summary = [f"{count} checkpoint{'s' if count > 1 else ''}", f"{spent} of saving", *_search_texts(history)]
+    screen.print(", ".join(summary))
+    if history.log_sessions:
         screen.print()
-        _print_sessions(history.gradients)
+        _print_sessions(history.log_sessions)
     _print_leftovers(history)
 
 
-def _searches(history: History) -> Any:
-    """Return a table of the searches, apart from the checkpoints since terminals have 80 or 100 columns."""
-    found = [(entry, Search.of(entry.manifest)) for entry in history.entries]
-    searches = [search for _, search in found if search is not None]
+def _search_table(history: History) -> Any:
+    """Return a table of the searches. It is separate from the checkpoints, since terminals have 80 or 100 columns."""
+    by_checkpoint = [(entry, Search.from_manifest(entry.manifest)) for entry in history.entries]
+    searches = [search for _, search in by_checkpoint if search is not None]
     restores = any(search.restore is not None for search in searches)
-    missed = any(not search.kept for search in searches)
+    missed = any(not search.satisfied for search in searches)
     rows = output.table(
         "<checkpoint", "<chosen", "base loses", *(["restore loses"] if restores else []), "evaluations", "searched",
         *(["<bound"] if missed else []),
     )
-    for entry, search in found:
+    for entry, search in by_checkpoint:
         if search is None:
             rows.add_row(entry.path.name, *["-"] * (len(rows.columns) - 1))
             continue
         rows.add_row(
             entry.path.name, search.chosen, search.degradation, *([search.restore or "-"] if restores else []),
-            search.evaluations, search.seconds, *(["kept" if search.kept else "missed"] if missed else []),
+            search.evaluations, search.seconds, *(["kept" if search.satisfied else "missed"] if missed else []),
         )
     return rows
 
 
-def _told(history: History) -> list[str]:
-    """Return the texts about searches and restores for the line below the tables."""
+def _search_texts(history: History) -> list[str]:
+    """Return the texts about searches and restores for the summary line."""
     records = [entry.manifest.quality for entry in history.entries if entry.manifest.quality]
     evaluations = sum(record.get("evaluations") or 0 for record in records)
     searched = output.seconds(sum(record.get("seconds") or 0.0 for record in records))
@@ -101,26 +102,27 @@ def _print_leftovers(history: History) -> None:
     print_without_manifest(history.leftovers)
 
 
-def print_without_manifest(left: Leftovers) -> None:
-    """Print a line for each directory with files of ours and no manifest."""
+def print_without_manifest(leftovers: Leftovers) -> None:
+    """Print a line for each directory of a checkpoint without a manifest."""
     screen = output.console()
-    for path in left.incomplete:
+    for path in leftovers.incomplete:
         screen.print(f"incomplete: {path.name}: a save under way, or a failed one for dsq gc", soft_wrap=True)
-    for path, count in left.removed:
+    for path, count in leftovers.removed:
         screen.print(f"removed: {path.name}: {count} file(s) stay, which other checkpoints need", soft_wrap=True)
 
 
-def _print_sessions(found: list[LogSession]) -> None:
+def _print_sessions(sessions: list[LogSession]) -> None:
     """Print a table of the sessions of a gradient log."""
     screen = output.console()
     rows = output.table("<gradient log", "steps", "segments", "size", "per step", "<snapshot", "recovers to")
-    for one in found:
+    for session in sessions:
         rows.add_row(
-            one.session, f"{one.first} to {one.last}", str(one.segments), output.size(one.bytes),
-            output.size(round(one.bytes / one.steps)), one.snapshot or "none", str(one.complete or "-"),
+            session.session, f"{session.first} to {session.last}", str(session.segments), output.size(session.bytes),
+            output.size(round(session.bytes / session.steps)), session.snapshot or "none",
+            str(session.complete or "-"),
         )
     screen.print(rows)
     screen.print("Unless a file is damaged: `dsq verify` reads every byte.", markup=False, style="dim")
-    for one in found:
-        if one.ended is not None:
-            screen.print(f"{one.session} ends at step {one.complete}: {one.ended}", soft_wrap=True)
+    for session in sessions:
+        if session.ended is not None:
+            screen.print(f"{session.session} ends at step {session.complete}: {session.ended}", soft_wrap=True)

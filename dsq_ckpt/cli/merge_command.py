@@ -1,4 +1,4 @@
-"""`dsq merge`: a chain of deltas in few records, or in a keyframe."""
+"""`dsq merge`: merging of a chain of deltas into one checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dsq_ckpt.engine import merging
 def run(checkpoint: Path, target: Path, keyframe: bool, as_json: bool) -> None:
     """Merge, and print what was merged."""
     with output.meter("merging", hidden=as_json):
-        done = merging.merge(checkpoint, target, keyframe=keyframe)
+        result = merging.merge(checkpoint, target, keyframe=keyframe)
     if as_json:
         output.print_json({
-            "path": str(done.path), "links_before": done.links_before, "links": done.links, "bytes": done.bytes,
+            "path": str(result.path), "links_before": result.links_before, "links": result.links, "bytes": result.bytes,
         })
         return
     output.console().print(
-        f"{done.path}: {done.links_before} deltas merged into {done.links or 'a keyframe'}, "
-        f"{output.size(done.bytes)} written",
+        f"{result.path}: {result.links_before} deltas merged into {result.links or 'a keyframe'}, "
+        f"{output.size(result.bytes)} written",
         soft_wrap=True,
     )

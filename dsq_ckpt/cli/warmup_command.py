@@ -1,4 +1,4 @@
-"""`dsq warmup`: all kernels compiled ahead."""
+"""`dsq warmup`: compilation of all kernels in advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsq_ckpt.kernels import jit
 
 
 def run(as_json: bool) -> None:
-    """Compile, and print what was compiled and where it is kept."""
+    """Compile all kernels, and print their number and the cache directories."""
     began = time.monotonic()
     with output.meter("compiling kernels", hidden=as_json):
         failed = [error for group in warmup.ALL for error in warmup.compile_group(group)]

@@ -1,4 +1,4 @@
-"""`dsq gc`: what interrupted saves, copies and exports left behind."""
+"""`dsq gc`: removal of files that interrupted saves, copies and exports left behind."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dsq_ckpt.storage.runs import find_run_below
 
 
 def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
-    """Delete it, or list it with `dry_run`, and print what was left alone and why."""
-    collecting = remote_gc if is_remote(path) else gc
+    """Delete orphaned files, or list them with `dry_run`; print other leftovers and why they stay."""
+    collector = remote_gc if is_remote(path) else gc
     with output.meter("looking for garbage", hidden=as_json):
-        left = collecting.find_skipped(path, older_than)
-        orphans = collecting.find_garbage(path, older_than)
+        skipped = collector.find_skipped(path, older_than)
+        orphans = collector.find_garbage(path, older_than)
         linked, freed = set[Path](), sum(orphan.bytes for orphan in orphans)
         if not is_remote(path):
             linked, freed = compute_freed_space(file for orphan in orphans for file in gc.list_files(orphan))
         if not dry_run:
-            orphans = collecting.collect_garbage(path, older_than)
+            orphans = collector.collect_garbage(path, older_than)
     if as_json:
         output.print_json({
             "path": str(path), "dry_run": dry_run, "bytes": freed,
-            "too_young": [str(entry.path) for entry in left if entry.is_young],
-            "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
+            "too_young": [str(entry.path) for entry in skipped if entry.is_young],
+            "left": [{"path": str(entry.path), "reason": entry.reason} for entry in skipped],
             "linked": sorted(map(str, linked)),
             "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
         })
@@ -45,6 +45,6 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     has_checkpoints = any(True for _ in iter_checkpoints(path, lambda *_: None))
     if not orphans and not has_checkpoints and (below := find_run_below(path)):
         screen.print(f"'{path}' holds no checkpoint; directories in it do, such as '{below}': name one", soft_wrap=True)
-    for entry in left:
+    for entry in skipped:
         younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.is_young else ""
         screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`dsq compress`: one checkpoint from a file that somebody wrote, by one process or by all that MPI started."""
+"""`dsq compress`: compression of one file of another program, by one process or by all processes of an MPI job."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 
 from dsq_ckpt.api.oneshot import compress
 from dsq_ckpt.cli import output
-from dsq_ckpt.cli.evaluating import judge
-from dsq_ckpt.cli.inspection import print_contents
+from dsq_ckpt.cli.inspect_command import print_contents
+from dsq_ckpt.cli.metric_loader import load_metric
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.config_trees import load_tree
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
@@ -29,18 +29,18 @@ def run(
     """Compress, and print the result.
 
     Args:
-        evaluate: see `judge`; None: no search.
-        mpi: with all processes of an MPI job; None: if a launcher of MPI started more than one.
+        evaluate: MODULE:FUNCTION, see `load_metric`; None for no search.
+        mpi: use all processes of an MPI job; None to do so if a launcher of MPI started several.
 
     Raises:
         DSQError: see `dsq_ckpt.compress`.
     """
     comm = MPICommunicator() if mpi or (mpi is None and read_launcher_rank().size > 1) else SingleProcess()
-    with _as_one(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
-        chosen = run_on_all_ranks(comm, lambda: configuration(config, system))
-        model, metric = (None, None) if evaluate is None else run_on_all_ranks(comm, lambda: judge(evaluate))
+    with _report_errors_once(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
+        loaded = run_on_all_ranks(comm, lambda: load_configuration(config, system))
+        model, metric = (None, None) if evaluate is None else run_on_all_ranks(comm, lambda: load_metric(evaluate))
         about = compress(
-            source, target, config=chosen, evaluate=metric, max_degradation=max_degradation, model=model,
+            source, target, config=loaded, evaluate=metric, max_degradation=max_degradation, model=model,
             overwrite=overwrite, communicator=comm,
         )
     if comm.rank:
@@ -52,31 +52,31 @@ def run(
         })
         return
     manifest, quality = Manifest.read(target), about["quality"]
-    searched = [] if quality is None else [
+    search_fields = [] if quality is None else [
         ("degradation", "weights are exact" if quality.get("degradation") is None else
          f"{output.percent(quality['degradation'])} of the metric, by {quality['evaluations']} evaluations"),
     ]
     screen = output.console()
-    screen.print(output.fields([
+    screen.print(output.field_table([
         ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.get_setting("system")),
         ("uncompressed", output.size(logical)), ("written", f"{output.size(kept)} ({output.ratio(logical, kept)})"),
-        *searched, ("took", output.seconds(manifest.seconds)),
+        *search_fields, ("took", output.seconds(manifest.seconds)),
     ]))
     screen.print()
     print_contents(target, manifest)
 
 
 @contextmanager
-def _as_one(comm: Communicator) -> Iterator[None]:
-    """Print errors of all ranks on the first; end all ranks if one fails outside of a collective."""
+def _report_errors_once(comm: Communicator) -> Iterator[None]:
+    """Print an error of all ranks on rank 0 only. End all ranks if one fails outside of a collective."""
     if not isinstance(comm, MPICommunicator):
         yield
         return
     try:
         yield
-    except DSQError as error:  # raised by all of them, for the same reason
+    except DSQError as error:  # raised on all ranks, for the same reason
         status = output.fail(str(error)) if comm.rank == 0 else typer.Exit(1)
-        comm.gather(None)  # launchers kill all processes when the first fails: not before the reason is printed
+        comm.gather(None)  # launchers kill all processes when one fails; wait until rank 0 has printed the error
         raise status from error
     except BaseException:
         traceback.print_exc()
@@ -84,11 +84,11 @@ def _as_one(comm: Communicator) -> Iterator[None]:
         raise
 
 
-def configuration(config: str | None, system: str | None) -> DSQConfig:
+def load_configuration(config: str | None, system: str | None) -> DSQConfig:
     """Return the configuration of a file or preset, over the defaults of a system.
 
     Raises:
-        ConfigError: there is no such file or preset, or it is wrong.
+        ConfigError: the file or preset does not exist, or is invalid.
     """
     tree: dict[str, Any] = {} if config is None else load_tree(config)
     try:

@@ -1,4 +1,4 @@
-"""The interface of gradient compressors, and the information they provide about a synchronized gradient."""
+"""The interface of gradient compressors, and their description of a synchronized gradient."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dsq_ckpt.errors import LoadFailed
 class GradientInfo(NamedTuple):
     """Properties of the synchronized gradient of one parameter.
 
-    They hold for `p.grad` from the end of the backward pass on. After clipping they hold up to the scalar factor of
-    clipping: `support` does not depend on a factor, and the probe determines it.
+    They describe `p.grad` from the end of the backward pass on. Clipping multiplies the gradient by a scalar: `support`
+    stays valid, and the factor can be computed from `probe`.
     """
 
     support: Tensor | None
-    """int64 row-major indices of all elements that may be non-zero, duplicates allowed; None if any may be."""
+    """int64 row-major indices of all elements that may be non-zero, with possible duplicates; None for all elements."""
     dtype: torch.dtype | None
     """A 16-bit dtype that represents every value exactly; None if unknown."""
     levels: Tensor | None
     """float32 on the CPU, at most 256 ascending levels that contain every value; None if unknown."""
     probe: tuple[Tensor, Tensor] | None
-    """int64 row-major indices of a few elements, preferably large ones, and their values, of the gradient's dtype."""
+    """int64 row-major indices of a few elements, preferably large ones, and their values in the gradient's dtype."""
 
 
 class GradientCompressor(ABC):
-    """A compressor that replaces the synchronization of a model's gradients, and describes each result.
+    """A compressor that synchronizes the gradients of a model, and describes each result.
 
     Example:
         >>> from dsq_ckpt.lowdiff.compressors import compressor
@@ -89,16 +89,16 @@ class GradientCompressor(ABC):
             ConfigError: the compressor was never attached.
             LoadFailed: names are missing or unexpected, or shapes differ. Nothing has changed.
         """
-        self._check_names({}, state)
+        self._check_state({}, state)
 
-    def _check_names(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-        """Raise a `LoadFailed` that names every difference between `own` and `given`."""
-        wrong = [f"{name} is missing" for name in own if name not in given]
-        wrong += [f"{name} is not expected" for name in given if name not in own]
-        wrong += [
-            f"{name} has shape {list(given[name].shape)}, expected {list(own[name].shape)}"
-            for name in own if name in given and given[name].shape != own[name].shape
+    def _check_state(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Raise a `LoadFailed` that names the differences between `own` and the loaded `state`."""
+        problems = [f"{name} is missing" for name in own if name not in state]
+        problems += [f"{name} is not expected" for name in state if name not in own]
+        problems += [
+            f"{name} has shape {list(state[name].shape)}, expected {list(own[name].shape)}"
+            for name in own if name in state and state[name].shape != own[name].shape
         ]
-        if wrong:
-            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise LoadFailed(f"residuals do not fit compressor '{self.spec}': {'; '.join(wrong[:8])}{more}")
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise LoadFailed(f"residuals do not fit compressor '{self.spec}': {'; '.join(problems[:8])}{more}")

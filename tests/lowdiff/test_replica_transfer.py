@@ -18,7 +18,7 @@ import pytest
 from torch.optim import SGD, Adam
 
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.lowdiff import memory, snapshots
+from dsq_ckpt.lowdiff import replica_transfer, snapshots
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from tests.lowdiff.loops import Case, Loop
@@ -41,19 +41,19 @@ def survived(run, steps=5, **options):
     loop = Loop(CASE)
     replica = replica_of(loop, run, **options)
     train(loop, replica, steps)
-    replica._leave()
+    replica._leave_process()
     until(lambda: listens(run))
     return loop
 
 
 def listens(run, rank=0):
     with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(memory._address(run, rank)) == 0
+        return connection.connect_ex(replica_transfer._address(run, rank)) == 0
 
 
 def connected(run):
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(memory._address(run, 0))
+    connection.connect(replica_transfer._address(run, 0))
     return connection
 
 
@@ -107,8 +107,8 @@ def test_a_stranger_in_its_place(tmp_path, holders):
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 3)
     for answer in (b"", NOISE["noise"], NOISE["no kind"], message({"newest": 7, "session": "x", "ranks": 2})):
-        listener = memory.listen(tmp_path, 0)
-        assert memory.listen(tmp_path, 0) is None
+        listener = replica_transfer.listen(tmp_path, 0)
+        assert replica_transfer.listen(tmp_path, 0) is None
 
         def serve(listener=listener, answer=answer):
             connection, _ = listener.accept()
@@ -152,10 +152,10 @@ def test_linger(tmp_path):
     """The process ends by itself, and nothing of it is left; its last state is on disk."""
     loop = Loop(CASE)
     replica = replica_of(loop, tmp_path, linger=3.0, persist_every=1000)
-    process = replica._running()._process
+    process = replica._require_client()._process
     train(loop, replica, 7)
     left = time.monotonic()
-    replica._leave()
+    replica._leave_process()
     until(lambda: listens(tmp_path))
     until(lambda: (tmp_path / "step-000000007" / "manifest.json").exists())
     assert process.wait(60) == 0
@@ -194,7 +194,7 @@ def test_with_an_exception(tmp_path):
     loop = Loop(CASE)
     with pytest.raises(FloatingPointError), replica_of(loop, tmp_path, persist_every=1000) as replica:
         train(loop, replica, 4)
-        process = replica._running()._process
+        process = replica._require_client()._process
         raise FloatingPointError("loss is NaN")
     until(lambda: listens(tmp_path))
     before = Loop(CASE)
@@ -217,7 +217,7 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
     """While one state is being saved, training does 40 steps and the replica too; the next that is saved is the newest
     then, and there are fewer saves than steps.
     """
-    save, saving, go_on, saved = snapshots.save, threading.Event(), threading.Event(), []
+    save, saving, go_on, saved = snapshots.save_snapshot, threading.Event(), threading.Event(), []
 
     def slow(run, step, *rest):
         if step:
@@ -227,7 +227,7 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
         saved.append(step)
         return save(run, step, *rest)
 
-    monkeypatch.setattr(snapshots, "save", slow)
+    monkeypatch.setattr(snapshots, "save_snapshot", slow)
     loop = Loop(CASE)
     with replica_of(loop, tmp_path, queue=2) as replica:
         for _ in range(3):
@@ -237,10 +237,10 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
             first = replica.steps_done
             train(loop, replica, 40)
             until(lambda: holders[-1].applied == replica.steps_done)
-            assert replica._running().saving and saved[-1] < first
+            assert replica._require_client().saving and saved[-1] < first
             go_on.set()
-            replica._running().wait("saved", 60)
-        monkeypatch.setattr(snapshots, "save", save)
+            replica._require_client().wait("saved", 60)
+        monkeypatch.setattr(snapshots, "save_snapshot", save)
     assert len(saved) == 4 and all(after - before > 40 for before, after in itertools.pairwise(saved[1:]))
     again = Loop(CASE, seed=1)
     assert again.recover(tmp_path).step == replica.steps_done
@@ -252,7 +252,7 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
     """CheckFreq's rule: where training waited while a state was saved, the next saves are further apart; where it no
     longer does, they are nearer again.
     """
-    save, apply, saved, busy = snapshots.save, ReplicaServer._apply, [], threading.Event()
+    save, apply, saved, busy = snapshots.save_snapshot, ReplicaServer._apply_step, [], threading.Event()
     slows = True
 
     def noted(run, step, *rest):
@@ -267,15 +267,15 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
             time.sleep(0.02)
         apply(server, told)
 
-    monkeypatch.setattr(snapshots, "save", noted)
-    monkeypatch.setattr(ReplicaServer, "_apply", delayed)
+    monkeypatch.setattr(snapshots, "save_snapshot", noted)
+    monkeypatch.setattr(ReplicaServer, "_apply_step", delayed)
     loop = Loop(CASE)
     with replica_of(loop, tmp_path, queue=2, persist_every=2) as replica:
-        while replica._pace < 16:
+        while replica._save_interval < 16:
             assert replica.steps_done < 5000
             train(loop, replica, 1)
         first, slows = len(saved), False
-        while replica._pace > 2:
+        while replica._save_interval > 2:
             assert replica.steps_done < 10000
             train(loop, replica, 1)
         assert replica.logging
@@ -290,17 +290,17 @@ def test_no_room_on_disk(tmp_path):
     with warnings.catch_warnings(record=True) as told, replica_of(loop, tmp_path) as replica:
         warnings.simplefilter("always", UserWarning)
         train(loop, replica, 3)
-        replica._running().wait("saved", 60)
-        pid = replica._running().pid
+        replica._require_client().wait("saved", 60)
+        pid = replica._require_client().pid
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        newest = snapshots.newest_first(tmp_path)[0][0]
-        tries, deadline = {replica._persisted_at}, time.monotonic() + 60
+        newest = snapshots.list_snapshots(tmp_path)[0][0]
+        tries, deadline = {replica._requested_step}, time.monotonic() + 60
         while len(tries) < 5:
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.01)
-            tries.add(replica._persisted_at)
-        assert replica.logging and replica._running().pid == pid
-        assert snapshots.newest_first(tmp_path)[0][0] >= newest
+            tries.add(replica._requested_step)
+        assert replica.logging and replica._require_client().pid == pid
+        assert snapshots.list_snapshots(tmp_path)[0][0] >= newest
         train(loop, replica, 2)
         texts = [str(one.message) for one in told]
         assert len(texts) == 1 and os.strerror(errno.EFBIG) in texts[0] and "Training goes on" in texts[0], texts
@@ -308,11 +308,11 @@ def test_no_room_on_disk(tmp_path):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         room = replica.steps_done
         deadline = time.monotonic() + 60
-        while int(snapshots.newest_first(tmp_path)[0][0].name[5:]) <= room:
+        while int(snapshots.list_snapshots(tmp_path)[0][0].name[5:]) <= room:
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.01)
         assert len(told) == 1
-        replica._leave()
+        replica._leave_process()
         steps = replica.steps_done
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
@@ -326,7 +326,7 @@ def test_no_room_on_disk_when_training_is_done(tmp_path):
     loop = Loop(CASE)
     replica = replica_of(loop, tmp_path, persist_every=1000)
     train(loop, replica, 3)
-    resource.prlimit(replica._running().pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    resource.prlimit(replica._require_client().pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     with pytest.warns(UserWarning, match=os.strerror(errno.EFBIG)):
         replica.close()
     found = Loop(CASE, seed=1).recover(tmp_path)
@@ -340,16 +340,16 @@ def test_the_process_is_killed(tmp_path):
         warnings.simplefilter("always", UserWarning)
         replica = replica_of(loop, tmp_path)
         train(loop, replica, 3)
-        pid, deadline = replica._running().pid, time.monotonic() + 60
+        pid, deadline = replica._require_client().pid, time.monotonic() + 60
         os.kill(pid, signal.SIGKILL)
-        while not replica.logging or replica._running().pid == pid or replica._running().saving:
+        while not replica.logging or replica._require_client().pid == pid or replica._require_client().saving:
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.02)
         train(loop, replica, 3)
         assert [("signal 9" in str(one.message), "Training goes on" in str(one.message)) for one in told] == [
             (True, True)
         ]
-    replica._leave()
+    replica._leave_process()
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
     found = again.recover(tmp_path)
@@ -365,7 +365,7 @@ def test_what_holds_it_is_asked_twice(tmp_path, holders):
     """A step that it has not reached, and one that it left behind: not given; and no harm is done."""
     loop = survived(tmp_path)
     holder = holders[-1]
-    assert holder.after(4) is None and holder.after(6) is None
+    assert holder.shard_after(4) is None and holder.shard_after(6) is None
     check_same(restored(CASE, tmp_path, holder), loop)
     assert Loop(CASE, seed=1).recover(tmp_path).from_memory
 
@@ -380,7 +380,7 @@ def test_no_memory_to_share(tmp_path, holders, monkeypatch):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(Arena, "create", none)
-    replica._leave()
+    replica._leave_process()
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
     found = again.recover(tmp_path)

@@ -1,7 +1,7 @@
-"""Conversion of plain data to and from JSON, for hyperparameters and states of schedulers, without pickle.
+"""Conversion of hyperparameters and states of schedulers to and from JSON, without pickle.
 
-JSON has no tuples, keys other than strings, bytes, tensors or non-finite numbers; each becomes an object with one key
-that begins with a dollar sign.
+JSON has no tuples, keys other than strings, bytes, tensors or non-finite numbers. Each of these becomes an object with
+one key that begins with a dollar sign.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage.record_fields import parse_dtype
 
-_LARGEST = 1 << 20
+_MAX_TENSOR_BYTES = 1 << 20
 _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
 
 
@@ -39,16 +39,16 @@ def to_plain(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         return to_plain(value.item(), where)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        items = [to_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        items = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _dict(value, where)
+        return _dict_to_plain(value, where)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and value.dtype != object:
         return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), where)}
     if isinstance(value, torch.Tensor):
-        return _tensor(value, where)
+        return _tensor_to_plain(value, where)
     raise ConfigError(
         f"{where} is a {type(value).__name__}, which cannot be written into the log: it takes numbers, strings, lists, "
         "tuples, dicts and small tensors; leave it out of state_dict(), or keep it in a checkpoint of your own"
@@ -90,7 +90,7 @@ def from_plain(value: Any) -> Any:
     raise CorruptCheckpoint(f"plain data has {tag!r}, which this version does not know")
 
 
-def _dict(value: Mapping[Any, Any], where: str) -> Any:
+def _dict_to_plain(value: Mapping[Any, Any], where: str) -> Any:
     tag = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
     if tag is None and all(isinstance(key, str) for key in value) and not next(iter(value), "").startswith("$"):
         return {key: to_plain(item, f"{where}.{key}") for key, item in value.items()}
@@ -100,11 +100,11 @@ def _dict(value: Mapping[Any, Any], where: str) -> Any:
     return {tag or "$dict": pairs}
 
 
-def _tensor(value: torch.Tensor, where: str) -> Any:
-    if value.nbytes > _LARGEST:
+def _tensor_to_plain(value: torch.Tensor, where: str) -> Any:
+    if value.nbytes > _MAX_TENSOR_BYTES:
         raise ConfigError(
-            f"{where} is a tensor of {value.nbytes} bytes; what is logged with every step may have {_LARGEST}: make "
-            "it a buffer of the model, or keep it in a checkpoint of your own"
+            f"{where} is a tensor of {value.nbytes} bytes; what is logged with every step may have "
+            f"{_MAX_TENSOR_BYTES}: make it a buffer of the model, or keep it in a checkpoint of your own"
         )
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     name = str(value.dtype).removeprefix("torch.")

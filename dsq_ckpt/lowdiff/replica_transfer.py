@@ -25,14 +25,14 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
-from dsq_ckpt.lowdiff.consensus import cpu_group
+from dsq_ckpt.lowdiff.consensus import create_cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
-from dsq_ckpt.lowdiff.snapshots import SnapshotTensor, newest_first, read_metadata
+from dsq_ckpt.lowdiff.snapshots import SnapshotTensor, list_snapshots, read_metadata
 from dsq_ckpt.storage.record_fields import parse_dtype
 
-_PEER = struct.Struct("3i")
-_PATIENCE, _TRANSFER = 30.0, 300.0
-"""Seconds to wait for an answer, and for an answer with a whole state."""
+_UCRED = struct.Struct("3i")
+_ANSWER_TIMEOUT, _TRANSFER_TIMEOUT = 30.0, 300.0
+"""Seconds to wait for an answer without and with the tensors of a state."""
 
 
 class ReplicaShard(NamedTuple):
@@ -64,16 +64,16 @@ class ReplicaHolder(Protocol):
     Attributes:
         session: session of the log.
         ranks: number of ranks that share the replica.
-        newest: last step that it received.
+        newest_step: last step that the object received.
     """
 
     session: str
     ranks: int
 
     @property
-    def newest(self) -> int: ...
+    def newest_step(self) -> int: ...
 
-    def after(self, step: int) -> ReplicaShard | None: ...
+    def shard_after(self, step: int) -> ReplicaShard | None: ...
 
 
 def listen(run: Path, rank: int) -> socket.socket | None:
@@ -88,37 +88,37 @@ def listen(run: Path, rank: int) -> socket.socket | None:
     return listener
 
 
-def serve(listener: socket.socket, holder: ReplicaHolder, seconds: float) -> None:
-    """Answer requests until a process has taken the state, at most for `seconds` seconds."""
+def serve_state(listener: socket.socket, holder: ReplicaHolder, seconds: float) -> None:
+    """Answer requests until a process ends the service after it received the state, at most for `seconds` seconds."""
     deadline = time.monotonic() + seconds
-    taken, take = socket.socketpair()
-    with listener, taken, take:
-        while (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([listener, taken], [], [], left)
-            if taken in ready:
+    done, done_signal = socket.socketpair()
+    with listener, done, done_signal:
+        while (remaining := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([listener, done], [], [], remaining)
+            if done in ready:
                 return
             if ready:
                 connection, _ = listener.accept()
-                # A thread each: a silent connection must not block others.
-                threading.Thread(target=_answer, args=(connection, take, holder), daemon=True).start()
+                # One thread for each connection: a silent connection must not block others.
+                threading.Thread(target=_serve_connection, args=(connection, done_signal, holder), daemon=True).start()
 
 
-def _answer(connection: socket.socket, take: socket.socket, holder: ReplicaHolder) -> None:
-    """Answer one process, and shut `take` down when it has taken the state."""
+def _serve_connection(connection: socket.socket, done_signal: socket.socket, holder: ReplicaHolder) -> None:
+    """Answer one process, and shut `done_signal` down when the process ends the service."""
     channel = Channel(connection)
-    with suppress(Exception):  # it is gone, or is no training process
-        while _same_user(connection) and (received := channel.receive(_TRANSFER)) is not None:
+    with suppress(Exception):  # the process ended, or is not a training process
+        while _is_same_user(connection) and (received := channel.receive(_TRANSFER_TIMEOUT)) is not None:
             message, _ = received
             if message["kind"] == "status":
-                channel.send({"newest": holder.newest, "session": holder.session, "ranks": holder.ranks})
+                channel.send({"newest": holder.newest_step, "session": holder.session, "ranks": holder.ranks})
             elif message["kind"] == "state":
-                found = holder.after(int(message["step"]))
-                if found is None:
+                shard = holder.shard_after(int(message["step"]))
+                if shard is None:
                     channel.send({})
                     continue
-                channel.send({"tensors": found.tensors, "meta": found.meta}, found.arena)
+                channel.send({"tensors": shard.tensors, "meta": shard.meta}, shard.arena)
             elif message["kind"] == "end":
-                take.shutdown(socket.SHUT_RDWR)
+                done_signal.shutdown(socket.SHUT_RDWR)
                 break
     channel.close()
 
@@ -147,7 +147,7 @@ class MemorySnapshot:
         return tuple(self._tensors[name].shape), self._tensors[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; it shares memory with the others.
+        """Return a tensor, which shares memory with other tensors.
 
         Raises:
             CorruptCheckpoint: the replica has no such tensor.
@@ -163,47 +163,47 @@ class SurvivingReplica:
     Args:
         run: directory of the run.
         comm: communicator of the ranks that recover.
-        timeout: seconds in which the process that holds this rank's shard may begin to listen, while it writes.
+        timeout: seconds to wait for the process that holds this rank's shard to listen, while it writes.
     """
 
-    def __init__(self, run: Path, comm: Communicator, timeout: float = _PATIENCE) -> None:
+    def __init__(self, run: Path, comm: Communicator, timeout: float = _ANSWER_TIMEOUT) -> None:
         self._run = run
         self._comm = comm
-        self._channel = _connect(run, comm.rank, min(timeout, _PATIENCE))
+        self._channel = _connect(run, comm.rank, min(timeout, _ANSWER_TIMEOUT))
 
-    def state(self) -> MemorySnapshot | None:
-        """Return the state at the last step that all processes have, or None if any of them has ended."""
-        statuses = self._comm.gather(self._ask({"kind": "status"}, {"newest", "session", "ranks"}))
+    def fetch_state(self) -> MemorySnapshot | None:
+        """Return the state after the last step that all processes have, or None if any of them has ended."""
+        statuses = self._comm.gather(self._request({"kind": "status"}, {"newest", "session", "ranks"}))
         if any(status is None or status[0]["ranks"] != self._comm.size for status in statuses):
             return None
         if len({status[0]["session"] for status in statuses}) > 1:
             return None
         step = min(int(status[0]["newest"]) for status in statuses)
         session = statuses[0][0]["session"]
-        behind = gather_from_all_ranks(
-            self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step), LoadFailed
+        outdated = gather_from_all_ranks(
+            self._comm, lambda: self._comm.rank == 0 and self._is_outdated(session, step), LoadFailed
         )
-        if behind[0]:
+        if outdated[0]:
             return None
-        own = self._ask({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER)
+        own = self._request({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER_TIMEOUT)
         if not all(self._comm.gather(own is not None)):
             return None
         assert own is not None
         answer, arena = own
-        group = cpu_group(self._comm)
+        group = create_cpu_group(self._comm)
         shares = self._comm.gather((answer["tensors"], 0 if arena is None else arena.size, answer["meta"]["plain"]))
         tensors: dict[str, torch.Tensor] = {}
         for rank, (listed, size, _) in enumerate(shares):
-            whole = torch.empty(0, dtype=torch.uint8)
+            shard = torch.empty(0, dtype=torch.uint8)
             if rank == self._comm.rank and arena is not None:
-                whole = arena.tensor
+                shard = arena.tensor
             elif size:
-                whole = torch.empty(size, dtype=torch.uint8)
+                shard = torch.empty(size, dtype=torch.uint8)
             if group is not None and size:
-                dist.broadcast(whole, group=group, group_src=rank)
+                dist.broadcast(shard, group=group, group_src=rank)
             for path, dtype, shape, at in listed:
                 nbytes = torch.Size(shape).numel() * parse_dtype(dtype).itemsize
-                tensors[".".join(path)] = whole[at : at + nbytes].view(parse_dtype(dtype)).view(shape)
+                tensors[".".join(path)] = shard[at : at + nbytes].view(parse_dtype(dtype)).view(shape)
         if group is not None:
             dist.destroy_process_group(group)
         plain = {name: values for share in shares for name, values in share[2].items()}
@@ -211,42 +211,44 @@ class SurvivingReplica:
         return MemorySnapshot(self._run, meta, tensors)
 
     def dismiss(self) -> None:
-        """Let this rank's process finish its writes and end."""
+        """Request that the process of this rank finishes its writes and ends."""
         if self._channel is not None:
             with suppress(ChannelClosed):
                 self._channel.send({"kind": "end"})
             self._channel.close()
             self._channel = None
 
-    def _left_behind(self, session: str, step: int) -> bool:
-        """Return whether a later session has a newer snapshot on disk."""
-        newest = newest_first(self._run) if self._run.is_dir() else []
-        found = read_metadata(newest[0][0]) if newest else None
-        return found is not None and found["session"] != session and int(found["step"]) >= step
+    def _is_outdated(self, session: str, step: int) -> bool:
+        """Return whether another session has a newer snapshot on disk."""
+        snapshots = list_snapshots(self._run) if self._run.is_dir() else []
+        meta = read_metadata(snapshots[0][0]) if snapshots else None
+        return meta is not None and meta["session"] != session and int(meta["step"]) >= step
 
-    def _ask(
-        self, question: dict[str, Any], keys: Set[str], patience: float = _PATIENCE
+    def _request(
+        self, request: dict[str, Any], keys: Set[str], timeout: float = _ANSWER_TIMEOUT
     ) -> tuple[dict[str, Any], Arena | None] | None:
-        """Return the answer to a question, or None if there is none or it lacks one of `keys`."""
+        """Return the answer to a request and its arena, or None if no answer with all `keys` arrives."""
         if self._channel is None:
             return None
         try:
-            self._channel.send(question)
-            found = self._channel.receive(patience)
+            self._channel.send(request)
+            received = self._channel.receive(timeout)
         except (ChannelClosed, ValueError, IndexError, OSError):
             return None
-        return found if found is not None and isinstance(found[0], dict) and keys <= found[0].keys() else None
+        if received is None or not isinstance(received[0], dict) or not keys <= received[0].keys():
+            return None
+        return received
 
 
 def _connect(run: Path, rank: int, timeout: float) -> Channel | None:
     """Connect to the process that holds this rank's shard; retry while a process of the run still writes."""
     deadline = time.monotonic() + timeout
-    while (channel := _connected(run, rank)) is None and _written(run) and time.monotonic() < deadline:
+    while (channel := _try_connect(run, rank)) is None and _is_being_written(run) and time.monotonic() < deadline:
         time.sleep(0.01)
     return channel
 
 
-def _written(run: Path) -> bool:
+def _is_being_written(run: Path) -> bool:
     try:
         wait_for_writers(run, 0.0)
     except SaveFailed:
@@ -254,25 +256,25 @@ def _written(run: Path) -> bool:
     return False
 
 
-def _connected(run: Path, rank: int) -> Channel | None:
+def _try_connect(run: Path, rank: int) -> Channel | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(_address(run, rank))
     except OSError:
         connection.close()
         return None
-    if not _same_user(connection):
+    if not _is_same_user(connection):
         connection.close()
         return None
     return Channel(connection)
 
 
 def _address(run: Path, rank: int) -> str:
-    """Return a name in Linux's abstract namespace, which disappears with the process."""
+    """Return a socket name in Linux's abstract namespace, which disappears with the process."""
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
     return f"\0dsq_ckpt-{os.getuid()}-{digest}-{rank}"
 
 
-def _same_user(connection: socket.socket) -> bool:
-    _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+def _is_same_user(connection: socket.socket) -> bool:
+    _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return bool(user == os.getuid())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsq_ckpt import ConfigError
-from dsq_ckpt.lowdiff.linear import Merging
+from dsq_ckpt.lowdiff.step_merging import StepMerger
 from dsq_ckpt.lowdiff.train_state import TrainState
 
 
@@ -60,7 +60,7 @@ def test_merging_is_what_sgd_does(
         gradients = _gradients(one, density, generator)
         step(one, optimizer, gradients)
         step(other, merging_optimizer, gradients)
-    with Merging(train_state, 2) as merging:
+    with StepMerger(train_state, 2) as merging:
         for number in range(steps):
             for target in (optimizer, merging_optimizer):
                 target.param_groups[0]["lr"] = 0.1 / (1 + number)
@@ -80,4 +80,4 @@ def test_merging_is_what_sgd_does(
 def test_adam_cannot_be_merged() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="Adam cannot be merged"):
-        Merging(TrainState(model, torch.optim.Adam(model.parameters())), 1)
+        StepMerger(TrainState(model, torch.optim.Adam(model.parameters())), 1)

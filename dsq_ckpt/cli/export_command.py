@@ -1,4 +1,4 @@
-"""`dsq export`: a checkpoint in the format of other programs."""
+"""`dsq export`: conversion of a checkpoint to the format of another program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(
     allow_pickle: bool, as_json: bool,
 ) -> None:
     """Export, and print what was written."""
-    form = form or _format_of(target)
+    form = form or _format_from_suffix(target)
     if allow_pickle and form not in (Format.torch, Format.deepspeed):
         raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
     if part is not None and form is Format.deepspeed:
@@ -51,27 +51,27 @@ def run(
         options["allow_pickle"] = allow_pickle
     manifest = Manifest.read(checkpoint)
     total = sum(sizes.logical for sizes in manifest.kinds.values())
-    export = _function(form)
+    export = _export_function(form)
     with output.meter(f"export to {form.value}", total, hidden=as_json) as meter:
-        done = export(checkpoint, target, progress=meter.advance, **options)
+        result = export(checkpoint, target, progress=meter.advance, **options)
     if as_json:
         output.print_json({
-            "path": str(done.path), "format": form.value, "tensors": done.tensors, "bytes": done.bytes,
-            "refined": done.refined, "left_out": done.left_out,
+            "path": str(result.path), "format": form.value, "tensors": result.tensors, "bytes": result.bytes,
+            "refined": result.refined, "left_out": result.left_out,
         })
         return
-    layer = "base and refinement" if done.refined else "base layer alone" if manifest.lossy else "exact"
+    layer = "base and refinement" if result.refined else "base layer alone" if manifest.lossy else "exact"
     screen = output.console()
     screen.print(
-        f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
+        f"{result.path}: {result.tensors} tensors, {output.size(result.bytes)}, {form.value}, {layer}", soft_wrap=True
     )
-    files = {file.name for file in manifest.files if file.role == "attachment"}  # of which a warning told
-    if names := [name for name in done.left_out if name not in files]:
+    files = {file.name for file in manifest.files if file.role == "attachment"}  # a warning has named them
+    if names := [name for name in result.left_out if name not in files]:
         screen.print(f"left out, not tensors or not saved: {', '.join(names)}", soft_wrap=True)
 
 
-def _function(form: Format) -> Any:
-    """Return the function that exports to a format; DeepSpeed's is imported for its own alone."""
+def _export_function(form: Format) -> Any:
+    """Return the function that exports to a format. Import DeepSpeed's only for its own format."""
     if form is Format.deepspeed:
         from dsq_ckpt.deepspeed.plain import export_deepspeed
 
@@ -82,8 +82,8 @@ def _function(form: Format) -> Any:
             Format.safetensors: export.export_safetensors}[form]
 
 
-def _format_of(target: Path) -> Format:
-    """Return the format that a target's suffix names; a directory has none."""
+def _format_from_suffix(target: Path) -> Format:
+    """Return the format of a target's suffix, or DCP if it has none."""
     suffix = target.suffix.lower()
     if suffix and suffix not in _SUFFIXES:
         raise output.fail(

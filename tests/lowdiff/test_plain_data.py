@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
-from dsq_ckpt.lowdiff.plain import from_plain, to_plain
+from dsq_ckpt.lowdiff.plain_data import from_plain, to_plain
 from tests.lowdiff.loops import differences
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
