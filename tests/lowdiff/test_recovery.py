@@ -186,7 +186,7 @@ def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "rollback_on_failure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         recovery.recover_train_state(tmp_path, TrainState(loop.model, loop.optimizer, loop.states), Recording())
-    assert (told[-1].heard, told[-1].text) == (False, "KeyboardInterrupt")
+    assert (told[-1].is_secondary, told[-1].error) == (False, "KeyboardInterrupt")
     assert differences(loop.state(), before) == []
 
 
