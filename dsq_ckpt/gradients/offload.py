@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 BLOCK_ELEMENTS = 1 << 17
 """Elements per block, such that several passes stay in the cache and temporaries need no new pages."""
 
-Arrivals = tuple[tuple[torch.device, torch.cuda.Event], ...]
+CopyEvents = tuple[tuple[torch.device, torch.cuda.Event], ...]
 """Events to wait for before copies are read; empty for synchronous copies."""
-NO_ARRIVALS: Arrivals = ()
+NO_EVENTS: CopyEvents = ()
 Streams = dict[torch.device, torch.cuda.Stream]
 """One stream for copies per CUDA device, made on first use."""
 
@@ -48,13 +48,13 @@ def allocate_host_like(source: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
 
 
-def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -> Arrivals:
+def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -> CopyEvents:
     """Copy each source to its host target; from CUDA on a separate stream, after the current stream's queued work.
 
     Sources may be freed at once, but must not be written until the events have completed.
     """
     devices = {source.device: None for source, _ in pairs}
-    arrivals = []
+    events = []
     for device in devices:
         of_device = [pair for pair in pairs if pair[0].device == device]
         if device.type != "cuda":
@@ -69,13 +69,13 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -
             for source, target in of_device:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(stream)  # the allocator keeps the memory until the copy is done
-            arrivals.append((device, stream.record_event()))
-    return tuple(arrivals)
+            events.append((device, stream.record_event()))
+    return tuple(events)
 
 
-def wait_on_device(arrivals: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
+def wait_on_device(events: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
     """Let later work on the current streams wait for the copies, without blocking the host."""
-    for device, event in arrivals:
+    for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
 
 

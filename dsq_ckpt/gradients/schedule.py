@@ -25,7 +25,7 @@ class Schedule:
         self._learned: int | None = None
         self._saves = 0
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Return whether the next step (or the step under way) is within the window, or a save is late."""
         if self.every is None:
             return self._learned is None or self._learned - (self._step - self._saved) <= self.window
@@ -34,11 +34,11 @@ class Schedule:
             on_grid = self.every
         return min(on_grid, self.every - (self._step - self._saved)) <= self.window
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Count an optimizer step."""
         self._step += 1
 
-    def saved(self) -> None:
+    def record_save(self) -> None:
         """Record a checkpoint of the state after the last step; a second one of the same state has no effect."""
         distance = self._step - self._saved
         if self._saves and not distance:

@@ -54,9 +54,9 @@ class _TrackedParameter:
     state: Literal["empty", "captured", "counted"] = "empty"
     staged: torch.Tensor | None = None
     """Last captured gradient on the host, of the gradient's dtype, pinned if it comes from CUDA."""
-    arrived: offload.Arrivals = offload.NO_ARRIVALS
-    refused: torch.Tensor | None = None
-    """Host flag, valid after `arrived`: non-zero if the optimizer found infinities and did not step."""
+    copy_events: offload.CopyEvents = offload.NO_EVENTS
+    found_inf: torch.Tensor | None = None
+    """Host flag, valid after `copy_events`: non-zero if the optimizer found infinities and did not step."""
     average: torch.Tensor | None = None
     """Contiguous float32 average of the local shape."""
     steps: int = 0
@@ -144,7 +144,7 @@ class GradientAverage:
     def steps(self) -> int:
         """Largest number of counted batches of any parameter since the last ``reset``.  Waits for copies."""
         for entry in self._entries.values():
-            self._fold(entry)
+            self._add_to_average(entry)
         return max((entry.steps for entry in self._entries.values()), default=0)
 
     @property
@@ -175,10 +175,10 @@ class GradientAverage:
             KeyError: no such parameter; ask with ``in``.
         """
         entry = self._entries[self.aliases.get(name, name)]
-        self._fold(entry)
+        self._add_to_average(entry)
         parameter = entry.parameter()
         if parameter is not None and not is_lazy(parameter):
-            self._drop_unless(entry, offload.get_local(parameter).shape)
+            self._drop_other_shape(entry, offload.get_local(parameter).shape)
         if self._captured_any and not self._settled:
             self._warn_once("gradients were captured, but none counts: call settle() after each step, or attach()")
         return entry.average
@@ -197,11 +197,11 @@ class GradientAverage:
     def reset(self) -> None:
         """Free averages and buffers after a checkpoint, and record it in ``schedule``."""
         for entry in self._entries.values():
-            entry.state, entry.arrived, entry.refused = "empty", offload.NO_ARRIVALS, None
+            entry.state, entry.copy_events, entry.found_inf = "empty", offload.NO_EVENTS, None
             entry.average = entry.staged = None
             entry.steps = 0
         self.skipped.clear()
-        self.schedule.saved()
+        self.schedule.record_save()
 
     def attach(
         self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step", *, later: bool = False
@@ -223,8 +223,8 @@ class GradientAverage:
             raise ValueError("this optimizer has none of the parameters; make both after sharding the model")
         self._modes[optimizer] = capture
         if capture == "step":
-            self._handles.append(optimizer.register_step_pre_hook(_weakly(self._before_step)))
-        self._handles.append(optimizer.register_step_post_hook(_weakly(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(_make_weak_hook(self._before_step)))
+        self._handles.append(optimizer.register_step_post_hook(_make_weak_hook(self._after_step)))
 
     def attach_to_parameters(self, settle: bool = True) -> None:
         """Capture each gradient after its accumulation in the backward pass, before hooks that step and free it.
@@ -241,7 +241,7 @@ class GradientAverage:
             parameter = entry.parameter()
             if parameter is None or not parameter.requires_grad:
                 continue
-            handle = parameter.register_post_accumulate_grad_hook(_weakly(self._after_backward))
+            handle = parameter.register_post_accumulate_grad_hook(_make_weak_hook(self._after_backward))
             hooks = parameter._post_accumulate_grad_hooks
             if hooks is not None:  # they run in the order of this dict
                 others = {key: hook for key, hook in hooks.items() if key != handle.id}
@@ -296,11 +296,11 @@ class GradientAverage:
 
     @torch.no_grad()
     def _capture(self, entries: Iterable[_TrackedParameter]) -> None:
-        if not self.schedule.due():
+        if not self.schedule.is_due():
             return
         pairs, captured = [], []
         for entry in entries:
-            self._fold(entry)  # the staging buffer is needed again
+            self._add_to_average(entry)  # the staging buffer is needed again
             entry.state = "empty"
             gradient = self._get_gradient(entry)
             if gradient is None:
@@ -309,11 +309,11 @@ class GradientAverage:
                 entry.staged = offload.allocate_host_like(gradient)
             pairs.append((gradient, entry.staged))
             captured.append(entry)
-        arrivals = offload.copy(pairs, self._streams)
+        events = offload.copy(pairs, self._streams)
         if self.overlap == "none":
-            offload.wait_on_device(arrivals)
+            offload.wait_on_device(events)
         for entry in captured:
-            entry.state, entry.arrived, entry.refused = "captured", arrivals, None
+            entry.state, entry.copy_events, entry.found_inf = "captured", events, None
         self._captured_any = self._captured_any or bool(captured)
 
     @torch.no_grad()
@@ -323,32 +323,32 @@ class GradientAverage:
             entry.settled += 1
             if entry.settled > self._settled:  # several optimizers, or hooks, of one batch are one step
                 self._settled = entry.settled
-                self.schedule.stepped()
+                self.schedule.count_step()
             if entry.state == "captured":
                 pending.append(entry)
         if self.overlap == "step":
-            events = {id(event): (device, event) for entry in pending for device, event in entry.arrived}
+            events = {id(event): (device, event) for entry in pending for device, event in entry.copy_events}
             offload.wait_on_device(events.values())
-        flag, verdict = None, offload.NO_ARRIVALS
+        flag, verdict = None, offload.NO_EVENTS
         if pending and found_inf is not None:
             flag = offload.allocate_host_like(found_inf)
             verdict = offload.copy([(found_inf, flag)], self._streams)
         for entry in pending:
-            entry.state, entry.arrived, entry.refused = "counted", entry.arrived + verdict, flag
-            if all(event.query() for _, event in entry.arrived):
-                self._fold(entry)
+            entry.state, entry.copy_events, entry.found_inf = "counted", entry.copy_events + verdict, flag
+            if all(event.query() for _, event in entry.copy_events):
+                self._add_to_average(entry)
 
     @torch.no_grad()
-    def _fold(self, entry: _TrackedParameter) -> None:
+    def _add_to_average(self, entry: _TrackedParameter) -> None:
         """Add a counted gradient to the average after its copy has completed."""
         if entry.state != "counted" or entry.staged is None:
             return
-        for _, event in entry.arrived:
+        for _, event in entry.copy_events:
             event.synchronize()
-        entry.state, entry.arrived = "empty", offload.NO_ARRIVALS
-        if entry.refused is not None and bool(entry.refused):
+        entry.state, entry.copy_events = "empty", offload.NO_EVENTS
+        if entry.found_inf is not None and bool(entry.found_inf):
             return
-        self._drop_unless(entry, entry.staged.shape)
+        self._drop_other_shape(entry, entry.staged.shape)
         if not offload.is_finite(entry.staged):
             self.skipped[entry.name] += 1
             return
@@ -358,7 +358,7 @@ class GradientAverage:
             offload.update_average(entry.average, entry.staged, self.beta)
         entry.steps += 1
 
-    def _drop_unless(self, entry: _TrackedParameter, shape: torch.Size) -> None:
+    def _drop_other_shape(self, entry: _TrackedParameter, shape: torch.Size) -> None:
         """Drop an average of another shape."""
         if entry.average is not None and entry.average.shape != shape:
             found = f"{tuple(entry.average.shape)} to {tuple(shape)}"
@@ -371,7 +371,7 @@ class GradientAverage:
             warn(text)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _make_weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that holds the method's object weakly, does nothing after its deletion, and is not compiled."""
     reference = weakref.WeakMethod(method)
 

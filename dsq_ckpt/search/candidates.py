@@ -1,4 +1,4 @@
-"""What one search chooses from: configurations fitted on the sketches of a save, with their sizes."""
+"""Candidates of a search: configurations fitted on the sketches of a save, with their sizes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PROTECTED_BITS = 16
 
 @dataclass
 class Candidate:
-    """One configuration of the weights, fitted on the sketches.
+    """Configuration of the weights, fitted on the sketches.
 
     Attributes:
-        config: of the save.
+        config: configuration of the save.
         groups: configuration of each group of weights.
-        analysis: fitted.
-        bits: size of codes and protected values; exact for nearest codes, and once it is `recounted`.
+        analysis: fits of all groups.
+        bits: size of codes and protected values; exact for nearest codes, for others after `SaveSearch.recount`.
     """
 
     config: DSQConfig
@@ -43,20 +43,20 @@ class Candidate:
 
 @dataclass
 class SaveSearch:
-    """The search of one save: its sketches, and what was fitted and evaluated so far.
+    """Search of one save: its sketches, and the fits and evaluations so far.
 
     Attributes:
-        sketches, usual: of all groups, and how they are fitted as configured.
-        config, space: of the save, and what may be varied in it.
-        comm: of the ranks that save.
-        model: entered; it evaluates candidates.
-        groups: of weights, those that are quantized.
-        told: warnings of this search and of those of earlier saves; see `is_new_warning`.
-        candidates: by point and number of the variant.
-        fits: by group and codebook.
-        degradations: by point and number of the variant, on each fold of batches (`evaluate`, `check`).
-        evaluations: so far, on this rank, of each fold.
-        metrics: of the model as it is, on each fold.
+        sketches, usual: sketches of all groups, and their fits as configured.
+        config, space: configuration of the save, and its search space.
+        comm: communicator of the ranks that save.
+        model: evaluates candidates; its context is entered.
+        groups: quantized groups of weights.
+        warned: warnings of this search and of those of earlier saves; see `is_new_warning`.
+        candidates: candidates by point and number of the variant.
+        fits: fits by group and codebook.
+        degradations: degradations by fold (`evaluate`, `check`), by point and number of the variant.
+        evaluations: number of evaluations on this rank, by fold.
+        metrics: metric of the unquantized model, by fold.
     """
 
     sketches: GlobalSketch
@@ -66,7 +66,7 @@ class SaveSearch:
     model: TrialModel
     usual: Analysis
     groups: list[str]
-    told: set[str]
+    warned: set[str]
     candidates: dict[tuple[Point, int], Candidate] = field(default_factory=dict)
     fits: dict[str, Analysis] = field(default_factory=dict)
     degradations: dict[tuple[Point, int], dict[str, float]] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class SaveSearch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def warn(self, text: str) -> None:
-        """Warn on all ranks, which find the same, unless a search of the run did, with whatever numbers."""
-        if is_new_warning(text, self.told):
+        """Warn, unless a search of the run has given the same warning, apart from its numbers; called on all ranks."""
+        if is_new_warning(text, self.warned):
             warn(text, rank=self.comm.rank)
 
     def get_candidate(self, point: Point, variant: int) -> Candidate:
-        """Return the configuration at a point, fitted; groups that several points have in common are fitted once.
+        """Return the fitted configuration at a point. Equal groups of several points are fitted once.
 
         Raises:
             ValueError: the point's values contradict each other, or the configuration.
@@ -100,33 +100,33 @@ class SaveSearch:
         return self.candidates[key]
 
     def fit_refinement(self, candidate: Candidate, bits: int) -> Analysis:
-        """Return the candidate with cells for a number of refinement bits, which zeros need to be restored as zeros."""
+        """Return the fits of a candidate with refinement cells, so that zeros are restored as zeros."""
         configs = {
             group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
 
     def has_restored_weights(self, candidate: Candidate, bits: int) -> bool:
-        """Return whether weights of the model, on any rank, are not spread over parts of so many bits; collective."""
+        """Return whether weights on any rank look like restored ones of so many refinement bits; collective."""
         fitted = self.fit_refinement(candidate, bits).fitted
         found = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
         return any(group.startswith("weights/") for group in found)
 
     def fit_nearest_codes(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the sizes of nearest codes."""
+        """Return the candidate refitted with nearest codes, and their size."""
         analysis = self.sketches.fit(candidate.groups, candidate.analysis)
         return replace(
             candidate, analysis=analysis, bits=sum(size_in_bits(analysis.fitted[group]) for group in self.groups)
         )
 
     def recount(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the sizes of codes that make up for each other's errors, unknown to sketches."""
+        """Return the candidate with the counts and size of compensated codes, which sketches cannot compute."""
         fitted = self.model.recount(candidate.analysis.fitted)
         bits = sum(size_in_bits(fitted[group]) for group in self.groups)
         return replace(candidate, analysis=replace(candidate.analysis, fitted=fitted), bits=bits)
 
     def trim_levels(self, candidate: Candidate) -> Candidate:
-        """Return a candidate for the same codes whose lattices have no levels beyond these: smaller codebooks."""
+        """Return the candidate without the outer lattice levels that no code uses."""
         groups = dict(candidate.groups)
         for group, config in groups.items():
             if isinstance(lattice := config.codebook, Lattice):
@@ -139,22 +139,22 @@ class SaveSearch:
 
     @property
     def is_compensable(self) -> bool:
-        """Whether codes of evenly spaced levels are all that is stored of the weights."""
+        """Whether all weights are stored as codes of lattices, without refinement."""
         configs = [group_config(group, self.config.quantize) for group in self.groups]
         return all(isinstance(one.codebook, Lattice) and not one.refinement_bits for one in configs)
 
     @property
     def most_conservative(self) -> Point:
-        """The point that is furthest from the most aggressive, and the largest of those."""
+        """The point furthest from the most aggressive one; among several, the one of the largest size."""
         sizes: dict[Point, float] = {}
         for _, points in itertools.groupby(sorted(self.space.points(), key=sum, reverse=True), key=sum):
             sizes = {point: size for point in points if math.isfinite(size := self.get_size(point, 0))}
-            if sizes:  # no other has to be fitted
+            if sizes:  # do not fit other points
                 break
         return max(sizes, key=sizes.__getitem__)
 
     def disable_rate_distortion(self, point: Point) -> bool:
-        """Refit a point without rate-distortion choice, by which deltas keep old codes; False if it has none."""
+        """Refit a point without rate-distortion choice, which keeps old codes in deltas; False if it has none."""
         candidate = self.get_candidate(point, 0)
         if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
             return False

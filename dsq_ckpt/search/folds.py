@@ -1,4 +1,4 @@
-"""The batches on which a search takes the metric, those it chooses by and others that confirm, and what it may cost."""
+"""Folds of batches on which a search evaluates the metric: for the choice and for its confirmation; quality bounds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dsq_ckpt.errors import SaveFailed
 
 _T = TypeVar("_T")
 MAX_IMPROVEMENT = 0.2
-"""Relative improvement that coarser weights are not believed to bring."""
+"""Relative improvement of the metric above which quantized weights are rejected as implausible."""
 
 
 @dataclass
 class Fold:
-    """Batches on which the metric is taken.
+    """Fold of batches on which the metric is evaluated.
 
     Attributes:
-        name: of the argument that gives it, `evaluate` or `check`.
-        evaluate: gives the metric of the model as it is.
-        key: of the metric in the record of a search.
-        metric: of the model at the last checkpoint.
-        sound: a search has asked whether the same weights get the same metric, and others another.
+        name: name of the user's function, `evaluate` or `check`.
+        evaluate: returns the metric of the model in its current state.
+        key: key of the metric in the record of a search.
+        metric: metric of the model at the last checkpoint.
+        is_checked: whether a search has checked that equal weights have equal metrics, and other weights do not.
     """
 
     name: str
@@ -38,23 +38,22 @@ class Fold:
 def check_same_functions(
     evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator, work: Callable[[], _T]
 ) -> _T:
-    """Make sure that all ranks have the same functions, after local work that all must succeed in; collective.
+    """Check that all ranks have the same functions, after local work that must succeed on all of them; collective.
 
     Returns:
         The result of the work.
 
     Raises:
-        DSQError: on all ranks, if one failed in its work.
-        SaveFailed: on all ranks, if one has a function that another has not: it would wait for evaluations that the
-            other never begins.
+        DSQError: on all ranks, if the work failed on one.
+        SaveFailed: on all ranks, if one lacks a function of another, which would wait for its evaluations.
     """
     results: list[_T] = []
 
-    def worked() -> tuple[bool, bool]:
+    def prepare_work() -> tuple[bool, bool]:
         results.append(work())
         return evaluate is not None, check is not None
 
-    gathered = gather_from_all_ranks(comm, worked)
+    gathered = gather_from_all_ranks(comm, prepare_work)
     for name, given in zip(("evaluate", "check"), zip(*gathered, strict=True), strict=True):
         if any(given) and not all(given):
             raise SaveFailed(
@@ -65,7 +64,7 @@ def check_same_functions(
 
 
 def compute_degradation(metric: float, exact: float, search: SearchConfig) -> float:
-    """Return the relative loss of quality, negative for an improvement; infinite if the metric is not finite."""
+    """Return the relative degradation of the metric: negative for an improvement, infinite if it is not finite."""
     if not math.isfinite(metric):
         return math.inf
     change = (exact - metric) if search.higher_is_better else (metric - exact)
@@ -73,13 +72,13 @@ def compute_degradation(metric: float, exact: float, search: SearchConfig) -> fl
 
 
 def keeps_bound(found: float, bound: float, doubted: bool = False) -> bool:
-    """Return whether a degradation keeps to a bound, and is believed.
+    """Return whether a degradation keeps a bound and is plausible.
 
-    Coarser weights that score much better may show that the metric is read the wrong way, and would ruin the history.
+    If coarser weights have a much better metric, `higher_is_better` may be wrong.
 
     Args:
         found: degradation.
-        bound: of the degradation.
-        doubted: the metric may be read the wrong way, so an improvement keeps to the bound too.
+        bound: largest degradation.
+        doubted: the direction of the metric is in doubt, so an improvement must not exceed the bound either.
     """
     return -(min(bound, MAX_IMPROVEMENT) if doubted else MAX_IMPROVEMENT) <= found <= bound

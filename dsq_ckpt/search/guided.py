@@ -12,18 +12,18 @@ from dsq_ckpt.config.space import Point
 from dsq_ckpt.core.arrays import F64, Mask
 
 Search = Generator[list[Point], list[bool], Point | None]
-"""A search as a generator: yields distinct points to try, is sent whether each meets the bound, and returns the choice.
+"""Search as a generator: yields distinct points to try, is sent whether each keeps the bound, returns the choice.
 
 See `drive`."""
 
 _Box = tuple[Point, Point]  # both corners inside
 
-_MAX_FUTURES = 64  # combinations of outcomes followed while the points of one round are chosen; the largest are kept
-_MAX_FILLERS = 256  # points off the diagonals considered for replicas that would be idle otherwise
+_MAX_FUTURES = 64  # combinations of outcomes considered in the choice of a round's points; the largest are kept
+_MAX_FILLERS = 256  # points off the diagonals considered for replicas that would otherwise be idle
 
 
 class CubeState:
-    """The state of every point of a cube that follows from sizes and trials, if quality rises along every axis.
+    """State of every point of a cube, implied by sizes and trials, if quality rises along every axis.
 
     A point is more conservative than another if no index is smaller. `floor` is the smallest size among a point and all
     more conservative ones. It never falls from aggressive to conservative points, whatever the sizes do. A point that

@@ -1,4 +1,4 @@
-"""What the weights of a model are multiplied by, recorded while a metric is evaluated."""
+"""Recording of the inputs that a model's weights are multiplied by, during an evaluation of the metric."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dsq_ckpt.quantization.compensation import Compensation, MatrixView, Spread
 
 logger = logging.getLogger(__name__)
 
-_MAX_INPUTS = 1024  # of a block; errors are not spread beyond
-_MAX_ROWS = 4096  # of the inputs of one call that are summed, evenly spread
+_MAX_INPUTS = 1024  # of a block, within which errors are compensated
+_MAX_ROWS = 4096  # of the inputs of one call that are used, evenly spaced
 _MAX_MATRICES = 1024  # in one tensor
 _FREE_BYTES, _MAX_BYTES_PER_WEIGHT = 1 << 26, 16  # of sums: a matrix may exceed one of the two limits, not both
 
@@ -29,7 +29,7 @@ _SWITCH_LOCK = threading.RLock()
 
 
 class _InputProducts:
-    """Sums of products of the inputs of a matrix, in blocks of consecutive inputs of about the same size."""
+    """Sums of products (X^T X) of the inputs of a matrix, in blocks of consecutive inputs of about equal size."""
 
     def __init__(self, inputs: int) -> None:
         blocks = -(-inputs // _MAX_INPUTS)
@@ -46,20 +46,20 @@ class _InputProducts:
 
 
 class _TensorLocation(NamedTuple):
-    """The place of a tensor, or of the one that it is a copy of: memory of one that is looked for, and an offset."""
+    """Location of a tensor, or of the tensor that it is a copy of: memory of a recorded tensor, and an offset."""
 
     memory: tuple[int, int]
     offset: int
 
 
 class InputRecorder(TorchDispatchMode):
-    """Records what tensors are multiplied by, in products of matrices and in convolutions of one group.
+    """Dispatch mode that records the inputs of tensors in matrix products and in convolutions of one group.
 
-    It does not matter which module or function asks for these, whether for whole weights, slices, or copies in another
-    dtype, as those of autocast. What other threads do is not seen.
+    It covers all modules and functions, with whole weights, slices, or copies in another dtype, as those of autocast.
+    Operations of other threads are not recorded.
 
     Args:
-        tensors: those that are looked for, by their memory.
+        tensors: tensors to record, identified by their memory.
     """
 
     supports_higher_order_operators = True
@@ -69,10 +69,10 @@ class InputRecorder(TorchDispatchMode):
         self._known = {(_get_memory(tensor), tensor.element_size()) for tensor in tensors if _get_memory(tensor)}
         self._seen: dict[tuple[int, int], dict[MatrixView, _InputProducts]] = {}
         self._copies: dict[tuple[int, int], tuple[_TensorLocation, Tensor]] = {}
-        """By their memory; kept until a tensor is copied again, since memory that is free would be taken by others."""
+        """Copies by their memory; kept alive until a tensor is copied again, so that the memory is not reused."""
 
     def get_compensation(self, tensor: Tensor) -> Compensation | None:
-        """Return how errors of a tensor's elements are to be spread; None: it was not seen, or is not contiguous."""
+        """Return the compensation of a tensor's errors; None if it was not recorded, or is not contiguous."""
         if not tensor.is_contiguous():  # offsets are those of elements in row-major order
             return None
         start, parts = int(tensor.storage_offset()), []
@@ -86,11 +86,11 @@ class InputRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at the arguments, and call the function."""
+        """Call the function, and record its arguments."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
-        if not types:  # in inference mode functions come as they were called
+        if not types:  # inference mode passes composite functions undecomposed
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -102,7 +102,7 @@ class InputRecorder(TorchDispatchMode):
                 self._record_copy(args[0], result)
             elif kind in _RECORDERS:
                 _RECORDERS[kind](self, *args)
-        except RuntimeError as error:  # as where memory is short: the metric is what was asked for
+        except RuntimeError as error:  # such as out of memory: the evaluation continues
             logger.info("inputs of a layer are not recorded: %s", error)
         return result
 
@@ -125,13 +125,13 @@ class InputRecorder(TorchDispatchMode):
         self._copies[_get_memory(copy), copy.element_size()] = place, copy
 
     def _record_product(self, left: Tensor, right: Tensor) -> None:
-        if self._locate(left) is not None and self._locate(right) is not None:  # as of a penalty: no inputs
+        if self._locate(left) is not None and self._locate(right) is not None:  # such as a penalty, not inputs
             return
         self._record_multiplication(left, right)
         self._record_multiplication(right.mT, left.mT)
 
     def _record_multiplication(self, rows: Tensor, matrix: Tensor) -> None:
-        """Note that `rows`, [n, inputs], are multiplied by `matrix`, [inputs, outputs]."""
+        """Record that `rows`, [n, inputs], are multiplied by `matrix`, [inputs, outputs]."""
         if (place := self._locate(matrix)) is not None and matrix.shape[0] > 1:
             inputs, outputs = matrix.shape
             between_inputs, between_outputs = matrix.stride()
@@ -168,12 +168,12 @@ class InputRecorder(TorchDispatchMode):
     def _add_rows(self, place: _TensorLocation, view: MatrixView, rows: Tensor) -> None:
         if not rows.is_floating_point() or rows.layout is not torch.strided or not len(rows):
             return
-        if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # of what is computed later, and again
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph is not executed yet
             return
         seen = self._seen.setdefault(place.memory, {})
         if view not in seen:
             elements = view.outputs * view.inputs
-            if min(view.strides) < 1 or elements > view.stop - view.offset:  # elements that are one in memory
+            if min(view.strides) < 1 or elements > view.stop - view.offset:  # overlapping elements
                 return
             if len(seen) == _MAX_MATRICES or any(view.offset < one.stop and one.offset < view.stop for one in seen):
                 return
@@ -195,7 +195,7 @@ _RECORDERS: dict[Any, Callable[..., None]] = {
 
 @contextmanager
 def record_inputs(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
-    """Record what tensors are multiplied by; fused operators that would hide it are off meanwhile, in all threads."""
+    """Record the inputs of tensors. Fused operators that would hide them are disabled in all threads."""
     with _SWITCH_LOCK:
         fused, fast = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
@@ -209,18 +209,18 @@ def record_inputs(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
 
 
 def _no_compile() -> AbstractContextManager[Any]:
-    """Return a context without torch.compile, which would give up for good on what it meets below such a mode."""
+    """Return a context without torch.compile, which would permanently skip code that it meets below a dispatch mode."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def _sample_rows(rows: Tensor, most: int) -> Tensor:
-    """Return at most so many rows, evenly spread."""
+    """Return at most `most` rows, evenly spaced."""
     return rows if len(rows) <= most else rows[torch.arange(most, device=rows.device) * len(rows) // most]
 
 
 def _get_memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0: it has none of its own."""
+    """Return the address of a tensor's storage; 0 for sparse tensors and subclasses."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return int(tensor.untyped_storage().data_ptr()) if plain else 0

@@ -1,8 +1,8 @@
-"""Whether a metric is read the right way round, by what it says of a ruined model.
+"""Check of the direction of a metric (`higher_is_better`) by a ruined model.
 
-An accuracy that is read as a loss makes degradation an improvement, so a search would store the coarsest configuration.
-A model with random signs of its weights has lost all that it learned, and is no better than before if it has learned
-nothing yet; so if it scores much better, lower is not better, or the model is worse than a random one.
+If an accuracy is taken for a loss, degradation counts as improvement, and a search would store the coarsest
+configuration. A model with random signs of its weights has lost what it has learned, and an untrained model does not
+improve by them. So if its metric is much better, lower is not better, or the model is worse than a random one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.search.folds import compute_degradation
 
 _MIN_DIFFERENCE = 0.1
-"""Relative difference of metrics that is no chance: models that have learned nothing differ by less."""
+"""Relative difference of metrics that is significant: untrained models differ by less."""
 
 
 @dataclass
 class MetricDirection:
-    """The direction of a metric, as far as it is known.
+    """Direction of a metric, as far as it is known.
 
     Attributes:
-        doubted: a ruined model scored better, which was said.
-        settled: nothing more is asked.
-        asked: the metric of the model when a ruined one was evaluated last; None: none was.
+        is_doubted: a ruined model had a better metric, which was warned of.
+        is_settled: no further checks are needed.
+        checked_at: metric of the model at the last check; None before the first.
     """
 
     is_doubted: bool = False
@@ -32,13 +32,13 @@ class MetricDirection:
     checked_at: float | None = None
 
     def needs_check(self, exact: float, search: SearchConfig) -> bool:
-        """Return whether a ruined model may tell more than at the saves before: once the metric has moved."""
-        if self.is_settled or search.higher_is_better:  # which somebody has thought of
+        """Return whether to evaluate a ruined model: at first, and then after the metric has changed."""
+        if self.is_settled or search.higher_is_better:  # which a user has set explicitly
             return False
         return self.checked_at is None or abs(exact - self.checked_at) > _MIN_DIFFERENCE * abs(self.checked_at)
 
     def update(self, name: str, exact: float, ruined: float, search: SearchConfig, rank: int) -> None:
-        """Warn if the ruined model scores much better; settle that lower is better once training shows it too."""
+        """Warn if the ruined model's metric is much better. Settle the direction once training confirms it, too."""
         worse = compute_degradation(ruined, exact, search)
         self.is_doubted = worse < -_MIN_DIFFERENCE
         improved = self.checked_at is not None and exact < self.checked_at

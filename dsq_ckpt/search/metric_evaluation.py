@@ -1,4 +1,4 @@
-"""The metric of a model under the configurations of a search, which all ranks take together."""
+"""Evaluation of the metric under the configurations of a search, on all ranks together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _MIN_VISIBLE_DISTORTION = 0.1  # relative squared error of weights that any metr
 
 
 class EvaluationFailed(Exception):
-    """`evaluate` or `check` raised, or gave no finite number; on any rank."""
+    """`evaluate` or `check` raised an error or returned no finite number, on any rank."""
 
 
 def measure_metrics(
     save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], bits: int = 0
 ) -> list[float]:
-    """Return the metrics of configurations: of all ranks together, or with `parallel_trials` some by each rank.
+    """Return the metrics of configurations: by all ranks together or, with `parallel_trials`, distributed over ranks.
 
     Args:
-        save: the search of one save.
+        save: search of one save.
         fold: batches to evaluate on.
-        trials: codebooks of each configuration, or probes; None: the model as it is.
-        bits: of the refinement layer; 0: the base layer.
+        trials: fits of each configuration, or probes; None: the unquantized model.
+        bits: bits of the refinement layer; 0: the base layer.
 
     Raises:
         EvaluationFailed: on all ranks.
@@ -51,7 +51,7 @@ def measure_metrics(
         changed = str(error)
     except EvaluationRaised as error:
         failure = str(error)
-    except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
+    except BaseException as error:  # an interrupt or an internal error ends the save on all ranks
         stopped = error
     save.evaluations[fold.name] += -(-len(trials) // comm.size) if parallel else len(trials)
     status = found, failure, changed, None if stopped is None else described(stopped)
@@ -78,7 +78,7 @@ def measure_metrics(
 
 
 def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, Any]) -> None:
-    """Warn if the metric of the same model differs by more than a relative bound with other random numbers."""
+    """Warn if the metric of the same model changes by more than a relative bound with other random numbers."""
     exact = save.metrics[fold.name]
     again = measure_metrics(save, fold, [Probe.AGAIN])[0]
     noise = abs(again - exact) / max(abs(exact), 1e-30)
@@ -93,17 +93,17 @@ def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, An
 
 
 def measure_ruined_model(save: SaveSearch, fold: Fold) -> float:
-    """Return the metric of the model with random signs of its weights; infinite if there is none.
+    """Return the metric of the model with random signs of its weights; infinite if its evaluation fails.
 
     Raises:
-        EvaluationFailed: on all ranks, if it is that of the model as it is, and so is that of its coarsest weights.
+        EvaluationFailed: on all ranks, if neither these weights nor the coarsest candidate change the metric.
     """
     exact = save.metrics[fold.name]
     try:
         ruined = measure_metrics(save, fold, [Probe.RUINED])[0]
-    except EvaluationFailed:  # as where weights have to be positive; no checkpoint gives such a model back
+    except EvaluationFailed:  # for example, weights must be positive; no checkpoint restores such a model
         return math.inf
-    if ruined == exact:  # as the accuracy of a model may be that has learned nothing yet
+    if ruined == exact:  # possible for the accuracy of an untrained model
         coarsest = max(
             (save.get_candidate(point, 0) for point in save.space.points() if math.isfinite(save.get_size(point, 0))),
             key=save.compute_distortion,

@@ -1,7 +1,7 @@
-"""Sizes and errors of codes that make up for each other's errors.
+"""Counts and errors of codes that compensate each other's errors.
 
-Sketches do not tell them: the more is made up for, the larger the values that are rounded, and at wide steps such codes
-take up to twice the bits of nearest ones.
+They cannot be computed from sketches: compensation enlarges the values that are rounded, and at wide steps such codes
+take up to twice the bits of nearest codes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dsq_ckpt.quantization.codebook import Fitted
 
 
 def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Workers) -> dict[str, Fitted]:
-    """Return fits by group with the counts and errors of the codes that are stored.
+    """Return fits by group with the counts and errors of the stored codes.
 
     Args:
-        fitted: by group; those of groups without a compensated chunk are returned as they are.
-        chunks: all chunks of the compensated groups, among others.
+        fitted: fits by group; those of groups without a compensated chunk are returned unchanged.
+        chunks: chunks, including all chunks of the compensated groups.
         workers: threads.
     """
     groups = {chunk.group for chunk in chunks if chunk.compensation is not None} & fitted.keys()
@@ -37,7 +37,7 @@ def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers
         counts[chunk.group] += count
         lost[chunk.group] += error
     for group, count in counts.items():
-        assert count.sum() == fitted[group].counts.sum(), group  # or a code that is stored would have no frequency
+        assert count.sum() == fitted[group].counts.sum(), group  # otherwise a stored code would have no frequency
     return {**fitted, **{
         group: fitted[group].recounted(count, lost[group] / max(int(count[0, :-1].sum()), 1))
         for group, count in counts.items()

@@ -1,4 +1,4 @@
-"""Trials of a search: the model with the weights that a checkpoint would give back, and then its own again."""
+"""Trials of a search: evaluation of the model with the weights that a checkpoint would restore."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class Probe(Enum):
-    """Trials of no configuration, which show what a metric is worth."""
+    """Trial without a configuration, to check the metric or to record inputs."""
 
     AGAIN = "the model as it is, with other random numbers"
     RUINED = "the model with random signs of its weights"
@@ -41,28 +41,28 @@ class Probe(Enum):
 
 
 class EvaluationRaised(Exception):
-    """A function of the user's, and nothing around it, failed."""
+    """The user's function raised an error."""
 
 
 class ModelChanged(Exception):
-    """`evaluate`, or `check`, changed the model that it was to judge."""
+    """`evaluate` or `check` changed the model."""
 
 
 class TrialModel:
-    """The weights of a model that can be replaced by decoded ones, and put back bit for bit.
+    """Model whose weights can be replaced by decoded ones and restored bit for bit.
 
-    Used as a context: on leaving it, also by an exception, parameters, buffers, training flags and the random state of
-    torch, NumPy and Python are what they were on entering. Memory: a copy of the local parameters and buffers.
+    A context manager: on exit, also by an exception, parameters, buffers, training flags and the random state of torch,
+    NumPy and Python are restored to their state on entry. Memory: a copy of the local parameters and buffers.
 
     Args:
-        model: whose weights they are.
+        model: the model.
         chunks: all local chunks of weights; those that are views of the model's parameters take part.
         workers: threads.
-        refresh: where chunks are of master weights: puts these into the model; collective over `comm`.
-        comm: of the ranks that evaluate.
+        refresh: copies master weights to the model if chunks are of master weights; collective over `comm`.
+        comm: communicator of the ranks that evaluate.
 
     Raises:
-        ConfigError: no chunk's tensor is the model's, so that evaluating the model would tell nothing.
+        ConfigError: no chunk's tensor belongs to the model, so its metric would not depend on the trials.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class TrialModel:
             )
         kept = {chunk.key for chunk in own}
         self._mixed = {chunk.group for chunk in chunks if chunk.key.elements and chunk.key not in kept}
-        chunks = own  # an average of weights, say, is saved beside them, and does not show in the metric
+        chunks = own  # others, such as an average of the weights, do not affect the metric
         self.groups = {chunk.group for chunk in own}
         """Groups with chunks of the model."""
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
         self._tables = DeviceTableCache()
         self._compensations: dict[ChunkKey, Compensation] = {}
-        # Values of others are put back, gathered or let go of besides.
+        # Other targets are also written by refresh, FSDP or ZeRO, so their contents are not tracked.
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
         parameters = {_storage_ptr(one) for one in model.parameters() if not _is_partitioned(one)} if plain else set()
         self._lasting = [_storage_ptr(tensor) in parameters for tensor in self._targets]
         self._held: dict[int, tuple[object, int]] = {}
-        """Contents of the targets, by their place: a fit and its refinement bits, or a trial without one."""
+        """Contents of the targets by index: a fit and its refinement bits, or a trial without fits."""
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """The chunks of the model, with the values that it had when this was entered."""
+        """Chunks of the model, with their values on entry."""
         return self._chunks
 
     def __enter__(self) -> TrialModel:
@@ -149,17 +149,17 @@ class TrialModel:
         self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refinement_bits: int = 0,
         name: str = "evaluate",
     ) -> float:
-        """Return the metric of the model as decoded, or (`trial` None) of the model itself.
+        """Return the metric of the model with decoded weights, or (`trial` None) with its own.
 
         Args:
-            evaluate: gives the metric of the model as it is.
-            trial: codebooks, where chunks of groups that have none keep their values; or a probe.
-            refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
-            name: of `evaluate`, for errors.
+            evaluate: returns the metric of the model in its current state.
+            trial: fits, where groups without one keep their values; or a probe.
+            refinement_bits: bits of the refinement layer to decode with; 0: the base layer.
+            name: name of `evaluate`, for errors.
 
         Raises:
-            EvaluateRaised: `evaluate` did, or what it gave is no number.
-            ModelChanged: parameters have other values, other memory or other gradients afterwards.
+            EvaluationRaised: `evaluate` raised an error or returned no number.
+            ModelChanged: `evaluate` changed values, memory or gradients of parameters.
         """
         self._write_trial(trial, refinement_bits)
         before = self._fingerprint()
@@ -189,9 +189,9 @@ class TrialModel:
         return metric
 
     def _evaluate_with_inputs(self, evaluate: Callable[[], float]) -> float:
-        """Evaluate, and let later trials choose codes that compensate each other's errors.
+        """Evaluate and record inputs, so that codes of later trials compensate each other's errors.
 
-        Not in groups with chunks that are not the model's: codes of these are counted in sketches alone.
+        Groups that also have chunks outside of the model are excluded: their codes are counted in sketches alone.
         """
         with record_inputs(self._targets) as recorder:
             metric = float(evaluate())
@@ -203,7 +203,7 @@ class TrialModel:
         return metric
 
     def compensate(self, on: bool) -> None:
-        """Choose codes that compensate each other's errors from now on, where inputs were recorded, or nearest ones."""
+        """Choose compensated codes in later trials, if inputs were recorded, or (`on` False) nearest codes."""
         self._held.clear()
         self._chunks = [
             replace(chunk, compensation=self._compensations.get(chunk.key) if on else None) for chunk in self._chunks
@@ -211,17 +211,17 @@ class TrialModel:
 
     @property
     def compensations(self) -> dict[ChunkKey, Compensation]:
-        """How errors compensate each other, by chunk: of those whose inputs `Probe.INPUTS` recorded."""
+        """Compensations in use, by chunk."""
         return {chunk.key: chunk.compensation for chunk in self._chunks if chunk.compensation is not None}
 
     @property
     def compensated_share(self) -> float:
-        """The share of these chunks in all elements."""
+        """Share of the compensated elements."""
         elements = sum(chunk.key.elements for chunk in self._chunks)
         return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
 
     def recount(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
-        """Return fits by group with counts and errors of the codes that are stored."""
+        """Return fits by group with the counts and errors of the stored codes."""
         return recount_codes(fitted, self._chunks, self.workers)
 
     def _fingerprint(self) -> dict[str, Hashable]:
@@ -288,7 +288,7 @@ class TrialModel:
         self._drop_cached_weights()
 
     def _drop_cached_weights(self) -> None:
-        """Drop copies of the weights before: casts that autocast caches, and gathered parameters of FSDP2's root."""
+        """Drop copies of the previous weights: autocast's cached casts, and gathered parameters of FSDP2's root."""
         torch.clear_autocast_cache()
         if self._refresh is not None:
             self._refresh()
@@ -300,7 +300,7 @@ class TrialModel:
                 module.reshard()
 
     def _decode_chunk(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
-        """Return the chunk as it would be read back, float32 in the range of its dtype."""
+        """Return the restored values of a chunk, float32, clamped to the range of its dtype."""
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _clamp_to_dtype(values, chunk.tensor.dtype)
@@ -326,7 +326,7 @@ class TrialModel:
 
 
 def _reseed(on_cuda: bool) -> None:
-    """Seed all generators anew, from their own numbers, so that ranks that draw alike go on to draw alike."""
+    """Reseed all generators from their own numbers, so that equal generators on several ranks stay equal."""
     torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
     if on_cuda:
         torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
@@ -335,9 +335,9 @@ def _reseed(on_cuda: bool) -> None:
 
 
 def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values of the same sizes with random signs, the same in each call, which leave nothing that was learned.
+    """Return the values with random signs, the same in each call, which destroy what was learned.
 
-    They do not improve a model that has learned nothing, as zeros may.
+    Unlike zeros, they do not improve an untrained model.
     """
     generator = torch.Generator(tensor.device)
     generator.manual_seed(0)
@@ -346,7 +346,7 @@ def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restore_registry(registry: dict[str, _T], kept: dict[str, _T]) -> None:
-    """Make a module hold the very objects that it held, in their order; an optimizer steps with these."""
+    """Restore the same objects of a module, in their order; the optimizer refers to them."""
     if list(registry.keys()) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
         registry.clear()
         registry.update(kept)
@@ -357,13 +357,13 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def _get_parts(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """Return a parameter's memory, which may change with a refresh, and its partition under ZeRO 3."""
+    """Return the data of a parameter, which a refresh may change, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     return [parameter.data] if partition is None else [parameter.data, partition.data]
 
 
 def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers, clipped so that they stay finite in a dtype."""
+    """Return the values, clamped so that they stay finite in a dtype."""
     if dtype in (torch.float32, torch.float64):
         return values
     limit = torch.finfo(dtype).max
@@ -375,7 +375,7 @@ def _get_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values to a tensor, and to the memory that `expand` repeats only once, which torch refuses otherwise."""
+    """Copy values to a tensor. Write memory repeated by `expand` once, which `copy_` does not support."""
     strides = target.stride() if target.layout is torch.strided else ()
     for dim, stride in enumerate(strides):
         if target.shape[dim] > 1 and not stride:
@@ -384,7 +384,7 @@ def _write(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _storage_ptr(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory; 0: it has none, or is sparse, and consists of others that have."""
+    """Return the address of a tensor's storage; 0 without one, or for a sparse tensor."""
     local = _get_local(tensor)
     return int(local.untyped_storage().data_ptr()) if local.layout is torch.strided else 0
 

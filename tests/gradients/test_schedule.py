@@ -11,11 +11,11 @@ def captured(schedule: Schedule, saves: set[int], steps: int) -> list[int]:
     """The steps (from 1) in which it is due, with a save after each step in `saves`."""
     due = []
     for step in range(1, steps + 1):
-        if schedule.due():
+        if schedule.is_due():
             due.append(step)
-        schedule.stepped()
+        schedule.count_step()
         if step in saves:
-            schedule.saved()
+            schedule.record_save()
     return due
 
 
@@ -46,9 +46,9 @@ def test_saving_the_same_state_twice_changes_nothing():
     schedule = Schedule(None, 2)
     for _ in range(2):
         for _ in range(10):
-            schedule.stepped()
-        schedule.saved()
-        schedule.saved()
+            schedule.count_step()
+        schedule.record_save()
+        schedule.record_save()
     assert captured(schedule, set(), 10) == [9, 10]
 
 
