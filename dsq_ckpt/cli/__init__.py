@@ -163,15 +163,15 @@ def verify(
         output.print_json(result.as_json())
     else:
         result.print()
-    wrong = []
+    problems = []
     if result.damaged:
-        wrong.append(f"{len(result.damaged)} of {len(result.reports)} checkpoint(s) damaged: "
-                     + ", ".join(report.name for report in result.damaged))
+        problems.append(f"{len(result.damaged)} of {len(result.reports)} checkpoint(s) damaged: "
+                        + ", ".join(report.name for report in result.damaged))
     if result.damaged_segments:
         count = f"{len(result.damaged_segments)} of {len(result.segments)} segment(s) of the gradient log damaged: "
-        wrong.append(count + ", ".join(name for name, _ in result.damaged_segments))
-    if wrong:
-        raise output.fail("; ".join(wrong))
+        problems.append(count + ", ".join(name for name, _ in result.damaged_segments))
+    if problems:
+        raise output.fail("; ".join(problems))
 
 
 @app.command()

@@ -91,9 +91,9 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         "errors of first moments: those of the optimizer's next update"
     )
     for name, group in sorted(manifest.groups.items()):
-        whole = compute_restored_error(group)
-        whole = group.relative_error if whole is None else whole
-        if group.worst_error is not None and group.worst_error > _OUTLIER_FACTOR * whole:
+        restored = compute_restored_error(group)
+        group_error = group.relative_error if restored is None else restored
+        if group.worst_error is not None and group.worst_error > _OUTLIER_FACTOR * group_error:
             tensor = output.escape_controls(group.worst_tensor or "")
             screen.print(f"loses most of {name}: {tensor}, {group.worst_error:.1%} off")
 
@@ -192,9 +192,10 @@ def _kind_table(path: Path, manifest: Manifest) -> Any:
             output.ratio(sizes.logical, sizes.base + (sizes.refinement if kept else 0)),
         )
     about = describe(path)
-    if beside := manifest.sum_bytes("attachment"):
-        rows.add_row("DeepSpeed's own files", *[output.size(beside)] * 2, "-", *[output.ratio(beside, beside)] * 2)
-    stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values()) + beside
+    if attached := manifest.sum_bytes("attachment"):
+        ratio = output.ratio(attached, attached)
+        rows.add_row("DeepSpeed's own files", output.size(attached), output.size(attached), "-", ratio, ratio)
+    stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values()) + attached
     rows.add_row("tables, index, manifest", "-", output.size(about["bytes_kept"] - stored))
     rows.add_row(
         "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.sum_bytes("refinement")),

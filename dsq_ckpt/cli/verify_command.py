@@ -52,7 +52,7 @@ class CheckpointReport:
     decoded_by: str | None = None
     """Name of a later checkpoint whose chain contains all of this checkpoint, and was decoded; None without one."""
     change: ConcurrentChange | None = None
-    """How the checkpoint disappeared during verification, so that nothing is known about it; None if it did not."""
+    """Change that made the checkpoint disappear during verification, so that nothing is known about it; or None."""
 
     @property
     def name(self) -> str:

@@ -132,7 +132,7 @@ class HookedCompressor(GradientCompressor):
             names = ", ".join(self._names[p] for p in parameters)
             raise ConfigError(f"{names} has sparse gradients, which compressors do not understand")
         slices, start = [], 0
-        for p in parameters:  # bucket.gradients() are row-major whatever the memory format is
+        for p in parameters:  # not bucket.gradients(), which are row-major for any memory format
             slices.append(BucketSlice(p, start, start + p.numel(), memory_strides(p)))
             start += p.numel()
         with torch.no_grad():

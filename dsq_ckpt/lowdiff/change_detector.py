@@ -31,7 +31,7 @@ class ChangeDetector:
     def record(self) -> None:
         """Record the current parameters and the optimizer's state."""
         versions = self._parameter_versions()
-        if [one[1:] for one in versions] != [one[1:] for one in self._recorded]:
+        if [address for _, *address in versions] != [address for _, *address in self._recorded]:
             self._samples = Samples(self._parameters, _SAMPLE_RUNS)
         self._recorded, self._recorded_samples = versions, self._samples.take()
         self._state, self._recorded_state = self._train_state.optimizer.state, self._state_versions()

@@ -60,7 +60,7 @@ def create_cpu_group(comm: Communicator, timeout: float | None = None) -> dist.P
 
     Args:
         comm: communicator of the ranks.
-        timeout: seconds after which a collective gives up; None: torch's default.
+        timeout: seconds after which a collective fails; None for torch's default.
     """
     if not isinstance(comm, TorchCommunicator):
         return None

@@ -139,17 +139,17 @@ class Replica(Recorder):
                     f"the gradient of '{entry.name}' is {gradient.dtype}, {gradient.layout}; a replica "
                     f"needs it dense and of the parameter's {entry.dtype}"
                 )
-        scale = self._gradient_factor()
+        factor = self._gradient_factor()
         parts: list[dict[str, Any]] = []
-        for place, entry in enumerate(self._own_entries):
+        for number, entry in enumerate(self._own_entries):
             parameter = self._train_state.parameters[entry.name]
             if parameter.grad is None:
                 continue
-            if scale is None:
+            if factor is None:
                 streamer.view(parameter).copy_(parameter.grad)
-            parts.append({"param": place, "dtype": entry.dtype, "at": streamer.offset(parameter)})
+            parts.append({"param": number, "dtype": entry.dtype, "at": streamer.offset(parameter)})
         slot, needs_mapping = streamer.transfer_slot()
-        hints = {"scales": [1.0 if scale is None else scale], "half": None}
+        hints = {"scales": [1.0 if factor is None else factor], "half": None}
         message = {"sparse": [], "dense": parts, "hints": hints}
         self._pending = CapturedStep(message, slot, streamer.buffers_at, needs_mapping)
 

@@ -98,10 +98,10 @@ class TrainState:
         self._groups: list[list[str]] = []
         for number, group in enumerate(optimizer.param_groups):
             names = []
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if parameter not in self._names:
                     raise ConfigError(
-                        f"parameter {place} of the optimizer's group {number} is no parameter of the model; make the "
+                        f"parameter {index} of the optimizer's group {number} is no parameter of the model; make the "
                         "optimizer from the parameters of the model that is given here"
                     )
                 name = self._names[parameter]

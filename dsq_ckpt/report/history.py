@@ -182,32 +182,32 @@ def find_leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
         run: run directory.
         complete: manifests of complete checkpoints, by directory; these directories are skipped.
     """
-    found = Leftovers([], [], [])
+    leftovers = Leftovers([], [], [])
     storage = get_storage(run)
     needed = {file.path_in(path) for path, manifest in complete.items() for file in manifest.files}
-    for entry in sorted(run / one.name for one in storage.list_entries(run) if one.is_directory):
-        if entry in complete:
+    for directory in sorted(run / entry.name for entry in storage.list_entries(run) if entry.is_directory):
+        if directory in complete:
             continue
         try:
-            names = {one.name for one in storage.list_entries(entry)}
+            names = {entry.name for entry in storage.list_entries(directory)}
         except PermissionError:
             continue  # lost+found and the like
         ours = {name for name in names if is_dsq_file(name)}
         if not ours:
             continue
-        if MANIFEST not in names or is_hidden(entry.name):
-            if all(entry / name in needed for name in ours):
-                found.removed.append((entry, len(ours)))
-            elif has_lost_manifest(entry):
-                found.damaged.append((entry, WITHOUT_MANIFEST))
+        if MANIFEST not in names or is_hidden(directory.name):
+            if all(directory / name in needed for name in ours):
+                leftovers.removed.append((directory, len(ours)))
+            elif has_lost_manifest(directory):
+                leftovers.damaged.append((directory, WITHOUT_MANIFEST))
             else:
-                found.incomplete.append(entry)
+                leftovers.incomplete.append(directory)
             continue
         try:
-            Manifest.read(entry)
+            Manifest.read(directory)
         except DSQError as error:
-            found.damaged.append((entry, str(error)))
-    return found
+            leftovers.damaged.append((directory, str(error)))
+    return leftovers
 
 
 Listing = dict[str, tuple[object, int]]
