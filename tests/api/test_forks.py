@@ -176,6 +176,6 @@ def test_a_child_has_its_handlers_back():
                 signal.raise_signal(signal.SIGUSR1)
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-            assert signal.getsignal(signal.SIGUSR1).__name__ == "hold"
+            assert signal.getsignal(signal.SIGUSR1).__name__ == "handle"
     finally:
         signal.signal(signal.SIGUSR1, before)
