@@ -119,17 +119,17 @@ class NestedLoadPlanner(DefaultLoadPlanner):
     Args:
         filled: paths of the dicts that were empty. Objects stored there are not requested by name, so only plain data
             is unpickled there; all other objects are unpickled as by DCP.
-        given: the state dict as passed by the caller; None: as passed by DCP.
+        caller_state_dict: the state dict as passed by the caller, with the state dicts that modules made; None: as
+            passed by DCP.
         hint: appended to the message on missing keys.
-
-    Attributes:
-        caller_state_dict: the state dict to load into, with the state dicts that modules made.
     """
 
-    def __init__(self, filled: Iterable[Path] = (), given: Mapping[str, Any] | None = None, hint: str = "") -> None:
+    def __init__(
+        self, filled: Iterable[Path] = (), caller_state_dict: Mapping[str, Any] | None = None, hint: str = ""
+    ) -> None:
         super().__init__()
         self._filled_paths, self._hint = list(filled), hint
-        self.caller_state_dict = given
+        self.caller_state_dict = caller_state_dict
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -232,7 +232,7 @@ def _warn_of_shorter_lists(paths: Mapping[str, Path], saved: Any) -> None:
 
 
 def make_placeholders(
-    state_dict: dict[Any, Any], checkpoint: Checkpoint, given: Mapping[Any, Any]
+    state_dict: dict[Any, Any], checkpoint: Checkpoint, caller_state_dict: Mapping[Any, Any]
 ) -> list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]:
     """Return placeholders for all entries of a checkpoint below the empty dicts of a state dict.
 
@@ -240,7 +240,7 @@ def make_placeholders(
         state_dict: the state dict to load into. Tensors are created on the CPU; those of the state of an optimizer's
             parameter have the strides or the sharding of the parameter.
         checkpoint: the checkpoint to load.
-        given: the same state dict with optimizers in place of their state dicts, if the caller passed them.
+        caller_state_dict: the same with optimizers in place of their state dicts, if the caller passed them.
 
     Returns:
         The dicts to fill, each with its new entries.
@@ -249,8 +249,8 @@ def make_placeholders(
         LoadFailed: the checkpoint has neither entries nor an empty dict there.
         CorruptCheckpoint: its index is not as documented.
     """
-    found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
-    parameters = list_parameters(given)
+    placeholders: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+    parameters = list_parameters(caller_state_dict)
     with checkpoint.translate_errors():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
@@ -259,26 +259,27 @@ def make_placeholders(
                     f"'{checkpoint.directory}' does not tell how the state dict was nested, since its planner did not: "
                     "name in the state dict what is to be loaded"
                 )
-            return found_all
+            return placeholders
         for path, target in empty_dicts(state_dict):
             found = nesting.below(path)
-            named = path and not isinstance(given.get(path[0]), Stateful)  # a Stateful may have had no state
-            if found is None and named and nesting.empty is not None:
+            # A Stateful may have had no state.
+            is_required = path and not isinstance(caller_state_dict.get(path[0]), Stateful)
+            if found is None and is_required and nesting.empty is not None:
                 raise LoadFailed(_describe_nothing_below(path, nesting, checkpoint))
             if found is None or not isinstance(target, MutableMapping):
                 continue
-            found_all.append((target, found.unflatten({
+            placeholders.append((target, found.unflatten({
                 name: make_placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
                 for name in found
             })))
-    return found_all
+    return placeholders
 
 
-def list_parameters(given: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:
+def list_parameters(state_dict: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:
     """Return the parameters of the optimizers at the top level of a state dict, in the optimizer's order, by key."""
     return {
         str(key): [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for key, optimizer in given.items() if isinstance(optimizer, Optimizer)
+        for key, optimizer in state_dict.items() if isinstance(optimizer, Optimizer)
     }
 
 

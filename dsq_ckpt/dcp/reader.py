@@ -202,8 +202,8 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
         refined: bool, workers: Workers, cache: ChunkCache,
     ) -> None:
         """Decode chunks in parallel; the planner is called in one thread, chunk by chunk in order."""
-        begun: deque[_PendingChunk] = deque()
-        taken, tied, known = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
+        pending: deque[_PendingChunk] = deque()
+        ranges, tied, decoded_codes = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
             for index, ref in _sort_by_dependency(checkpoint, wanted):
@@ -214,21 +214,21 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 targets = [planner.resolve_tensor(item).detach() for item in items]
                 # A target that is the whole chunk is decoded in place, unless another target has the same memory, as
                 # for tied tensors, which would be written concurrently. Other targets are sliced from a copy.
-                apart = [target.device.type == "cpu" and taken.add(*address_range(target)) for target in targets]
-                into = alias_of(targets[0]) if apart == [True] else None
+                exclusive = [target.device.type == "cpu" and ranges.add(*address_range(target)) for target in targets]
+                into = alias_of(targets[0]) if exclusive == [True] else None
                 load = checkpoint.prepare_load(
                     ref, refined, workers, into, _get_element_range(items, key.shape),
-                    _is_whole_chunk(items, key) and "residual" not in record, known,
+                    _is_whole_chunk(items, key) and "residual" not in record, decoded_codes,
                 )
                 self._check_dtypes(index.fqn, load.tensor.dtype, targets)
-                begun.append(_PendingChunk(ref, key, items, targets, into))
+                pending.append(_PendingChunk(ref, key, items, targets, into))
                 yield load
 
         for load in decode_all(loads(), workers):
-            ref, key, items, targets, into = begun.popleft()
+            ref, key, items, targets, into = pending.popleft()
             if load.codes is not None:
                 cache.codes[key], cache.refs[key] = load.codes, ref
-                known[ref] = load.codes
+                decoded_codes[ref] = load.codes
             for item, target in zip(items, targets, strict=True):
                 piece = load.tensor
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -57,7 +57,7 @@ def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:
     """Return whether values belong to different tensors; NaN equals NaN."""
     rows = max(1, _BLOCK_ELEMENTS * len(one) // one.numel()) if one.dim() else 1
     parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else [(one, other)]
-    apart, size = 0.0, 0.0
+    distance, size = 0.0, 0.0
     for mine, theirs in parts:
         theirs = theirs.to(mine)
         if not lossy:
@@ -65,6 +65,6 @@ def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:
                 return True
             continue
         a, b = mine.double(), theirs.double()
-        apart += float((a - b).square().nansum())
+        distance += float((a - b).square().nansum())
         size += float(torch.maximum(a.square(), b.square()).nansum())
-    return apart > _MAX_DISTANCE**2 * size
+    return distance > _MAX_DISTANCE**2 * size

@@ -71,17 +71,17 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
             keyframe) or the path of a checkpoint.
         overwrite: replace a complete checkpoint at `path`.
-        model: its module tree defines layer types, without it they are inferred from names and shapes; and it tells
-            what is frozen, which `quantize.frozen` stores exactly, and which weights its modules round.
+        model: its module tree defines layer types, which are otherwise inferred from names and shapes; its frozen
+            tensors, which `quantize.frozen` stores exactly; and the weights that its modules round.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
         no_dist: this rank saves alone; pass the same `no_dist` to DCP's function.
         policy: chooses the configuration when the global sketch is known (see `Compressor`).
         gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
         fractions: fractions that the policy may prune and protect by sensitivity.
-        history: checkpoints that the save may come after; None: those of the process.
-        on_save: called with the `SaveResult` on the coordinator, once the checkpoint is committed, for a logger; in the
-            thread that commits. What it raises becomes a warning.
+        history: earlier checkpoints that the save may continue; None: those of the process.
+        on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator and in the thread
+            that commits, for a logger. An exception becomes a warning.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.

@@ -208,7 +208,7 @@ class ParentRecord(NamedTuple):
     residual: bool = False
 
 
-class Parent:
+class ParentCheckpoint:
     """The parent checkpoint on one rank. Codes and values are read from memory if they are cached, else from disk.
 
     Args:
@@ -242,16 +242,16 @@ class Parent:
     def close(self) -> None:
         self.checkpoint.close()
 
-    def codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
+    def read_codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
         """Return the previous codes of a chunk, None if they cannot be used (other sharding, group or alphabet).
 
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
         with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
-            return self._codes(key, group)
+            return self._read_codes(key, group)
 
-    def _codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
+    def _read_codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
         book, ref = self.model.books.get(group), self._find_ref(key)
         if ref is None:
             return None
@@ -269,21 +269,21 @@ class Parent:
             codes = self.checkpoint.decode_codes(ref, self._workers)
         return ParentRecord(ref, self.checkpoint.required_files(ref.file)), codes
 
-    def device_codes(self, key: ChunkKey) -> torch.Tensor | None:
+    def get_device_codes(self, key: ChunkKey) -> torch.Tensor | None:
         """Return the previous codes of a chunk in device memory, else None; drop them unless the parent is shared."""
         codes = self._cache.device_codes
         return codes.get(key) if self._is_shared else codes.pop(key, None)
 
-    def values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
+    def read_values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
         """Return the decoded values of a chunk, flat, None if they cannot be used (other sharding, or no numbers).
 
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
         with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
-            return self._values(key)
+            return self._read_values(key)
 
-    def _values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
+    def _read_values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
         ref = self._find_ref(key)
         if ref is None:
             return None
@@ -329,8 +329,8 @@ def describe_base_loss(directory: Path, manifest: Manifest) -> str:
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 
-    None: the run has not begun. A warning tells of files in its directory other than logs and settings, of directories
-    with checkpoints in it, and, where it does not exist, of one with checkpoints and nearly the same name.
+    Return None if the run has not begun. Warn of files in its directory other than logs and settings, of directories
+    with checkpoints in it, and, if it does not exist, of a directory with checkpoints and nearly the same name.
 
     Raises:
         ConfigError: `run` is no path.

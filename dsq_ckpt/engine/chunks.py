@@ -13,7 +13,7 @@ import torch
 from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.chain import Parent, ParentRecord
+from dsq_ckpt.engine.chain import ParentCheckpoint, ParentRecord
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local_state import SaveItem
 from dsq_ckpt.errors import SaveFailed
@@ -61,7 +61,8 @@ class ChunkLoader:
     """
 
     def __init__(
-        self, parent: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool, workers: Workers
+        self, parent: ParentCheckpoint | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool,
+        workers: Workers,
     ) -> None:
         self._parent, self._gradients, self._residual, self._workers = parent, gradients, residual, workers
         self.parent_records: dict[ChunkKey, ParentRecord] = {}
@@ -82,18 +83,18 @@ class ChunkLoader:
 
     def _attach_parent_codes(self, chunk: Chunk) -> Chunk:
         parent = self._parent
-        previous = None if parent is None else parent.codes(chunk.key, chunk.group)
+        previous = None if parent is None else parent.read_codes(chunk.key, chunk.group)
         if parent is None or previous is None:
             return chunk
         self.parent_records[chunk.key] = previous[0]
         if device.serves(chunk):
-            near = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
+            near = replace(chunk, parent=previous[1], device_codes=parent.get_device_codes(chunk.key))
             with suppress(torch.OutOfMemoryError):
                 return replace(near, device_codes=parent_on_device(near))
         return replace(chunk, parent=previous[1], on_device=False)
 
     def _attach_parent_values(self, chunk: Chunk) -> Chunk | None:
-        known = None if self._parent is None else self._parent.values(chunk.key)
+        known = None if self._parent is None else self._parent.read_values(chunk.key)
         if known is not None:
             difference = replace(chunk, base_values=known[1])
             if brings_nearer(difference):

@@ -84,7 +84,7 @@ class SaveContents:
         return {name: record for result in self.results for name, record in result.written.items()}
 
     @cached_property
-    def required(self) -> list[str]:
+    def required_files(self) -> list[str]:
         """Names of the ancestors' files that the files of all ranks need."""
         return sorted({name for result in self.results for name in result.requires})
 
@@ -124,7 +124,7 @@ def commit(
     files.append(ManifestFile.from_info(write_index(path, context.save_id, index, config.storage.fsync), "index"))
     manifest = _make_manifest(path, options, context, contents, plan, files)
     model = ParentModel.of_index(index, manifest.depth)
-    flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required else None)
+    flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required_files else None)
     if contents.is_other_training and context.previous is not None:
         _warn_of_other_training(get_run(path), expand_path(context.previous.path))
     _warn_of_unused_settings(path, config, contents.tensors, context.layout.settings)
@@ -149,10 +149,11 @@ def _check_complete(path: Path, contents: SaveContents) -> None:
     for fqn, tensor in contents.tensors.items():
         if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
-    apart = sorted({key for result in contents.results for key in result.units} - set(contents.written))
-    if apart:
+    missing_units = sorted({key for result in contents.results for key in result.units} - set(contents.written))
+    if missing_units:
+        unit = missing_units[0]
         raise SaveFailed(
-            f"'{apart[0].fqn}' has no chunk at {apart[0].offsets} of shape {apart[0].shape}, which measures a first "
+            f"'{unit.fqn}' has no chunk at {unit.offsets} of shape {unit.shape}, which measures a first "
             "moment that was saved; save both in the same layout, or store quantize.exp_avg exactly"
         )
 
@@ -166,12 +167,12 @@ def _list_data_files(
         ManifestFile.from_info(result.refinement, "refinement") for result in contents.results if result.refinement
     ]
     files += [ManifestFile.from_info(file, "attachment") for file in contents.attachments]
-    if not contents.required:
+    if not contents.required_files:
         return files
     assert context.parent is not None
     parent = expand_path(context.parent.path)
     known = {file.name: file for file in (manifest or read_parent_manifest(parent, context.parent.save_id)).files}
-    for name in contents.required:
+    for name in contents.required_files:
         update = {"role": "ancestor", "held_by": get_holder(known[name], parent, path)}
         files.append(known[name].model_copy(update=update))
     return files
@@ -209,7 +210,7 @@ def _make_manifest(
     files: list[ManifestFile],
 ) -> Manifest:
     analysis, config, results = plan.analysis, plan.config, contents.results
-    parent = context.parent if contents.required else None
+    parent = context.parent if contents.required_files else None
     before = None if contents.is_other_training else context.previous
     if context.previous is None and options.after is not None:
         before = options.after()

@@ -19,7 +19,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
-from dsq_ckpt.engine.chain import Parent
+from dsq_ckpt.engine.chain import ParentCheckpoint
 from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, copy_small_to_host, quantize_lazily
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local_state import LocalItems, SaveItem
@@ -115,7 +115,7 @@ def quantize(
             )
             sketches = replace(sketches, chunks=sketching.exclude_lost_rows(sketches.chunks, sketches.octaves))
             if searches:  # a failure must reach the ranks that go on to evaluate
-                replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
+                replicas = run_on_all_ranks(comm, lambda: sketching.load_replicas(sketches))
                 before = run_on_all_ranks(comm, lambda: _compute_checksums(local, workers))
     except DSQError:
         if context.parent is not None and (known := options.history.find(context.parent.save_id)) is not None:
@@ -156,9 +156,7 @@ def quantize(
 
 
 class _LocalSketch:
-    """The local part of the sketch, with the parent checkpoint open; a context manager.
-
-    The attributes are set by `load`.
+    """The local part of the sketch, with the parent checkpoint open; a context manager. `load` sets the attributes.
 
     Attributes:
         undefined: names of tensors that are not quantized and hold NaN.
@@ -174,7 +172,7 @@ class _LocalSketch:
     ) -> None:
         self._options, self._context, self._local, self._workers = options, context, local, workers
         self._gradients, self._searches = gradients, searches
-        self._parent: Parent | None = None
+        self._parent: ParentCheckpoint | None = None
         self.loader = self._make_loader()
         self.undefined: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
@@ -200,8 +198,9 @@ class _LocalSketch:
         self.undefined = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
         if lossy:
             warmup.wait("save")
-        if context.parent is not None and context.model is not None:
-            self._parent = Parent(context.parent, context.model, self._workers, history, context.reuses_parent)
+        parent, model = context.parent, context.model
+        if parent is not None and model is not None:
+            self._parent = ParentCheckpoint(parent, model, self._workers, history, context.reuses_parent)
             self.loader = self._make_loader()
         wanted, chunks = [*lossy, *_select_gradient_measures(items, context.layout)], []
         for item in wanted if self._searches else copy_small_to_host(wanted):  # trials modify tensors of the state
@@ -258,9 +257,11 @@ class _LocalSketch:
         if others:
             left, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = take_evenly([item for item in self._local.items if item.key not in left])
-            beside = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
+            trained_weights = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
             seen = ((chunk.key, chunk.tensor) for chunk in others)
-            self.watch.update((item.load() for item in trained), seen, lambda changed: find_averages(changed, beside))
+            self.watch.update(
+                (item.load() for item in trained), seen, lambda changed: find_averages(changed, trained_weights)
+            )
         return {
             chunk.key for chunk in others if self.watch.is_unchanged(chunk.key, changes=1)
             or (self._is_surely_untrained(chunk.key.fqn, unclear) and not self.watch.is_average(chunk.key, changes=1))
@@ -348,7 +349,7 @@ class _LocalSketch:
         squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
         return squares.to(chunk.tensor.device)
 
-    def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
+    def load_replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the local chunks of weights that another rank writes, scaled as on that rank."""
         scales, loader = sketches.scales, self._make_loader()
         return [

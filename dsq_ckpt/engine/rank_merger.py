@@ -164,10 +164,10 @@ class RankMerger:
     def _find_recodings(self, records: Sequence[Tree]) -> dict[str, GroupRecoder]:
         """Return the recoders of groups with chains of codes to merge."""
         chains: dict[str, list[list[RecordRef]]] = defaultdict(list)
-        apart = set()
+        with_residuals = set()
         for number, record in enumerate(records):
             if record["type"] == "coded" and "residual" in record:  # its codes and their model are copied
-                apart.add(record["group"])
+                with_residuals.add(record["group"])
             elif record["type"] == "coded":
                 chain = self._checkpoint.follow_chain(RecordRef(self._name, number), "parent", ("coded",))
                 self._check_older(chain)
@@ -175,7 +175,7 @@ class RankMerger:
         longest = 1 if self._keyframe else 2
         return {
             group: GroupRecoder(self._checkpoint, found, self._keyframe, self._workers)
-            for group, found in chains.items() if group not in apart and max(map(len, found)) > longest
+            for group, found in chains.items() if group not in with_residuals and max(map(len, found)) > longest
         }
 
     def _check_older(self, chain: Sequence[RecordRef]) -> None:
@@ -192,7 +192,7 @@ class RankMerger:
         """Code the codes of a record again; return the new record."""
         recoding = self.recodings[record["group"]]
         chain = self._checkpoint.follow_chain(ref, "parent", ("coded",))
-        found = recoding.blocks(chain, int(self._reader.contents["block_elements"]))
+        found = recoding.encode_blocks(chain, int(self._reader.contents["block_elements"]))
         new = {**record, "blocks": [None if data is None else self._writer.add(data) for data in found]}
         new.pop("parent", None)
         if recoding.uses_parent and len(chain) > 1:

@@ -63,7 +63,7 @@ class GroupRecoder:
         self.uses_parent = not keyframe and _count_bits(conditional, joint) < _count_bits(unconditional, totals)
         self.coder = conditional if self.uses_parent else unconditional
 
-    def blocks(self, chain: Sequence[RecordRef], size: int) -> Iterator[bytes | None]:
+    def encode_blocks(self, chain: Sequence[RecordRef], size: int) -> Iterator[bytes | None]:
         """Yield the blocks of a chunk, `size` codes each; None for a block whose codes equal those of the parent."""
         codes, before = self._decode_chain(chain)
         if not self.uses_parent:

@@ -79,10 +79,10 @@ def record_exact_samples(watch: ChangeWatch, weights: Mapping[ChunkKey, torch.Te
         weights: chunks of this rank that may be lossy, and may be trained.
         lossy: keys of the chunks that are lossy.
     """
-    told = [key for key in weights if key.elements >= _SAMPLE_SIZE]
-    if any(key in lossy for key in told):
-        told = []
-    found = {key: _quantize_sample(weights[key]) for key in told[:: -(-len(told) // _MAX_UNRELATED) or 1]}
+    sampled = [key for key in weights if key.elements >= _SAMPLE_SIZE]
+    if any(key in lossy for key in sampled):
+        sampled = []
+    found = {key: _quantize_sample(weights[key]) for key in sampled[:: -(-len(sampled) // _MAX_UNRELATED) or 1]}
     watch.exact_codes = {key: codes for key, codes in found.items() if codes is not None}
 
 

@@ -136,14 +136,14 @@ def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _warn_of_update_errors(analysis: Analysis, layout: Layout, said: set[str], rank: int) -> None:
+def _warn_of_update_errors(analysis: Analysis, layout: Layout, warned: set[str], rank: int) -> None:
     """Warn, once per run, of groups of first moments whose update error exceeds its bound with the configured bits."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
         if fitted.update_error is None or not most or not codebook.update_bound:
             continue
-        if fitted.update_error > codebook.update_bound and group not in said:
-            said.add(group)
+        if fitted.update_error > codebook.update_bound and group not in warned:
+            warned.add(group)
             kind = group.partition("/")[0]
             warn(
                 f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
@@ -176,10 +176,10 @@ def _warn_of_exact_for_optimizer(fitted_to: Collection[str], rank: int) -> None:
         )
 
 
-def _warn_of_rounding_modules(rounding: Collection[str], said: set[str], rank: int) -> None:
+def _warn_of_rounding_modules(rounding: Collection[str], warned: set[str], rank: int) -> None:
     """Warn, once per run, of weights that are exact because the network rounds them itself."""
-    if new := sorted(set(rounding) - said):
-        said.update(new)
+    if new := sorted(set(rounding) - warned):
+        warned.update(new)
         warn(
             f"the model rounds {quote(new)} in its forward pass (quantization-aware training), where an error of 1 % "
             "changes what they are rounded to; so they are stored exactly. If that costs restarts nothing, "
@@ -190,16 +190,16 @@ def _warn_of_rounding_modules(rounding: Collection[str], said: set[str], rank: i
 
 def _warn_of_optimizer_keys(layout: Layout, options: SaveOptions, rank: int) -> None:
     """Warn, once per run, of weights that are exact because a module is named like optimizer state."""
-    config, said = options.config.quantize, options.history.warned_in_run
+    config, warned = options.config.quantize, options.history.warned_in_run
     if options.layer_types is not None or config.weights.method == "exact":
         return
     new = sorted(
-        name for name in layout.of_models - said
+        name for name in layout.of_models - warned
         if kind_of(name) == EXACT and len(layout.shapes[name]) > 1
         and math.prod(layout.shapes[name]) >= config.min_elements
         and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
     )
-    said.update(new)
+    warned.update(new)
     if new and (new := exclude_parameter_state(new, layout.shapes)):
         are, key = "is" if len(new) == 1 else "are", key_of_optimizer(new[0])
         warn(
@@ -230,18 +230,18 @@ def _warn_of_candidates(
         written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
         rows = (candidates.lost_rows.keys() - exact) & written
         model = options.frozen.unchanged
-        asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
-        lossy = sorted(asked & {one.key.fqn for one in fitted})
+        quantized = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
+        lossy = sorted(quantized & {one.key.fqn for one in fitted})
         if not model:
             return rows, exact, (), (), _find_untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
-        strange = [fqn for fqn in others[:_MAX_COMPARED] if not _is_abbreviated(fqn, model)]
-        strange += others[_MAX_COMPARED:] if strange else []
-        of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
-        return rows, exact, ("of the model",) if of_it else (), strange, ()
+        unfamiliar = [fqn for fqn in others[:_MAX_COMPARED] if not _is_abbreviated(fqn, model)]
+        unfamiliar += others[_MAX_COMPARED:] if unfamiliar else []
+        has_model = len(unfamiliar) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
+        return rows, exact, ("of the model",) if has_model else (), unfamiliar, ()
 
     ranks = gather_from_all_ranks(comm, local)
-    rows, exact, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    rows, exact, known, unfamiliar, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
             f"rows or columns of {_format_names(rows)} are more than {RATIO} times smaller than the others, or vary "
@@ -262,17 +262,17 @@ def _warn_of_candidates(
             'quantize.rules: [{"pattern": NAME, "exact": true}]; if another optimizer trains it, nothing is wrong',
             rank=comm.rank,
         )
-    if strange and known:
+    if unfamiliar and known:
         warn(
-            f"{quote(strange)} lies beside the model and is quantized as weights are: if it is data, such as "
+            f"{quote(unfamiliar)} lies beside the model and is quantized as weights are: if it is data, such as "
             "observations, targets or statistics, store it exactly, by "
             'quantize.rules: [{"pattern": NAME, "exact": true}]; if it is another model, or an average of weights, '
             "nothing is wrong", rank=comm.rank,
         )
-    elif strange:
+    elif unfamiliar:
         names = sorted(options.frozen.unchanged)
         warn(
-            f"`model` has nothing of what is saved: {_format_names(names)} there, {_format_names(strange)} in the "
+            f"`model` has nothing of what is saved: {_format_names(names)} there, {_format_names(unfamiliar)} in the "
             "state dict. So it does not tell which weights are frozen and which are buffers, and these are lossy: "
             "pass the module whose state is saved, or none", rank=comm.rank,
         )

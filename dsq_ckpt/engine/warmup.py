@@ -197,7 +197,7 @@ class _Background:
 
     def run(self) -> None:
         try:
-            while (group := self.next()) is not None:
+            while (group := self.next_group()) is not None:
                 try:
                     compile_group(group, lambda: self.stopped)
                 finally:  # after a failure nothing must wait for the group: calls compile the kernels they need
@@ -218,7 +218,7 @@ class _Background:
 
             return not self.changed.wait_for(lambda: not waits(), _QUIET_SECONDS)
 
-    def next(self) -> Group | None:
+    def next_group(self) -> Group | None:
         with self.changed:
             self.queue = [group for group in self.queue if group not in self.done]
             if self.queue and not self.stopped:

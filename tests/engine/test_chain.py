@@ -179,8 +179,8 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
 
 
 @pytest.mark.parametrize(("step", "options"), [
-    ("__init__", {}), ("codes", {}),
-    ("values", {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}),
+    ("__init__", {}), ("read_codes", {}),
+    ("read_values", {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}),
     ("link_parent_files", {}), ("link_parent_files", {"storage": {"replicate_keyframes": 2}}),
 ])
 def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step, options):
@@ -188,7 +188,7 @@ def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step,
     paths, states = chain_of(tmp_path, 1, config=options)
     dsq_ckpt.forget()
     dsq_ckpt.load({}, paths[0])  # what the next one is coded against is read of it
-    place = writing if step == "link_parent_files" else chain.Parent
+    place = writing if step == "link_parent_files" else chain.ParentCheckpoint
     do, met = getattr(place, step), []
 
     def after_removal(*arguments):

@@ -77,7 +77,7 @@ def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "step"), [
-    (chain.Parent, "__init__"), (chain.Parent, "codes"), (writing, "link_parent_files"),
+    (chain.ParentCheckpoint, "__init__"), (chain.ParentCheckpoint, "read_codes"), (writing, "link_parent_files"),
 ])
 def test_a_checkpoint_that_another_job_replaces_during_a_save_is_said(tmp_path, monkeypatch, place, step):
     """In place of damage, which nobody did; whoever saves again gets a keyframe."""

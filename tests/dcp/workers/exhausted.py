@@ -36,7 +36,8 @@ from tests.helpers.saving import save_parts
 QUANTIZING: list[tuple[Any, str]] = [
     (quantizing, "build_global_sketch"), (global_sketch, "choose_scales"), (global_sketch, "sparse_of"),
     (GlobalSketch, "fit"), (GlobalSketch, "worst"), (quantizing, "refine_restored_groups"),
-    (quantizing, "emit_save_warnings"), (quantizing, "record_exact_samples"), (chunks, "_quantize_chunk"), (QuantizingChunk, "block"),
+    (quantizing, "emit_save_warnings"), (quantizing, "record_exact_samples"), (chunks, "_quantize_chunk"),
+    (QuantizingChunk, "block"),
 ]
 WRITING: list[tuple[Any, str]] = [
     (pipeline, "write_rank"), (ShardWriter, "_add_record"), (ShardWriter, "finish"), (inheritance, "link_files"),

@@ -165,7 +165,7 @@ def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
         def unreadable(*args: Any, **kwargs: Any) -> Any:
             raise dsq_ckpt.CorruptCheckpoint("the parent cannot be read here")
 
-        with broken(rank == culprit, quantizing, "Parent", unreadable):
+        with broken(rank == culprit, quantizing, "ParentCheckpoint", unreadable):
             fails_everywhere(
                 lambda: dsq_ckpt.save(state_at(2, rank, size), path, parent=earlier.paths[1]),  # noqa: B023
                 "cannot be read here",

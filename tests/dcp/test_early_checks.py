@@ -1,4 +1,4 @@
-"""What is wrong is said before the work is done, and slips that change nothing visible are said at all."""
+"""Errors are raised before the work is done, and slips without a visible effect lead to a warning."""
 
 from __future__ import annotations
 

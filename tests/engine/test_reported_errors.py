@@ -1,4 +1,4 @@
-"""The errors of a group that a checkpoint tells, beside those that a load has."""
+"""Errors of a group as reported by a checkpoint, compared with those of a load."""
 
 from __future__ import annotations
 
