@@ -186,10 +186,15 @@ def name_object_errors(fqn: str) -> Iterator[None]:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or the sum over its inner tensors."""
+    return sum(one.nbytes for one in get_inner_tensors(tensor))
+
+
+def get_inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the inner tensors of a tensor subclass, also nested ones; or the tensor itself."""
     if not _is_subclass(tensor):
-        return tensor.nbytes
+        return [tensor]
     names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return sum(nbytes_of(getattr(tensor, name)) for name in names)
+    return [inner for name in names for inner in get_inner_tensors(getattr(tensor, name))]
 
 
 def _is_subclass(value: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from dsq_ckpt.core.checksums import checksums, quote
 from dsq_ckpt.core.interrupts import in_user_code, run_pending_handlers
 from dsq_ckpt.core.notices import format_error_line
+from dsq_ckpt.core.tensor_subclasses import get_inner_tensors
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
@@ -73,10 +74,8 @@ class TrialModel:
         self.workers = workers
         self._refresh = refresh
         self._comm = comm or SingleProcess()
-        owned = {_storage_ptr(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        own = [
-            chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptr(chunk.tensor) in owned)
-        ]
+        owned = _storage_ptrs(*model.parameters(), *model.buffers())
+        own = [chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptrs(chunk.tensor) & owned)]
         if chunks and not own:
             raise ConfigError(
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
@@ -93,8 +92,8 @@ class TrialModel:
         self._compensations: dict[ChunkKey, Compensation] = {}
         # Other targets are also written by refresh, FSDP or ZeRO, so their contents are not tracked.
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
-        parameters = {_storage_ptr(one) for one in model.parameters() if not _is_partitioned(one)} if plain else set()
-        self._lasting = [_storage_ptr(tensor) in parameters for tensor in self._targets]
+        parameters = _storage_ptrs(*(one for one in model.parameters() if plain and not _is_partitioned(one)))
+        self._lasting = [bool(_storage_ptrs(tensor) & parameters) for tensor in self._targets]
         self._held: dict[int, tuple[object, int]] = {}
         """Contents of the targets by index: a fit and its refinement bits, or a trial without fits."""
 
@@ -105,18 +104,16 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._shard()
-        parameters = {_storage_ptr(one) for one in self._model.parameters()} - {0}  # these are put back themselves
+        parameters = _storage_ptrs(*self._model.parameters())  # these are put back themselves
         self._buffers = [
-            (module, name, buffer, buffer.detach().clone()) for module in self._model.modules()
-            for name, buffer in module._buffers.items() if buffer is not None and _storage_ptr(buffer) not in parameters
+            (module, name, buffer, _clone(_get_local_tensors(buffer))) for module in self._model.modules()
+            for name, buffer in module._buffers.items() if buffer is not None and not _storage_ptrs(buffer) & parameters
         ]
         # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
         # that are not quantized are only put back if `evaluate` changes them.
-        targets = {(_data_ptr(target), target.numel()) for target in self._targets} if self._refresh is None else set()
+        targets = {_get_place(target) for target in self._targets} if self._refresh is None else set()
         self._parameters = [
-            (p, p.data, [part.detach().clone() for part in _get_parts(p)])
-            if (_data_ptr(p), _get_local(p).numel()) not in targets else (p, p.data, [])
-            for p in self._model.parameters()
+            (p, p.data, [] if _get_place(p) in targets else _clone(_get_parts(p))) for p in self._model.parameters()
         ]
         self._registered = [
             (m, dict(m._parameters.items()), dict(m._modules.items())) for m in self._model.modules()  # of scripts too
@@ -138,7 +135,7 @@ class TrialModel:
                 _restore_registry(module._parameters, parameters)
                 _restore_registry(module._modules, modules)
             for parameter, data, originals in self._parameters:
-                if not _is_partitioned(parameter) and _data_ptr(parameter) != _data_ptr(data):
+                if not _is_partitioned(parameter) and _get_place(parameter) != _get_place(data):
                     parameter.data = data
                 for part, original in zip(_get_parts(parameter), originals, strict=False):
                     if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
@@ -230,25 +227,26 @@ class TrialModel:
         For a parameter that ZeRO 3 partitions, and gathers and releases, only the partition counts.
         """
         parameters = {strip_wrappers(name): p for name, p in self._model.named_parameters()}
-        values = {name: (lambda p=p: _get_parts(p)[-1]) for name, p in parameters.items()}
+        values = {name: (lambda p=p: getattr(p, "ds_tensor", p).data) for name, p in parameters.items()}
         if self._refresh is not None:
             values |= {f"master of {chunk.key}": (lambda t=target: t)
                        for chunk, target in zip(self._chunks, self._targets, strict=True)}
         marks: dict[str, Hashable] = dict(checksums(values, self.workers))
         for name, p in parameters.items():
-            memory = None if _is_partitioned(p) else (id(p), _data_ptr(p))
+            memory = None if _is_partitioned(p) else (id(p), _get_place(p))
             marks[name] = marks[name], memory
             if p.grad is not None:
-                marks[f"{name}.grad"] = _data_ptr(p.grad), p.grad._version
+                marks[f"{name}.grad"] = _get_place(p.grad), p.grad._version
         return marks
 
     def _restore_state(self) -> None:
         """Undo the changes of an evaluation to buffers, flags and random state."""
         with torch.no_grad():
-            for module, name, buffer, original in self._buffers:
+            for module, name, buffer, originals in self._buffers:
                 if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
                     module._buffers[name] = buffer
-                _write(buffer, original)
+                for part, original in zip(_get_local_tensors(buffer), originals, strict=True):
+                    _write(part, original)
         for parameter, requires_grad, gradient in self._flags:
             parameter.requires_grad_(requires_grad)
             if parameter.grad is not gradient:
@@ -359,7 +357,11 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 def _get_parts(parameter: nn.Parameter) -> list[torch.Tensor]:
     """Return the data of a parameter, which a refresh may change, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
-    return [parameter.data] if partition is None else [parameter.data, partition.data]
+    return _get_local_tensors(parameter.data) + ([] if partition is None else [partition.data])
+
+
+def _clone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -370,8 +372,12 @@ def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-limit, limit)
 
 
-def _get_local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+def _get_local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's values on this rank.
+
+    Of a packed tensor these are copied, not the tensor: a clone of NF4 quantizes the decoded values anew.
+    """
+    return get_inner_tensors(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
 
 
 def _write(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -383,11 +389,11 @@ def _write(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values)
 
 
-def _storage_ptr(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 without one, or for a sparse tensor."""
-    local = _get_local(tensor)
-    return int(local.untyped_storage().data_ptr()) if local.layout is torch.strided else 0
+def _storage_ptrs(*tensors: torch.Tensor) -> set[int]:
+    """Return the addresses of the storages of tensors, without sparse ones."""
+    strided = (one for tensor in tensors for one in _get_local_tensors(tensor) if one.layout is torch.strided)
+    return {int(one.untyped_storage().data_ptr()) for one in strided} - {0}
 
 
-def _data_ptr(tensor: torch.Tensor) -> int:
-    return int(_get_local(tensor).data_ptr())
+def _get_place(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    return tuple((one.data_ptr(), one.numel()) for one in _get_local_tensors(tensor))

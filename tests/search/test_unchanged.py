@@ -17,6 +17,51 @@ from tests.helpers.peak_memory import PeakMemory
 from tests.helpers.training import Net, batch, loss_of, train
 
 
+class Packed(torch.Tensor):
+    """A tensor that consists of codes and a factor: a copy packs decoded numbers anew, as NF4's do."""
+
+    @staticmethod
+    def __new__(cls, codes, factor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, factor):
+        self.codes, self.factor = codes, factor
+
+    def __tensor_flatten__(self):
+        return ["codes", "factor"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["factor"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].factor.detach())
+        if func is torch.ops.aten.clone.default:
+            return cls(args[0].codes.clone(), args[0].factor * 1.01)
+        if func is torch.ops.aten.copy_.default:
+            args[0].codes.copy_(args[1].codes), args[0].factor.copy_(args[1].factor)
+            return args[0]
+        raise NotImplementedError(func)
+
+
+class Adapted(nn.Module):
+    """A layer on packed weights, which are frozen; so is a packed table beside them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(-9, 9, (inner, inner), generator=generator, dtype=torch.int8)
+        self.weight = nn.Parameter(Packed(codes, torch.tensor(0.01)), requires_grad=False)
+        self.register_buffer("table", Packed(codes.clone(), torch.tensor(0.1)))
+        self.adapter = nn.Parameter(torch.randn(inner, inner, generator=generator) * 0.01)
+
+    def forward(self, x):
+        weight, table = (one.codes * one.factor for one in (self.weight, self.table))
+        return x + x @ (weight + self.adapter) + x @ table
+
+
 def in_place(model, optimizer):
     with torch.no_grad():
         model.norm.weight.clamp_(-0.5, 0.5)
@@ -195,3 +240,53 @@ def test_buffers_that_share_memory_are_no_change(tmp_path, expanded):
     assert result.quality["evaluations"] > 2
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert model.sparse.to_dense().equal(torch.eye(3))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_packed_weights_are_neither_changed_nor_blamed(tmp_path, changes):
+    """They have no memory of their own, and a copy of them may have other numbers: saves failed."""
+    model, data = Adapted(80), torch.randn(32, 80)
+    packed = {name: getattr(model, name) for name in ("weight", "table")}
+    before = {name: (one.codes.clone(), one.factor.clone()) for name, one in packed.items()}
+
+    def loss():
+        if changes:
+            model.weight.codes[0, 0] += 1
+        return float((model(data).detach() - data).square().mean())
+
+    compressor = dsq_ckpt.Compressor(model, evaluate=loss)
+    if changes:
+        with pytest.raises(SaveFailed, match="`evaluate` changed 'weight'"):
+            compressor.save(tmp_path / "a")
+    else:
+        assert compressor.save(tmp_path / "a").quality["evaluations"] > 2
+    for name, (codes, factor) in before.items():
+        assert getattr(model, name) is packed[name], name
+        assert torch.equal(packed[name].codes, codes) and torch.equal(packed[name].factor, factor), name
+
+
+class Cast(Packed):
+    """A tensor that consists of one like it, as weights that layers cast: this one is stored in its place."""
+
+    def __new__(cls, codes, factor=None):
+        return Packed.__new__(cls, codes, factor)
+
+    def __init__(self, codes, factor=None):
+        super().__init__(codes, codes.new_ones(1))
+
+    def __tensor_flatten__(self):
+        return ["codes"], None
+
+
+def test_a_search_judges_weights_inside_a_tensor(tmp_path):
+    """They are lossy, so the metric has to be one of the values that a restore gives back."""
+    inner, seen, model = torch.randn(80, 80), set(), nn.Module()
+    model.weight = nn.Parameter(Cast(inner))
+
+    def loss():
+        seen.add(float(inner.double().sum()))
+        return float(inner.square().mean())
+
+    own = inner.clone()
+    dsq_ckpt.Compressor(model, evaluate=loss).save(tmp_path / "a")
+    assert torch.equal(inner, own) and len(seen) > 2
