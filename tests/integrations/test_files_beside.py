@@ -183,7 +183,7 @@ def test_verify_and_log_name_a_file_that_is_missing(run):
 
 def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
     """Such a directory got its name when it was complete: no save is under way, and `dsq gc` leaves it alone."""
-    monkeypatch.setattr(verify_command, "PATIENCE", 0.0)
+    monkeypatch.setattr(verify_command, "REMOVAL_TIMEOUT", 0.0)
     (run / "checkpoint-2" / "manifest.json").unlink()
     found = document("verify", run, code=1)
     assert [entry["ok"] for entry in found["checkpoints"]] == [True, True, False] and not found["incomplete"]
