@@ -1,4 +1,4 @@
-"""`load`: `torch.distributed.checkpoint` with our reader."""
+"""`load`: `torch.distributed.checkpoint` with the storage reader of this package."""
 
 from __future__ import annotations
 

@@ -45,19 +45,19 @@ class _Key(NamedTuple):
     path: tuple[str, ...]
     fits: tuple[str, ...]
 
-    def count_common_parts(self, given: Sequence[str]) -> int:
+    def count_common_parts(self, other: Sequence[str]) -> int:
         """Return the length of the common prefix with a path."""
         shared = 0
-        for own, other in zip(self.path, given, strict=False):
-            if own not in (_ANY, other):
+        for own, part in zip(self.path, other, strict=False):
+            if own not in (_ANY, part):
                 break
             shared += 1
         return shared
 
-    def to_dotted(self, given: Sequence[str]) -> str:
-        """Return the dotted path, with the names in `given` at places that the user chooses."""
-        shared = self.count_common_parts(given)
-        return ".".join(given[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
+    def to_dotted(self, other: Sequence[str]) -> str:
+        """Return the dotted path, with the names in `other` at places that the user chooses."""
+        shared = self.count_common_parts(other)
+        return ".".join(other[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
 
 
 _EXPECTED_TEXTS = {
@@ -115,15 +115,15 @@ def _former_hint(key: str, renamed: Mapping[str, str]) -> str:
 
 def _describe_issue(issue: Any) -> tuple[str, str]:
     """Return the expectation of an error, and a hint of the probable meaning."""
-    kind, context, given = issue["type"], issue.get("ctx", {}), issue.get("input")
+    kind, context, value = issue["type"], issue.get("ctx", {}), issue.get("input")
     if kind == "union_tag_invalid":
-        expected, given = str(context["expected_tags"]), context["tag"]
+        expected, value = str(context["expected_tags"]), context["tag"]
     elif kind in ("literal_error", NOT_REGISTERED):
         expected = str(context["expected"])
     else:
         plain = issue["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
         return _EXPECTED_TEXTS.get(kind, plain), ""
-    close = _find_close_match(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
+    close = _find_close_match(value, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(value, str) else None
     hint = f"; did you mean '{close}'?" if close is not None else ""
     if kind in ("union_tag_invalid", NOT_REGISTERED):
         hint = hint or "; if it is another package's, import the module that registers it, or give it an entry point"
@@ -137,43 +137,43 @@ def _shorten(value: Any) -> str:
 
 
 def key_hint(
-    root: type[BaseModel], given: Sequence[str], codebooks: Mapping[str, type[BaseModel]], fit: str | None = None
+    root: type[BaseModel], path: Sequence[str], codebooks: Mapping[str, type[BaseModel]], fit: str | None = None
 ) -> str:
     """Return a hint where an unknown key belongs, or which key it may be a misspelling of.
 
     Args:
         root: pydantic model of the configuration.
-        given: path of the unknown key.
+        path: path of the unknown key.
         codebooks: models of codebooks by the value of `fit`.
         fit: `fit` of the codebook that contains it, if any.
 
     Returns:
         The end of a message, which begins with a semicolon; empty without a similar key.
     """
-    parent, leaf = tuple(given[:-1]), given[-1]
+    parent, leaf = tuple(path[:-1]), path[-1]
     known = list(_iter_keys(root, (), dict.fromkeys(codebooks.values())))
     same = [place for place in known if place.path[-1] == leaf]
     if same:
-        best = max(same, key=lambda place: place.count_common_parts(given))
-        if len(best.path) == len(given) and best.count_common_parts(given) == len(given):
+        best = max(same, key=lambda place: place.count_common_parts(path))
+        if len(best.path) == len(path) and best.count_common_parts(path) == len(path):
             if not best.fits:  # a valid key that was written with dots
                 nested = "..."
-                for name in reversed(given):
+                for name in reversed(path):
                     nested = f"{{'{name}': {nested}}}"
                 return f"; write it as {nested}"
             return f"; codebooks have it with fit: {_format_alternatives(best.fits)}"
         if len(best.path) == 1:
             return f"; '{leaf}' belongs at the top level"
-        return f"; it belongs elsewhere: '{best.to_dotted(given)}'"
-    here = [place.path[-1] for place in known if len(place.path) == len(given)
+        return f"; it belongs elsewhere: '{best.to_dotted(path)}'"
+    here = [place.path[-1] for place in known if len(place.path) == len(path)
             and place.count_common_parts(parent) == len(parent)
             and (fit is None or not place.fits or fit in place.fits)]
     if close := get_close_matches(leaf, sorted(set(here)), 1):
         return f"; did you mean '{close[0]}'?"
     if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _KEY_CUTOFF):
         same = [place for place in known if place.path[-1] == close[0]]
-        best = max(same, key=lambda place: place.count_common_parts(given))
-        return f"; did you mean '{best.to_dotted(given)}'?"
+        best = max(same, key=lambda place: place.count_common_parts(path))
+        return f"; did you mean '{best.to_dotted(path)}'?"
     return ""
 
 

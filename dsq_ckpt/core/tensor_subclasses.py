@@ -102,7 +102,7 @@ def check_storable(fqn: str, value: Any) -> Any:
     if not is_plain:
         if (reason := partial_placement_problem(value)) is not None:
             raise SaveFailed(f"'{fqn}' {reason}")
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # shards: later
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # planned by their shards
             return value
         if hasattr(value, "__create_write_items__"):  # the class plans its own chunks
             return value
