@@ -31,12 +31,12 @@ def has_same_layout(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Return whether the local shards of both tensors cover the same elements; False for a partial gradient."""
     if not isinstance(gradient, DTensor):
         return True
-    theirs = gradient.placements
-    ours = parameter.placements if isinstance(parameter, DTensor) else theirs
+    of_gradient = gradient.placements
+    of_parameter = parameter.placements if isinstance(parameter, DTensor) else of_gradient
     sizes = gradient.device_mesh.shape
-    return len(ours) == len(theirs) and all(
+    return len(of_parameter) == len(of_gradient) and all(
         size == 1 or (one == other and not other.is_partial())
-        for size, one, other in zip(sizes, ours, theirs, strict=True)
+        for size, one, other in zip(sizes, of_parameter, of_gradient, strict=True)
     )
 
 
@@ -74,7 +74,7 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -
 
 
 def wait_on_device(events: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
-    """Let later work on the current streams wait for the copies, without blocking the host."""
+    """Make later work on the current streams wait for the copies, without blocking the host."""
     for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
 

@@ -74,7 +74,7 @@ class SaveSearch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def warn(self, text: str) -> None:
-        """Warn, unless a search of the run has given the same warning, apart from its numbers; called on all ranks."""
+        """Warn, unless a search of the run has issued the same warning, apart from its numbers; called on all ranks."""
         if is_new_warning(text, self.warned):
             warn(text, rank=self.comm.rank)
 

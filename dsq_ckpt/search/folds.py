@@ -54,10 +54,10 @@ def check_same_functions(
         return evaluate is not None, check is not None
 
     gathered = gather_from_all_ranks(comm, prepare_work)
-    for name, given in zip(("evaluate", "check"), zip(*gathered, strict=True), strict=True):
-        if any(given) and not all(given):
+    for name, present in zip(("evaluate", "check"), zip(*gathered, strict=True), strict=True):
+        if any(present) and not all(present):
             raise SaveFailed(
-                f"rank {given.index(True)} was given a function `{name}`, and rank {given.index(False)} none; all "
+                f"rank {present.index(True)} was given a function `{name}`, and rank {present.index(False)} none; all "
                 "ranks evaluate together: give it to all of them, or to none"
             )
     return results[0]

@@ -30,10 +30,10 @@ def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers
     counts = {group: np.zeros((1, fitted[group].codebook.symbols), np.int64) for group in groups}
     lost = dict.fromkeys(groups, 0.0)
 
-    def measured(chunk: Chunk) -> tuple[Counts, float]:
+    def count_codes(chunk: Chunk) -> tuple[Counts, float]:
         return _count_chunk(chunk, fitted[chunk.group], workers.blocks(chunk.key.elements))
 
-    for chunk, (count, error) in zip(chunks, workers.map(measured, chunks), strict=True):
+    for chunk, (count, error) in zip(chunks, workers.map(count_codes, chunks), strict=True):
         counts[chunk.group] += count
         lost[chunk.group] += error
     for group, count in counts.items():

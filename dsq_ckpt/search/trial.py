@@ -307,13 +307,13 @@ class TrialModel:
         out = np.empty(chunk.key.elements, np.float32)
 
         def work(where: slice) -> None:
-            beside = source.block(where)
+            data = source.block(where)
             codes = source.codes[where]
             if bits:
-                symbols = np.frombuffer(beside.refinement, np.uint8)
-                dequantizer.block(codes, beside.protected, symbols, out[where], packed=True)
+                symbols = np.frombuffer(data.refinement, np.uint8)
+                dequantizer.block(codes, data.protected, symbols, out[where], packed=True)
             else:
-                kept = protected_bf16(beside.protected).astype(np.uint32) << np.uint32(16)
+                kept = protected_bf16(data.protected).astype(np.uint32) << np.uint32(16)
                 dequantizer.block(codes, kept, None, out[where])
             if chunk.base_values is not None:
                 add(chunk.base_values[where], out[where], out[where])

@@ -38,14 +38,14 @@ def translate_record_errors(
     """Translate errors of a method that reads a record; see `CheckpointFiles.translate_errors`."""
 
     @functools.wraps(method)
-    def named(self: _Files, ref: RecordRef, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(self: _Files, ref: RecordRef, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:  # faster than `with`, for methods that are called for each record of each chain
             return method(self, ref, *args, **kwargs)
         except BaseException as error:
             self.raise_translated(error, ref.file)
             raise
 
-    return named
+    return wrapper
 
 
 class _ErrorTranslation:

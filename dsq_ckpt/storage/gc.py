@@ -291,8 +291,8 @@ def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
     orphans = []
     for entry in entries:
         temporary = bool(_TEMPORARY_NAME.fullmatch(entry.name))
-        ours = is_dsq_file(entry.name) or entry.name in written
-        unnamed = data_too and ours and entry.name not in named
+        is_dsq = is_dsq_file(entry.name) or entry.name in written
+        unnamed = data_too and is_dsq and entry.name not in named
         if not (temporary or unnamed) or not entry.is_file(follow_symlinks=False):
             continue
         try:

@@ -92,7 +92,7 @@ class ManifestFile(BaseModel):
         return name
 
     def path_in(self, directory: Path) -> Path:
-        """Return the path of the file, given the directory of the checkpoint."""
+        """Return the path of the file in a checkpoint at `directory`."""
         return (directory if self.held_by is None else directory.parent / self.held_by) / self.name
 
     @classmethod

@@ -342,8 +342,8 @@ def _open_checkpoint(directory: Path, save_id: str) -> Checkpoint:
             close_last_checkpoint()
             checkpoint = Checkpoint(directory)
             kept = _code_cache.get()
-            told = kept is not None and kept.directory == directory
-            if checkpoint.manifest.refinement == "dropped" and not told:
+            caller_warns = kept is not None and kept.directory == directory
+            if checkpoint.manifest.refinement == "dropped" and not caller_warns:
                 warn(
                     f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
                     "coarser than what was saved"

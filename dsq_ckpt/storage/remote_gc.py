@@ -60,12 +60,12 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
         return
     for directory, entries in listed.items():
         names = {entry.name for entry in entries}
-        ours = [entry for entry in entries if is_dsq_file(entry.name) and not entry.is_directory]
+        dsq_files = [entry for entry in entries if is_dsq_file(entry.name) and not entry.is_directory]
         kept = needed[directory]
-        unneeded = [entry for entry in ours if entry.name not in kept]
+        unneeded = [entry for entry in dsq_files if entry.name not in kept]
         others = sorted(
             entry.name for entry in entries
-            if not (entry.is_directory or entry in ours)
+            if not (entry.is_directory or entry in dsq_files)
             and not (entry.name == MANIFEST or HARMLESS_NAMES.fullmatch(entry.name))
         )
         if not unneeded:

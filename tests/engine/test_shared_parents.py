@@ -88,7 +88,7 @@ def test_a_background_process_keeps_the_codes_of_a_shared_parent(tmp_path):
     for name in "ab":
         dsq_ckpt.save(next(run), tmp_path / name, config=AUTO, history=history)
     a, b = (Manifest.read(tmp_path / name).save_id for name in "ab")
-    told = [replace(one, shares=None) for one in history.outline() if one.save_id == b]
+    told = [replace(one, shared_parent=None) for one in history.outline() if one.save_id == b]
     history.adopt(told)
     assert [one.save_id for one in history.checkpoints()] == [b, a] and history.find(a).cache
     dsq_ckpt.save(next(run), tmp_path / "c", config=AUTO, history=history)
