@@ -35,7 +35,7 @@ from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.chunk import Dequantizer, scale_of
-from dsq_ckpt.quantization.codebook import Fitted, GroupSketch, fit_group
+from dsq_ckpt.quantization.codebook import GroupFit, GroupSketch, fit_group
 from dsq_ckpt.version import __version__
 
 AIMS = {  # name: (aim, whether more is better)
@@ -222,7 +222,7 @@ def _backend(where: torch.device) -> Backend:
     return interpreted
 
 
-def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, before: Fitted | None) -> Fitted:
+def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, before: GroupFit | None) -> GroupFit:
     window = FULL if before is None else before.codebook.window
     rows = 1 if before is None else before.codebook.symbols + 1
     counts = torch.zeros((rows, window.size), dtype=torch.int64, device=x.device)
@@ -231,13 +231,13 @@ def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, befo
     return fit_group(sketch, STEP, None if before is None else before.codebook, 4)
 
 
-def _refinement(fitted: Fitted, symbols: torch.Tensor) -> Refinement:
+def _refinement(fitted: GroupFit, symbols: torch.Tensor) -> Refinement:
     low, inverse = (torch.from_numpy(part).to(symbols.device) for part in fitted.cells)
     return Refinement(low, inverse, 4, False, symbols)
 
 
 def _quantize(
-    backend: Backend, fitted: Fitted, x: torch.Tensor, parent: torch.Tensor | None, codes: torch.Tensor,
+    backend: Backend, fitted: GroupFit, x: torch.Tensor, parent: torch.Tensor | None, codes: torch.Tensor,
     symbols: torch.Tensor | None = None,
 ) -> None:
     table = torch.from_numpy(fitted.table).to(x.device)

@@ -44,7 +44,7 @@ from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.quantization.layout import Fractions
-from dsq_ckpt.quantization.plan import as_configured
+from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.folds import check_same_functions
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
@@ -218,7 +218,7 @@ class Compressor:
             expect_extra(extra)
             return DSQStorageWriter(
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
-                policy=as_configured if manager is None else manager, gradients=self._gradients(),
+                policy=plan_as_configured if manager is None else manager, gradients=self._gradients(),
                 fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
             )
 

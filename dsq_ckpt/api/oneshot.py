@@ -41,7 +41,7 @@ from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import layer_types
-from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured
 from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
@@ -148,7 +148,7 @@ def compress(
             resolved, parent=None, overwrite=overwrite,
             layer_types=None if evaluated is None else layer_types(evaluated), rounding=find_rounded_weights(evaluated),
             policy=(
-                as_configured if evaluated is None or evaluate is None
+                plan_as_configured if evaluated is None or evaluate is None
                 else _search_policy(evaluated, evaluate, check, 0 if max_degradation is None else probes)
             ),
             history=SaveHistory(),

@@ -19,7 +19,7 @@ from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.quantization.groups import in_tree, is_of_optimizers, layer_types
+from dsq_ckpt.quantization.groups import find_by_suffix, is_optimizer_key, layer_types
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
@@ -94,14 +94,14 @@ def find_saved_model(value: Any, state: Mapping[Any, Any]) -> nn.Module | None:
     if not modules:
         return None
     other_names = [
-        name for key, one in state.items() if not is_of_optimizers(str(key)) for name in _matrix_names(str(key), one)
+        name for key, one in state.items() if not is_optimizer_key(str(key)) for name in _matrix_names(str(key), one)
     ]
     if len(modules) == 1:
         names = {strip_wrappers(name) for name in get_state_dict(modules[0][1])}
         return None if other_names or not names.isdisjoint(map(str, state)) else modules[0][1]
     model = join_models(modules)
     types = layer_types(model) if other_names else {}
-    return None if any(in_tree(name, types) is not None for name in other_names) else model
+    return None if any(find_by_suffix(name, types) is not None for name in other_names) else model
 
 
 def _matrix_names(name: str, value: Any) -> Iterator[str]:

@@ -61,7 +61,7 @@ def stage_codes(
         for item in whole.items:
             is_tied = item.tensor_data is not None and get_chunk_key(item) in found.primary_keys
             (others if is_tied else items).append(item)
-        of_model = make_plan_layout(whole.items, options, False, values=planner.state_dict).of_model()
+        of_model = make_plan_layout(whole.items, options, False, values=planner.state_dict).rank_part()
         tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
         digests = compute_digests(tensors) if comm.size > 1 else {}  # planners see codes, not tensors
         return replace(whole, items=items, storage_data=others), of_model, found, digests

@@ -24,7 +24,7 @@ from dsq_ckpt.core.nesting import Place
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.dcp.parameter_groups import find_group_options, find_parameter_lists, is_group_name
 from dsq_ckpt.quantization.exact_values import values_on_host
-from dsq_ckpt.quantization.groups import MODELS
+from dsq_ckpt.quantization.groups import MODEL_KEYS
 
 _MAX_BYTES = 1 << 16  # integers and text up to this size are compared completely
 _MAX_PARTS = 1 << 14  # compared parts of a list, from its beginning
@@ -55,7 +55,7 @@ def compute_digests(state: Mapping[str, Any]) -> dict[Place, int]:
     for name, value in {**state, **find_group_options(state)}.items():
         if name in names_of_groups:
             continue
-        of_model, of_group = name.partition(".")[0].lower() in MODELS, is_group_name(name)
+        of_model, of_group = name.partition(".")[0].lower() in MODEL_KEYS, is_group_name(name)
         for place, own in _iterate_local_parts(name, value):
             if isinstance(own, torch.Tensor) and not _is_small(own):
                 if _is_compared(own, of_group) and not (of_model and own.ndim == 0 and own.is_floating_point()):

@@ -55,7 +55,7 @@ from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors, find_frozen, frozen_from_history
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
-from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
 from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
@@ -103,7 +103,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
         no_dist: bool = False,
-        policy: ConfigPolicy = as_configured,
+        policy: ConfigPolicy = plan_as_configured,
         gradients: Mapping[str, torch.Tensor] | None = None,
         fractions: Fractions | None = None,
         history: SaveHistory | None = None,
@@ -144,7 +144,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         # Process groups cannot be pickled. A staged save is quantized, and needs neither policy nor gradients.
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
-        options = replace(self._options, policy=as_configured) if staged else self._options
+        options = replace(self._options, policy=plan_as_configured) if staged else self._options
         left = dict.fromkeys(("_group", "_save_group", "_cached_plan", "async_call", "_model"))
         return {**self.__dict__, **left, "_copy": {}, "_options": options, "_gradients": gradients}
 
@@ -182,7 +182,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         self._rank = rank if rank is not None else call_stack.get_group_rank(self._save_group)
         self._written = None
         if self._staged is None:  # else `stage` started the save
-            if self._options.policy is not as_configured and background:
+            if self._options.policy is not plan_as_configured and background:
                 raise SaveFailed(call_stack.NO_SEARCH)
             self._save = self._start_save()
         elif self.path is not None:  # DCP may set it only now
@@ -328,7 +328,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
             own, of_save = map(call_stack.get_group_ranks, (self._group, call.process_group))
             comm = communicator(self._group) if own == of_save else None
         save_id = uuid.uuid4().hex[:16]
-        searches = self._options.policy is not as_configured
+        searches = self._options.policy is not plan_as_configured
 
         def prepare_stage() -> tuple[RankSettings, str, bool, copies.CopyCost | None]:
             nonlocal state_dict

@@ -33,7 +33,7 @@ from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.distributed.comm import TorchCommunicator, get_group_timeout
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
 from dsq_ckpt.search.folds import check_same_functions
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _check_and_remember_loads(engine: Any) -> None:
 
 def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> ConfigPolicy:
     if evaluate is None:
-        return as_configured
+        return plan_as_configured
     from dsq_ckpt.deepspeed.masters import refresh_of
     from dsq_ckpt.search.manager import ConfigManager
 

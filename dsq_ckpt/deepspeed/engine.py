@@ -37,7 +37,7 @@ from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
-from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
 from dsq_ckpt.quantization.restored_values import MOMENTS, record_load
 from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.storage import pickle_refs
@@ -68,7 +68,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     def __init__(
         self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup,
-        policy: ConfigPolicy = as_configured,
+        policy: ConfigPolicy = plan_as_configured,
         gradients: FlatGradients | None = None,
         on_save: OnSave | None = None,
     ) -> None:

@@ -25,8 +25,8 @@ from dsq_ckpt.quantization.chunk import (
     CodeSource,
     QuantizingChunk,
     all_finite,
-    brings_nearer,
     flat_values,
+    is_near_parent,
 )
 from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache
@@ -87,7 +87,7 @@ class ChunkLoader:
         if parent is None or previous is None:
             return chunk
         self.parent_records[chunk.key] = previous[0]
-        if device.serves(chunk):
+        if device.is_supported(chunk):
             near = replace(chunk, parent=previous[1], device_codes=parent.get_device_codes(chunk.key))
             with suppress(torch.OutOfMemoryError):
                 return replace(near, device_codes=parent_on_device(near))
@@ -97,7 +97,7 @@ class ChunkLoader:
         known = None if self._parent is None else self._parent.read_values(chunk.key)
         if known is not None:
             difference = replace(chunk, base_values=known[1])
-            if brings_nearer(difference):
+            if is_near_parent(difference):
                 self.parent_records[chunk.key] = known[0]
                 return difference
         return None if all_finite(chunk) else chunk  # the global sketch reports NaN and Inf
@@ -181,9 +181,9 @@ def _quantize_chunk(
     """Return the codes of a chunk: computed on its device, or lazily as they are written."""
     fitted = analysis.fitted[chunk.group]
     source: CodeSource | None = None
-    if device.serves(chunk) and fitted.turn is None:
+    if device.is_supported(chunk) and fitted.turn is None:
         with suppress(torch.OutOfMemoryError):
-            source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
+            source = DeviceChunk(chunk, tables.get(fitted, chunk.tensor.device))
     source = source or QuantizingChunk(chunk, fitted)
     coded = source.parent is not None or chunk.base_values is not None
     return QuantizedChunk(source, parent_records.get(chunk.key) if coded else None)

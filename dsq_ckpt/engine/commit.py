@@ -23,8 +23,8 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.codebook import Fitted
-from dsq_ckpt.quantization.groups import without_effect
+from dsq_ckpt.quantization.codebook import GroupFit
+from dsq_ckpt.quantization.groups import find_unused_rules
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst_tensor import WorstTensor
@@ -123,7 +123,7 @@ def commit(
     index = _make_index(context, contents, plan)
     files.append(ManifestFile.from_info(write_index(path, context.save_id, index, config.storage.fsync), "index"))
     manifest = _make_manifest(path, options, context, contents, plan, files)
-    model = ParentModel.of_index(index, manifest.depth)
+    model = ParentModel.from_index(index, manifest.depth)
     flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required_files else None)
     if contents.is_other_training and context.previous is not None:
         _warn_of_other_training(get_run(path), expand_path(context.previous.path))
@@ -225,7 +225,7 @@ def _make_manifest(
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
         files=files, kinds=_sum_kinds(results),
         groups={
-            name: _make_group_report(fitted, context.layout.residual, analysis.worst.get(name))
+            name: _make_group_report(fitted, context.layout.residual, analysis.worst_tensors.get(name))
             for name, fitted in analysis.fitted.items()
             if fitted.counts.any()
         },
@@ -297,7 +297,7 @@ def _warn_of_unused_settings(
 ) -> None:
     """Warn, once per run, of rules and groups that match no tensor: a typo in them leaves tensors lossy."""
     texts = []
-    for pattern, earlier in without_effect(config.quantize.rules, names).items():
+    for pattern, earlier in find_unused_rules(config.quantize.rules, names).items():
         text = f"quantize.rules: the pattern '{pattern}' matches no tensor"
         if earlier is None:
             texts.append(text + pattern_hint(pattern, names))
@@ -383,7 +383,7 @@ def _find_replaced_files(directory: Path, files: Sequence[ManifestFile]) -> list
         return []
 
 
-def _make_group_report(fitted: Fitted, residual: bool, worst: WorstTensor | None) -> GroupReport:
+def _make_group_report(fitted: GroupFit, residual: bool, worst: WorstTensor | None) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     base, refined = (worst.plain, worst.plain_refined) if worst else (1.0, 1.0)

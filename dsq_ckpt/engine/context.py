@@ -121,4 +121,4 @@ def _load_parent_model(parent: ParentRef, layout: Layout, history: SaveHistory) 
             model = known.model
             checkpoint.read_index_bytes()  # checks the index, which a load of the parent needs
         # Codebooks of values do not fit differences, and differences of two saves have different magnitudes.
-        return ParentModel({}, {}, parent.depth) if layout.residual else model.usable_for(layout)
+        return ParentModel({}, {}, parent.depth) if layout.residual else model.restrict_to(layout)

@@ -21,7 +21,7 @@ from dsq_ckpt.quantization.groups import (
     EXACT,
     QUANTIZABLE,
     Assignments,
-    in_tree,
+    find_by_suffix,
     kind_of,
     second_moment_of,
 )
@@ -155,10 +155,10 @@ class LocalItems:
 def _apply_layout_to_item(item: SaveItem, layout: Layout) -> SaveItem:
     if not item.quantized or item.config is None:
         return item
-    is_exact = item.key.fqn in layout.frozen or item.key.fqn in layout.rounding
-    if is_exact or (layout.fitted_to and item.kind == "weights" and not item.by_rule):
+    is_exact = item.key.fqn in layout.frozen or item.key.fqn in layout.rounded_weights
+    if is_exact or (layout.weight_bound_state and item.kind == "weights" and not item.by_rule):
         return replace(item, kind=EXACT, group=EXACT, config=None)
-    if item.key.fqn in layout.rounded:
+    if item.key.fqn in layout.rounded_moments:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
         return replace(item, config=rounded, second_moment=None)
     group = layout.tensors.get(item.key.fqn, item.group)
@@ -189,13 +189,13 @@ def make_layout(
     usual: set[str] = set()
     ruled: set[str] = set()
     residual = config.delta.against == "values"
-    assignments = Assignments.under(config.quantize, options.layer_types)
+    assignments = Assignments.cached(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
     for shard in shards:
         fqn = shard.key.fqn
         shapes[fqn] = tuple(shard.size)
         measured = not residual and _has_second_moment(shard, chunks)
-        chosen = assignments.of(fqn, shard.size, shard.dtype, measured)
+        chosen = assignments.get(fqn, shard.size, shard.dtype, measured)
         if chosen.settings is not None:
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
@@ -211,16 +211,17 @@ def make_layout(
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
             elif chosen.kind == "weights":
-                if (found := in_tree(fqn, options.frozen.unchanged)) is not None:
+                if (found := find_by_suffix(fqn, options.frozen.unchanged)) is not None:
                     rests[fqn] = found
-                if in_tree(fqn, options.rounding):
+                if find_by_suffix(fqn, options.rounding):
                     rounding.add(fqn)
     frozen = FrozenTensors(options.frozen.has_trained, rests)
     return Layout(
         tensors, groups, state, has_gradients, options.fractions, residual, frozenset(settings), shapes, frozen,
-        frozenset() if residual else frozenset(usual), ruled=frozenset(ruled),
-        unlike=find_unknown_updates([*shapes, *objects]), divided=find_prenormalized([*shapes, *objects]),
-        rounding=frozenset(rounding), objects=find_optimizer_objects(objects),
+        frozenset() if residual else frozenset(usual), rule_weights=frozenset(ruled),
+        unknown_updates=find_unknown_updates([*shapes, *objects]),
+        prenormalized=find_prenormalized([*shapes, *objects]),
+        rounded_weights=frozenset(rounding), objects=find_optimizer_objects(objects),
     )
 
 
@@ -235,13 +236,13 @@ def make_items(shards: Sequence[LocalShard], options: SaveOptions, layout: Layou
     config = options.config
     known = {shard.key: _CachedLoad(shard) for shard in shards}
     chunks = {shard.key: shard.dtype for shard in shards}
-    assignments = Assignments.under(config.quantize, options.layer_types)
+    assignments = Assignments.cached(config.quantize, options.layer_types)
     items = []
     for shard in shards:
         measured = config.delta.against == "codes" and _has_second_moment(shard, chunks)
         if layout is not None:
             measured = layout.tensors.get(shard.key.fqn, "").endswith("/update")
-        chosen = assignments.of(shard.key.fqn, shard.size, shard.dtype, measured)
+        chosen = assignments.get(shard.key.fqn, shard.size, shard.dtype, measured)
         second = None
         if chosen.second_moment is not None:
             other = known.get(shard.key._replace(fqn=chosen.second_moment))

@@ -11,7 +11,7 @@ from dsq_ckpt.engine.history import ParentRef, SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.layout import Fractions
-from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SaveOptions:
     layer_types: Mapping[str, str] | None = None
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
     rounding: Mapping[str, bool] = field(default_factory=dict)
-    policy: ConfigPolicy = as_configured
+    policy: ConfigPolicy = plan_as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)
     after: Callable[[], ParentRef | None] | None = None

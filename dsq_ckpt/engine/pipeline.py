@@ -41,7 +41,7 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured
 from dsq_ckpt.quantization.restored_values import load_counts, record_load_counts
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
@@ -77,7 +77,7 @@ class SavePipeline:
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes the chosen plan; the policy itself needs the model of the training process.
-        return {**self.__dict__, "options": replace(self.options, policy=as_configured), "_loads": load_counts()}
+        return {**self.__dict__, "options": replace(self.options, policy=plan_as_configured), "_loads": load_counts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         record_load_counts(state.pop("_loads"))

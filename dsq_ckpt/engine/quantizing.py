@@ -32,14 +32,14 @@ from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.exact_values import are_zero, need_exact_storage
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch, take_evenly
-from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
-from dsq_ckpt.quantization.groups import in_tree
-from dsq_ckpt.quantization.layout import MEASURED, Layout
+from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
+from dsq_ckpt.quantization.groups import find_by_suffix
+from dsq_ckpt.quantization.layout import MEASURE_ONLY, Layout
 from dsq_ckpt.quantization.lost_rows import are_rows_needed, has_lost_rows, may_have_lost_rows
 from dsq_ckpt.quantization.nan_check import contain_nan
-from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
+from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured, plan_exact
 from dsq_ckpt.quantization.restored_values import refine_restored_groups
-from dsq_ckpt.quantization.scales import Gauge, gauges_of, mean_squares
+from dsq_ckpt.quantization.scales import Gauge, find_gauges, mean_squares
 from dsq_ckpt.quantization.untrained_weights import find_stateless_weights, group_tied_names
 from dsq_ckpt.quantization.weight_averages import find_averages
 from dsq_ckpt.storage.paths import expand_path
@@ -92,14 +92,14 @@ def quantize(
     """
     local = local.apply_layout(context.layout)
     context = drop_damaged_parent(context, comm, workers, options.history)
-    policy = all_exact if context.exact else options.policy
+    policy = plan_exact if context.exact else options.policy
     if context.parent is None and context.previous is not None:
         options.history.release_device_codes(expand_path(context.previous.path))
     gradients = {
         item.key: found for item in (*local.items, *local.replicas)
         if item.kind == "weights" and (found := _find_gradient(item.key, local.gradients)) is not None
     }
-    searches = policy not in (as_configured, all_exact)
+    searches = policy not in (plan_as_configured, plan_exact)
     if context.previous is None:
         options.history.warned_in_run.clear()
     if context.parent is None:
@@ -127,16 +127,16 @@ def quantize(
     sketching.watch.restores.begin_save(sketches.loads, context.parent is None)
     fitted = refine_restored_groups(sketches.chunks, plan.analysis.fitted, sketching.watch.restores, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
-    worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
-    plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
+    worst = sketches.find_worst_tensors(plan.analysis, {key.fqn for key in plan.compensations})
+    plan = replace(plan, analysis=replace(plan.analysis, worst_tensors=worst))
     if searches:
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _compute_checksums(local, workers)))
-    if sketches.undefined:
+    if sketches.has_nan:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
     warned = options.history.warned_since_keyframe
-    rounded = {name: causes for name, causes in sketches.layout.rounded.items() if name not in warned}
-    fitted_to = sketches.layout.fitted_to - warned.keys()
+    rounded = {name: causes for name, causes in sketches.layout.rounded_moments.items() if name not in warned}
+    fitted_to = sketches.layout.weight_bound_state - warned.keys()
     new_weights = None if context.parent is None else context.new_weights
     candidates = WarningCandidates(new_weights, rounded, fitted_to, sketching.lost_rows)
     emit_save_warnings(local, sketches, plan, options, candidates, comm)
@@ -189,7 +189,7 @@ class _LocalSketch:
         if self._parent is not None:
             self._parent.close()
 
-    def load(self) -> Loaded:
+    def load(self) -> LocalChunks:
         """Return the chunks of this rank; called within the collective."""
         context, items, history = self._context, self._local.items, self._options.history
         lossy = [item for item in items if item.quantized]
@@ -205,7 +205,7 @@ class _LocalSketch:
         wanted, chunks = [*lossy, *_select_gradient_measures(items, context.layout)], []
         for item in wanted if self._searches else copy_small_to_host(wanted):  # trials modify tensors of the state
             if not item.quantized:
-                chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
+                chunks.append(Chunk(item.key, item.load(), MEASURE_ONLY, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
         self._tensors = {chunk.key: chunk.tensor for chunk in chunks}
@@ -221,7 +221,7 @@ class _LocalSketch:
         excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
         excluded |= self._find_untrained(weights)
         chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in excluded])
-        return Loaded(chunks, len(self.undefined), len(self.lost_rows), *loads)
+        return LocalChunks(chunks, len(self.undefined), len(self.lost_rows), *loads)
 
     def _find_exact_candidates(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that may be stored exactly because of their values.
@@ -233,7 +233,7 @@ class _LocalSketch:
             return set()
         return {
             item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
-            and not (self._searches and in_tree(item.key.fqn, model) is not None)
+            and not (self._searches and find_by_suffix(item.key.fqn, model) is not None)
         }
 
     def _find_untrained(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
@@ -252,7 +252,7 @@ class _LocalSketch:
         idle = self._find_without_gradients([chunk for chunk in weights if chunk.key.fqn not in unclear])
         others = [
             chunk for chunk in weights if (chunk.key.fqn in unclear or chunk.key in idle)
-            and not in_tree(chunk.key.fqn, options.frozen.changing)
+            and not find_by_suffix(chunk.key.fqn, options.frozen.changing)
         ]
         if others:
             left, lossy = {chunk.key for chunk in others}, layout.weights()
@@ -269,8 +269,8 @@ class _LocalSketch:
 
     def _is_surely_untrained(self, name: str, unclear: Mapping[str, bool]) -> bool:
         """Return whether a tensor is of the model, and needs no gradient or is not a parameter of the optimizers."""
-        known = in_tree(name, self._options.frozen.unchanged) is not None
-        return known and False in (unclear.get(name), in_tree(name, self._options.frozen.changing))
+        known = find_by_suffix(name, self._options.frozen.unchanged) is not None
+        return known and False in (unclear.get(name), find_by_suffix(name, self._options.frozen.changing))
 
     def _can_observe_changes(self) -> bool:
         """Return whether later saves may observe which tensors change.
@@ -332,12 +332,12 @@ class _LocalSketch:
         """Weights without optimizer state by name, and whether they may be trained nevertheless."""
         layout = self._context.layout
         tied = group_tied_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
-        types, own = self._options.layer_types, layout.of_models
+        types, own = self._options.layer_types, layout.model_tensors
         return find_stateless_weights(layout.weights(), layout.shapes, tied, types, own)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:
-        return gauges_of(self._context.layout)
+        return find_gauges(self._context.layout)
 
     def _get_squared_gradients(self, chunk: Chunk, gauge: Gauge | None) -> torch.Tensor | None:
         """Return the squared gradients of a chunk of weights, if the state of the save defines them, else None."""

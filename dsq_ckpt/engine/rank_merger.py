@@ -244,7 +244,7 @@ class RankMerger:
         current: SuperStep | None = None
         for link in steps:
             step = self._checkpoint.read_superstep(link, self._checkpoint.decode_codes(link, self._workers))
-            both = None if current is None else current.then(step)
+            both = None if current is None else current.join(step)
             if current is not None and both is None:
                 yield current
             current = both or step
@@ -253,7 +253,7 @@ class RankMerger:
 
     def _write_superstep(self, like: Tree, step: SuperStep, older: list[Any]) -> Tree:
         """Write a super-step and return its record."""
-        coder = RansCoder.fit(np.bincount(step.codes, minlength=step.last + 1)[None])
+        coder = RansCoder.fit(np.bincount(step.codes, minlength=step.escape_code + 1)[None])
         size = int(self._reader.contents["block_elements"])
         parts = [step.codes[start : start + size] for start in range(0, len(step.codes), size)]
         record = {
@@ -262,9 +262,9 @@ class RankMerger:
             "blocks": [self._writer.add(data) for data in self._workers.map(lambda p: coder.encode(p, None), parts)],
             "residual": older,
         }
-        if step.own.size:
-            record["protected_count"] = step.own.shape[1]
-            record["protected"] = self._writer.add(shuffle_compress(step.own.tobytes(), 4))
+        if step.escaped.size:
+            record["protected_count"] = step.escaped.shape[1]
+            record["protected"] = self._writer.add(shuffle_compress(step.escaped.tobytes(), 4))
         return record
 
 

@@ -16,7 +16,7 @@ from dsq_ckpt.engine.local_state import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.groups import EXACT, in_tree, key_of_optimizer, kind_of
+from dsq_ckpt.quantization.groups import EXACT, find_by_suffix, kind_of, optimizer_prefix
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.lost_rows import RATIO
 from dsq_ckpt.quantization.model_tensors import exclude_parameter_state
@@ -47,7 +47,9 @@ class WarningCandidates(NamedTuple):
 
     def need_gather(self, sketches: GlobalSketch) -> bool:
         """Return whether the ranks have to gather the names of their weights; equal on all ranks."""
-        return bool(sketches.layout.tensors and (self.new_weights is None or self.new_weights or sketches.uneven))
+        return bool(
+            sketches.layout.tensors and (self.new_weights is None or self.new_weights or sketches.has_lost_rows)
+        )
 
 
 def emit_save_warnings(
@@ -81,7 +83,7 @@ def emit_save_warnings(
         _warn_of_empty_base(plan.analysis, comm.rank)
     _warn_of_rounded_moments(candidates.rounded, comm.rank)
     _warn_of_exact_for_optimizer(candidates.fitted_to, comm.rank)
-    _warn_of_rounding_modules(sketches.layout.rounding, options.history.warned_in_run, comm.rank)
+    _warn_of_rounding_modules(sketches.layout.rounded_weights, options.history.warned_in_run, comm.rank)
     _warn_of_optimizer_keys(sketches.layout, options, comm.rank)
     if candidates.need_gather(sketches):
         _warn_of_candidates(local.items, sketches, plan, options, candidates, comm)
@@ -194,14 +196,14 @@ def _warn_of_optimizer_keys(layout: Layout, options: SaveOptions, rank: int) -> 
     if options.layer_types is not None or config.weights.method == "exact":
         return
     new = sorted(
-        name for name in layout.of_models - warned
+        name for name in layout.model_tensors - warned
         if kind_of(name) == EXACT and len(layout.shapes[name]) > 1
         and math.prod(layout.shapes[name]) >= config.min_elements
         and not any(fnmatchcase(name, rule.pattern) for rule in config.rules)
     )
     warned.update(new)
     if new and (new := exclude_parameter_state(new, layout.shapes)):
-        are, key = "is" if len(new) == 1 else "are", key_of_optimizer(new[0])
+        are, key = "is" if len(new) == 1 else "are", optimizer_prefix(new[0])
         warn(
             f"{quote(new)} {are} stored exactly, as state of an optimizer is, for the name '{key}'. "
             "If it is a weight of a model, give the module too (model=), so that it is made smaller; if not, "
@@ -234,10 +236,12 @@ def _warn_of_candidates(
         lossy = sorted(quantized & {one.key.fqn for one in fitted})
         if not model:
             return rows, exact, (), (), _find_untrained(sketches.layout).intersection(lossy)
-        others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
+        others = [fqn for fqn in lossy if find_by_suffix(fqn, model) is None]
         unfamiliar = [fqn for fqn in others[:_MAX_COMPARED] if not _is_abbreviated(fqn, model)]
         unfamiliar += others[_MAX_COMPARED:] if unfamiliar else []
-        has_model = len(unfamiliar) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
+        has_model = len(unfamiliar) < len(lossy) or any(
+            find_by_suffix(item.key.fqn, model) is not None for item in items
+        )
         return rows, exact, ("of the model",) if has_model else (), unfamiliar, ()
 
     ranks = gather_from_all_ranks(comm, local)
@@ -280,8 +284,8 @@ def _warn_of_candidates(
 
 def _find_untrained(layout: Layout) -> set[str]:
     """Return weights whose shapes no optimizer state has; empty if optimizer state has shapes that no weights have."""
-    weights = {layout.shapes[fqn] for fqn in layout.of_models}
-    state = layout.shapes.keys() - layout.of_models
+    weights = {layout.shapes[fqn] for fqn in layout.model_tensors}
+    state = layout.shapes.keys() - layout.model_tensors
     trained = {layout.shapes[fqn] for fqn in state if len(layout.shapes[fqn]) > 1}
     if not trained or not trained <= weights:
         return set()

@@ -30,11 +30,11 @@ from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
+from dsq_ckpt.quantization.codebook.table import OccupiedBins, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
-from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
+from dsq_ckpt.quantization.moments import UpdateFrame, multiply_by_octave_units, multiply_by_roots
 from dsq_ckpt.quantization.restored_values import measure_part_waves
-from dsq_ckpt.quantization.step_lengths import step_lengths
+from dsq_ckpt.quantization.step_lengths import sum_step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,15 @@ def _run_restored() -> None:
 def _scale_moments() -> None:
     squares = torch.from_numpy(_X * _X)
     MatrixScales.fit(squares.expand(SHARED, -1)).divide(squares, 0)
-    step_lengths(_X, _CODES, np.ones(4), MatrixScales(1, np.empty(0, np.int16), np.empty(0, np.int16)), 0)
+    sum_step_lengths(_X, _CODES, np.ones(4), MatrixScales(1, np.empty(0, np.int16), np.empty(0, np.int16)), 0)
     UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
 
 
 def _unscale_moments() -> None:
     read = np.frombuffer(bytes(2), np.int16)  # read-only, as from a file
     MatrixScales(1, read, read).multiply(_X[:1].copy(), 0)
-    from_roots(_X.copy(), _X * _X)
-    from_octave_units(_X.copy(), _X * _X)
+    multiply_by_roots(_X.copy(), _X * _X)
+    multiply_by_octave_units(_X.copy(), _X * _X)
 
 
 def _run_kmeans() -> None:
@@ -94,7 +94,7 @@ def _run_kmeans() -> None:
 
 def _run_table() -> None:
     points, movable = np.linspace(0.0, 1.0, 4), np.ones(4, np.bool_)
-    rate_distortion_table(Occupied.of(_JOINT), 5, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
+    rate_distortion_table(OccupiedBins.from_joint(_JOINT), 5, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
 
 
 def _run_encode() -> None:

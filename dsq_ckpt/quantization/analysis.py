@@ -16,7 +16,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
-from dsq_ckpt.quantization.codebook import Codebook, Fitted, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
+from dsq_ckpt.quantization.codebook import Codebook, GroupFit, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.restored_values import LoadCounts
 from dsq_ckpt.quantization.scales import Scales
@@ -25,23 +25,23 @@ from dsq_ckpt.quantization.worst_tensor import WorstTensor, find_worst_tensor
 
 @dataclass(frozen=True)
 class Analysis:
-    """The global outcome of the sketch; equal on all ranks.
+    """Global result of fitting the sketch; equal on all ranks.
 
     Attributes:
         fitted: codebook, table and counts of every group.
         exponents: log2 of the factor taken out of a tensor, a multiple of 1/4; 0 for tensors that are absent.
         nonfinite: tensors with NaN or Inf, which are not quantized.
-        worst: tensor with the largest error, by group.
+        worst_tensors: tensor with the largest error, by group.
     """
 
-    fitted: dict[str, Fitted]
+    fitted: dict[str, GroupFit]
     exponents: dict[str, float]
     nonfinite: frozenset[str]
-    worst: dict[str, WorstTensor] = field(default_factory=dict)
+    worst_tensors: dict[str, WorstTensor] = field(default_factory=dict)
 
 
-class Importance:
-    """Classes of sensitivity of one group: all thresholds that some configuration may ask for, in ascending order."""
+class ImportanceClasses:
+    """Classes of sensitivity of one group: all thresholds that a configuration may need, in ascending order."""
 
     def __init__(self, counts: Counts, fractions: Fractions) -> None:
         self._prune = {f: kernels.thresholds(counts, 0.0, f)[0] for f in fractions.prune if f > 0}
@@ -53,7 +53,7 @@ class Importance:
         """Class of elements without a gradient: neither pruned nor protected."""
 
     def limits(self, prune: float, protect: float) -> tuple[float, float]:
-        """Return the thresholds (prune below, protect from) of two fractions, which this sketch was asked for."""
+        """Return the thresholds (prune below, protect from) of two fractions, which must be among the constructor's."""
         return self._prune[prune] if prune else 0.0, self._protect[protect] if protect else np.inf
 
     def split(self, by_class: Counts, prune: float, protect: float) -> tuple[Counts, SensitivitySplit]:
@@ -68,23 +68,23 @@ class Importance:
 
 @dataclass
 class GlobalSketch:
-    """The sketch of a save over all ranks, before any codebook; equal on all ranks except for `chunks`.
+    """Sketch of a save over all ranks, before any codebook; equal on all ranks except for `chunks`.
 
     Attributes:
         chunks: local chunks, scaled, without those of non-finite tensors; chunks of refit groups have no parent.
         layout: tensors and groups.
-        joint: counts by group, int64[rows, bins] in its window; int64[classes, rows, bins] for weighed groups.
+        joint: counts by group, int64[rows, bins] in its window; int64[classes, rows, bins] for groups with sensitivity.
         windows: key window by group.
         books: the parent's codebooks by group, of groups that have one.
         scales: scales of the tensors.
         nonfinite: tensors with NaN or Inf.
-        importance: classes of sensitivity of weighed groups.
+        importance: classes of sensitivity by group.
         octaves: elements by biased exponent, int64[256], of the tensors coded by their own values.
         sizes: elements of every chunk of every rank, of groups whose parts take turns.
         turn: number of deltas since the keyframe before this save.
-        undefined: whether tensors that are not quantized hold NaN on some rank.
-        uneven: whether the user is to be told of weights with rows that one step for all loses.
-        loads: since the last save, summed over all ranks.
+        has_nan: whether tensors that are not quantized hold NaN on some rank.
+        has_lost_rows: whether the user must be warned of weights with rows that one step for all loses.
+        loads: loads since the last save, summed over all ranks.
     """
 
     chunks: list[Chunk]
@@ -94,12 +94,12 @@ class GlobalSketch:
     books: dict[str, Codebook]
     scales: Scales
     nonfinite: frozenset[str]
-    importance: dict[str, Importance]
+    importance: dict[str, ImportanceClasses]
     octaves: dict[str, Counts] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     turn: int = 0
-    undefined: bool = False
-    uneven: bool = False
+    has_nan: bool = False
+    has_lost_rows: bool = False
     loads: LoadCounts = field(default_factory=LoadCounts)
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
@@ -107,7 +107,7 @@ class GlobalSketch:
 
         Args:
             configs: configurations by group, in place of the layout's.
-            known: analysis that has the groups which `configs` does not name.
+            known: analysis with the groups that `configs` does not name.
         """
         fitted = {}
         for group, usual in self.layout.groups.items():
@@ -129,10 +129,10 @@ class GlobalSketch:
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
 
-    def worst(self, analysis: Analysis, compensated: Set[str] = frozenset()) -> dict[str, WorstTensor]:
+    def find_worst_tensors(self, analysis: Analysis, compensated: Set[str] = frozenset()) -> dict[str, WorstTensor]:
         """Return the tensor with the largest error by group, for groups that are coded by their own values.
 
-        Sketches do not tell the errors of groups with a tensor in `compensated`.
+        Groups with a tensor in `compensated` are omitted, since sketches do not show their errors.
         """
         octaves: dict[str, dict[str, Counts]] = {}
         for fqn, counts in self.octaves.items():
@@ -152,5 +152,5 @@ class GlobalSketch:
         if not codebook.turns:
             return None
         turn = PartitionTurn(codebook.turns, self.turn % codebook.turns)
-        parts = [turn.of(size) for size in self.sizes[group]]
+        parts = [turn.slice_of(size) for size in self.sizes[group]]
         return replace(turn, elements=sum(part.stop - part.start for part in parts))

@@ -18,11 +18,11 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
-from dsq_ckpt.quantization.codebook.fit import Fitted, padded
+from dsq_ckpt.quantization.codebook.fit import GroupFit, pad_codes
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame
-from dsq_ckpt.quantization.step_lengths import StepLengths, step_lengths
+from dsq_ckpt.quantization.step_lengths import StepLengths, sum_step_lengths
 
 _BLOCK = 1 << 18  # elements looked at together
 _LARGEST = float(np.finfo(np.float32).max)
@@ -134,7 +134,7 @@ class CodeSource(Protocol):
 class QuantizingChunk:
     """A chunk that is quantized as its blocks are asked for, so that nothing but its codes is ever held whole."""
 
-    def __init__(self, chunk: Chunk, fitted: Fitted, workers: Workers | None = None) -> None:
+    def __init__(self, chunk: Chunk, fitted: GroupFit, workers: Workers | None = None) -> None:
         self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
         self.refinement_bits = chunk.refinement_bits
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
@@ -143,11 +143,11 @@ class QuantizingChunk:
         settle_streams([self._flat])
         if chunk.compensation is not None and not self.refinement_bits and self.parent is None:
             do = map if workers is None else workers.map
-            self._flat = chunk.compensation.shifted(self._flat, fitted, scale_of(self.exponent), do)
+            self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), do)
         self._fitted = fitted
         self._cells = fitted.cells
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
-        self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
+        self._turn = None if fitted.turn is None else fitted.turn.slice_of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.scales = None if chunk.frame is None else chunk.frame.scales
@@ -185,13 +185,13 @@ class QuantizingChunk:
             out = self.values[where]
             kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
             self._dequantizer.block(codes, kept, None, out)
-            add(self._base_values[where], out, out)
-        steps = None if self.scales is None else step_lengths(values, codes, book.levels, self.scales, where.start)
+            add_residual(self._base_values[where], out, out)
+        steps = None if self.scales is None else sum_step_lengths(values, codes, book.levels, self.scales, where.start)
         return BlockData(protected, packed, steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Quantize all blocks."""
-        return CodedChunk.of(self, workers)
+        return CodedChunk.from_source(self, workers)
 
 
 @dataclass
@@ -211,11 +211,11 @@ class CodedChunk:
     """Not carried: the next save asks the process that made them."""
 
     @classmethod
-    def of(cls, source: CodeSource, workers: Workers) -> CodedChunk:
+    def from_source(cls, source: CodeSource, workers: Workers) -> CodedChunk:
         """Ask `source` for all its blocks."""
         blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
         do = map if len(blocks) == 1 else workers.map  # a single block has nothing to run beside
-        steps = None if source.scales is None else StepLengths.none(source.scales)
+        steps = None if source.scales is None else StepLengths.zeros(source.scales)
         for where, beside in zip(blocks, do(source.block, blocks), strict=True):
             if steps is not None and beside.steps is not None:
                 steps.add(beside.steps)
@@ -256,7 +256,7 @@ def all_finite(chunk: Chunk) -> bool:
     return all(bool(np.isfinite(coded_values(flat, chunk.base_values, where, chunk.frame)).all()) for where in blocks)
 
 
-def brings_nearer(chunk: Chunk) -> bool:
+def is_near_parent(chunk: Chunk) -> bool:
     """Return whether a chunk's differences are finite, with at most twice the root mean square of its values.
 
     The error of a difference is a fraction of the difference. Against a parent that is far off, as one saved in a spike
@@ -314,8 +314,8 @@ class Dequantizer:
             reach, self._scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
         self._beyond = bool(reach >= _LARGEST)
         self._levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
-        self._low, self._width = padded(low), padded(width)
-        self._sign = padded(np.where(levels < 0, -1.0, 1.0))
+        self._low, self._width = pad_codes(low), pad_codes(width)
+        self._sign = pad_codes(np.where(levels < 0, -1.0, 1.0))
 
     def block(
         self, codes: Codes, protected: Bits, refinement: Codes | None, out: F32, packed: bool = False,
@@ -391,7 +391,7 @@ def protected_bf16(bits: Bits) -> U16:
     return np.where(infinite, halves - 1, halves).astype(np.uint16)
 
 
-def add(values: F32, residual: F32, out: F32) -> None:
+def add_residual(values: F32, residual: F32, out: F32) -> None:
     """Add fp32 numbers as every reader does: sums past the largest finite number become that number."""
     with np.errstate(over="ignore"):
         np.add(values, residual, out=out)

@@ -17,7 +17,7 @@ import torch
 
 from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook import GroupFit
 
 _DAMPING = 0.1  # share of the mean square of all inputs that each has besides its own: more than is known of any
 _SIDE_BY_SIDE = 256  # outputs
@@ -44,12 +44,12 @@ class MatrixView:
         """Offset past its last element."""
         return self.offset + (self.outputs - 1) * self.strides[0] + (self.inputs - 1) * self.strides[1] + 1
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view of a flat tensor: [inputs, outputs]."""
         return flat.as_strided((self.inputs, self.outputs), self.strides[::-1], flat.storage_offset() + self.offset)
 
 
-class Spread(NamedTuple):
+class ErrorSpread(NamedTuple):
     """How errors are spread among n inputs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Spread(NamedTuple):
     factors: F32
 
     @classmethod
-    def of(cls, products: torch.Tensor, rows: int) -> Spread | None:
+    def from_products(cls, products: torch.Tensor, rows: int) -> ErrorSpread | None:
         """Return how errors are spread; None where inputs are all zero or not finite.
 
         Few rows tell little: errors that cancel for these would not for others. So the share of its mean square that
@@ -91,15 +91,15 @@ class Compensation:
             spread within a block only, which bounds memory and time.
     """
 
-    parts: list[tuple[MatrixView, list[Spread]]]
+    parts: list[tuple[MatrixView, list[ErrorSpread]]]
 
     @property
     def elements(self) -> int:
         """Elements of all parts."""
         return sum(view.outputs * view.inputs for view, _ in self.parts)
 
-    def shifted(
-        self, flat: torch.Tensor, fitted: Fitted, scale: float, do: Callable[..., Iterable[Any]] = map
+    def compensate(
+        self, flat: torch.Tensor, fitted: GroupFit, scale: float, do: Callable[..., Iterable[Any]] = map
     ) -> torch.Tensor:
         """Return the values whose codes, each by itself, are those that compensate each other's errors.
 
@@ -116,7 +116,7 @@ class Compensation:
         levels = (fitted.codebook.levels * scale).clip(-_LARGEST, _LARGEST).astype(np.float32)
         window, table = fitted.window, fitted.table[-1]
         for view, blocks in self.parts:
-            for rows, block in zip(view.of(shifted).split([len(one.order) for one in blocks]), blocks, strict=True):
+            for rows, block in zip(view.view(shifted).split([len(one.order) for one in blocks]), blocks, strict=True):
                 values = rows[block.order]
 
                 def work(some: F32, factors: F32 = block.factors) -> None:

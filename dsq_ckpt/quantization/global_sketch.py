@@ -19,27 +19,27 @@ from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, sum_with_status
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
-from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
+from dsq_ckpt.quantization.analysis import GlobalSketch, ImportanceClasses
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.codebook import Codebook
-from dsq_ckpt.quantization.layout import GRADIENT, MEASURED, Fractions, Layout, ParentModel
+from dsq_ckpt.quantization.layout import GRADIENT_PREFIX, MEASURE_ONLY, Fractions, Layout, ParentModel
 from dsq_ckpt.quantization.passes import (
-    Sparse,
+    SparseSketch,
     add_by_class,
     add_joint,
     add_shifted,
     importance_of,
-    on_host,
-    sparse_of,
-    vanishes,
+    is_on_host,
+    sketch_chunks,
+    underflows,
 )
 from dsq_ckpt.quantization.restored_values import LoadCounts
-from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
+from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, count_octaves
 
 _T = TypeVar("_T")
 
 
-class Loaded(NamedTuple):
+class LocalChunks(NamedTuple):
     """The part of one rank in a sketch.
 
     Attributes:
@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
 
 
 def build_global_sketch(
-    load_chunks: Callable[[], Loaded], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
+    load_chunks: Callable[[], LocalChunks], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
     comm: Communicator, workers: Workers,
 ) -> GlobalSketch:
     """Sketch the local chunks and merge over all ranks; collective.
@@ -75,35 +75,35 @@ def build_global_sketch(
         SaveFailed: on all ranks, when any rank failed.
     """
     parent = parent or ParentModel({}, {})
-    weighed, by_octave = layout.weighed(), layout.octaves()
+    weighed, by_octave = layout.sensitivity_groups(), layout.octave_groups()
     books = {group: parent.books[group] for group in layout.groups if group in parent.books}
     joint = {
         group: np.zeros((book.symbols + 1, book.window.size), np.int64) for group, book in books.items()
         if group not in weighed
     }
-    index = {name: place for place, name in enumerate(layout.rows())}
+    index = {name: place for place, name in enumerate(layout.octave_names())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
-    told = np.zeros(len(Loaded._fields) - 1, np.int64)
+    told = np.zeros(len(LocalChunks._fields) - 1, np.int64)
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
     counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
 
-    def first_pass() -> tuple[list[Chunk], list[Sparse]]:
+    def first_pass() -> tuple[list[Chunk], list[SparseSketch]]:
         nonlocal counted
         loaded, *told[:] = load_chunks()
-        chunks = [c.scaled(parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
-        gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
+        chunks = [c.scaled(parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURE_ONLY]
+        gauges = [chunk for chunk in loaded if chunk.group == MEASURE_ONLY]
         gauges += [
-            Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
+            Chunk(c.key._replace(fqn=GRADIENT_PREFIX + c.key.fqn), c.gradient, MEASURE_ONLY, 0)
             for c in chunks if c.gradient is not None
         ]
-        counted = frozenset(chunk.key for chunk in chunks if chunk.group in joint and on_host(chunk))
-        sketches = sparse_of([
+        counted = frozenset(chunk.key for chunk in chunks if chunk.group in joint and is_on_host(chunk))
+        sketches = sketch_chunks([
             replace(c, frame=None) if c.group in by_octave else c for c in chunks if c.key not in counted
         ], workers)
-        for sparse in [*sketches, *sparse_of(gauges, workers)]:
-            octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
+        for sparse in [*sketches, *sketch_chunks(gauges, workers)]:
+            octaves[index[sparse.chunk.key.fqn]] += count_octaves(sparse.bins, sparse.counts)
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
         by_sign: dict[str, Counts] = {}
@@ -114,7 +114,7 @@ def build_global_sketch(
                 octaves[index[fqn], -1] += 1
         for chunk in chunks:
             place = index[chunk.key.fqn]
-            if vanishes(chunk):
+            if underflows(chunk):
                 octaves[place, -1] += 1
             elif chunk.base_values is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
                 faint[place] += 1
@@ -143,7 +143,7 @@ def build_global_sketch(
     left = {layout.tensors[fqn] for fqn in scales.beyond}  # by tensors that the first pass sketched with them
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
-    importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
+    importance = {group: ImportanceClasses(by_importance[group], _fractions(layout, group)) for group in weighed}
     kept = [
         c.scaled(scales.exponents[c.key.fqn], keep_parent=c.group not in scales.refit)
         for c in chunks if c.key.fqn not in bad
@@ -155,7 +155,7 @@ def build_global_sketch(
         whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}
         add_joint([chunk for chunk in kept if chunk.group in whole], again, windows, workers)
         late = [chunk for chunk in kept if chunk.key in counted and chunk.group in again.keys() - whole]
-        for sparse in [*sketches, *sparse_of(late, workers)]:
+        for sparse in [*sketches, *sketch_chunks(late, workers)]:
             group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
             if group in again and group not in whole and group not in weighed and fqn not in bad:
                 add_shifted(sparse, scales.exponents[fqn], again[group], workers)
@@ -197,7 +197,7 @@ def _fractions(layout: Layout, group: str) -> Fractions:
 
 
 def _shape(
-    group: str, books: dict[str, Codebook], windows: dict[str, KeyWindow], importance: dict[str, Importance]
+    group: str, books: dict[str, Codebook], windows: dict[str, KeyWindow], importance: dict[str, ImportanceClasses]
 ) -> tuple[int, ...]:
     rows = books[group].symbols + 1 if group in books else 1
     one = (rows, windows[group].size)

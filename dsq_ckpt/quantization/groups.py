@@ -1,11 +1,12 @@
-"""Which group a tensor belongs to, and so how it is stored.
+"""Assignment of tensors to groups, which decides how they are stored.
 
-A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
-kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
-one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
-moment we know or known to be the model's, the points that parametrizations of torch start from, parameters that say
-they lie on a manifold, what is known to be frozen, or rounded by the model, and what no training leaves in weights (see
-`exact_values`). All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+A *kind* is the role of a tensor in training (weights, exp_avg, exp_avg_sq, momentum). A *group* is the tensors of one
+kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). The following tensors are
+exact: norms, biases, one-dimensional, small and non-float tensors; tensors below a key such as `state` or `optimizer`
+that are neither known moments nor known to be the model's; the base points of torch's parametrizations; parameters
+marked as lying on a manifold; tensors known to be frozen, or rounded by the model; and tensors whose values no training
+leaves in weights (see `exact_values`). All other float tensors of two or more dimensions count as weights, buffers too,
+unless rules say otherwise.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
 _MOST = 1 << 17
-"""Names that are remembered. A cache that holds fewer than a save asks for, one after the other, holds none in time."""
+"""Names in a cache. A cache smaller than the names of a save, which are requested in order, would never have a hit."""
 _SMALL = QuantizeConfig.model_fields["min_elements"].default
 
-# Names that optimizers of PyTorch and DeepSpeed give to the state they keep per parameter.
+# Names of the state per parameter in optimizers of PyTorch and DeepSpeed.
 _MOMENTS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -42,10 +43,10 @@ _MOMENTS = {
     "momentum_buffer": "momentum",
 }
 _SECOND = {"exp_avg": "exp_avg_sq"}
-"""The second moment whose root Adam divides a first moment by, by the names of both."""
+"""Name of the second moment whose root divides a first moment in Adam, by the name of the first."""
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
 _MANIFOLD = "manifold"
-MODELS = {"model", "module"}
+MODEL_KEYS = {"model", "module"}
 _PARAMETERS = {"weight", "bias"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
@@ -56,11 +57,11 @@ class Assignment:
 
     Attributes:
         kind: weights, exp_avg, exp_avg_sq, momentum or exact.
-        group: tensors of one group share a codebook.
-        config: None where it is exact.
-        settings: the entry of `groups` it looked at.
-        second_moment: name of the tensor that its values are measured by, or None.
-        by_rule: whether a rule names its group.
+        group: name of the group; its tensors share a codebook.
+        config: None if the tensor is exact.
+        settings: key of the entry of `groups` that applies.
+        second_moment: name of the tensor whose roots are the units of the values, or None.
+        by_rule: whether a rule names the group.
     """
 
     kind: str
@@ -74,7 +75,7 @@ class Assignment:
 def layer_types(model: nn.Module) -> dict[str, str]:
     """Return the layer type of every parameter, by its name in the module; that of buffers is other.
 
-    These are embedding, linear, conv, norm and other, and manifold for those that say that they lie on one.
+    Types are embedding, linear, conv, norm and other, and manifold for parameters that are marked so.
     """
     types = {strip_wrappers(name): "other" for name, _ in model.named_buffers(remove_duplicate=False)}
     for module_name, module in model.named_modules():
@@ -102,13 +103,19 @@ def assign(
     types: Mapping[str, str] | None = None,
     measured: bool = False,
 ) -> Assignment:
-    """Return kind, group and storage of the tensor `fqn` of global `shape`.
+    """Return kind, group and storage of a tensor.
 
-    `types` maps names of parameters and buffers to layer types (see `layer_types`); a name matches when the fully
-    qualified name ends with it (state dicts put prefixes such as `model.` before it). `measured`: this is a first
-    moment with its second in the same save, in the same chunks; one without it is stored by its size alone.
+    Args:
+        fqn: fully qualified name.
+        shape: global shape.
+        dtype: dtype of the tensor.
+        config: settings of quantization.
+        types: layer types by name of parameter or buffer (see `layer_types`). A name matches if the fully qualified
+            name ends with it: state dicts put prefixes such as `model.` before it.
+        measured: whether the tensor is a first moment whose second moment is in the same save, in the same chunks; one
+            without it is stored relative to its own size.
     """
-    kind, parameter = _kind(fqn, _is_own(fqn, types))
+    kind, parameter = _kind(fqn, _is_model_tensor(fqn, types))
     if dtype not in QUANTIZABLE or kind == EXACT:
         return Assignment(EXACT, EXACT, None)
     rule = next((rule for rule in config.rules if fnmatchcase(fqn, rule.pattern)), None)
@@ -116,20 +123,20 @@ def assign(
         return Assignment(EXACT, EXACT, None)
     group = rule.group if rule is not None else None
     if group is None:
-        layer = in_tree(parameter, types) if types else None
+        layer = find_by_suffix(parameter, types) if types else None
         if layer == _MANIFOLD and kind == "weights":
             return Assignment(EXACT, EXACT, None)
         if layer in (None, "other", _MANIFOLD):
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2
         if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
-            return _unquantized(kind, dtype, config)
+            return _assign_unquantized(kind, dtype, config)
         group = "other" if layer == "flat" else layer
     settings = group if kind == "weights" and group in config.groups else None
     if math.prod(shape) < config.min_elements:
-        if math.prod(shape) >= _SMALL:  # who raises the limit means to keep what is below it
+        if math.prod(shape) >= _SMALL:  # a raised limit is meant to keep smaller tensors exact
             return Assignment(EXACT, EXACT, None, settings)
-        return _unquantized(kind, dtype, config, settings)
+        return _assign_unquantized(kind, dtype, config, settings)
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
@@ -137,39 +144,39 @@ def assign(
     second = None
     if chosen.codebook.coordinates == "update":
         if measured:
-            second = _second_moment(fqn, shape, dtype, config, types)
+            second = _usable_second_moment(fqn, shape, dtype, config, types)
         if second is None:
-            chosen = by_own_size(chosen)
+            chosen = to_relative_config(chosen)
     if chosen.codebook.coordinates != "values":
-        own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
+        own += f"/{chosen.codebook.fit}"  # its codes have another meaning than those of a parent without it
     by_rule = rule is not None and rule.group is not None
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, by_rule)
 
 
-def by_own_size(config: TensorConfig) -> TensorConfig:
-    """Return the settings of first moments that no second moment divides, from those of Adam's."""
+def to_relative_config(config: TensorConfig) -> TensorConfig:
+    """Return the settings of first moments without a second moment, from those of Adam's."""
     return config.model_copy(update={"codebook": Relative(error=config.codebook.update_bound)})
 
 
 class Assignments:
-    """Assignments of tensors under a configuration and layer types, kept for the next save of the same tensors."""
+    """Cache of assignments under a configuration and layer types, for the next save of the same tensors."""
 
     def __init__(self, config: QuantizeConfig, types: Mapping[str, str] | None) -> None:
-        self._config = config.model_copy(deep=True)  # the caller's has dicts, which may change
+        self._config = config.model_copy(deep=True)  # dicts in the caller's may change
         self._types = None if types is None else dict(types)
         self._found: dict[tuple[str, tuple[int, ...], torch.dtype, bool], Assignment] = {}
 
     @classmethod
-    def under(cls, config: QuantizeConfig, types: Mapping[str, str] | None) -> Assignments:
-        """Return those that were made last, if configuration and types are equal to theirs, or new ones."""
+    def cached(cls, config: QuantizeConfig, types: Mapping[str, str] | None) -> Assignments:
+        """Return the last cache, if its configuration and types are equal to these, or a new one."""
         global _last
         found = _last
         if found is None or found._config != config or found._types != types or len(found._found) > _MOST:
             found = _last = cls(config, types)
         return found
 
-    def of(self, fqn: str, shape: Sequence[int], dtype: torch.dtype, measured: bool = False) -> Assignment:
-        """Return what `assign` returns."""
+    def get(self, fqn: str, shape: Sequence[int], dtype: torch.dtype, measured: bool = False) -> Assignment:
+        """Return the result of `assign`."""
         key = fqn, tuple(shape), dtype, measured
         found = self._found.get(key)
         if found is None:
@@ -180,19 +187,21 @@ class Assignments:
 _last: Assignments | None = None
 
 
-def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
-    """Assign what is too small or too sensitive for a codebook: weights are exact, moments as `small_moments` asks."""
+def _assign_unquantized(
+    kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None
+) -> Assignment:
+    """Assign a tensor too small or too sensitive for a codebook: weights exact, moments by `small_moments`."""
     chosen: TensorConfig = getattr(config, kind)
     exact = "exact" in (chosen.method, config.small_moments)
-    if kind == "weights" or exact or dtype == torch.float64:  # whose range bf16 does not have
+    if kind == "weights" or exact or dtype == torch.float64:  # bf16 does not have its range
         return Assignment(EXACT, EXACT, None, settings)
     return Assignment(kind, f"{kind}/small", chosen.model_copy(update={"method": "bf16"}), settings)
 
 
-def _second_moment(
+def _usable_second_moment(
     fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
 ) -> str | None:
-    """Return the second moment of a first one, if it is stored by its octaves or exactly."""
+    """Return the name of the second moment of a first one, if it is stored by its octaves or exactly."""
     name = second_moment_of(fqn)
     if name is None:
         return None
@@ -207,34 +216,35 @@ def second_moment_of(fqn: str) -> str | None:
 
 
 @functools.lru_cache(_MOST)
-def key_of_optimizer(fqn: str) -> str:
-    """Return the beginning of a name up to its first key that tells of an optimizer; empty if none does."""
+def optimizer_prefix(fqn: str) -> str:
+    """Return the beginning of a name up to its first key that is an optimizer's; empty if there is none."""
     parts = fqn.split(".")
-    ends = (end for end, part in enumerate(parts, 1) if _tells_of_state(part))
+    ends = (end for end, part in enumerate(parts, 1) if _is_state_key(part))
     return ".".join(parts[: next(ends, 0)])
 
 
-def _tells_of_state(part: str) -> bool:
-    return is_of_optimizers(part) or part.lower() in _MOMENTS
+def _is_state_key(part: str) -> bool:
+    return is_optimizer_key(part) or part.lower() in _MOMENTS
 
 
-def is_of_optimizers(key: str) -> bool:
-    """Return whether what lies below a key is taken for state of optimizers."""
+def is_optimizer_key(key: str) -> bool:
+    """Return whether tensors below a key are taken for optimizer state."""
     return _OPTIMIZER_PART.fullmatch(key.lower()) is not None
 
 
-def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
+def find_unused_rules(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
     """Return the patterns of rules that apply to none of these tensors.
 
     Returns:
-        By pattern, the one of an earlier rule that has a tensor it matches; None where it matches none at all.
+        By pattern, the pattern of an earlier rule that takes precedence for a matching tensor; None if no tensor
+            matches.
     """
     idle: dict[str, str | None] = dict.fromkeys(rule.pattern for rule in rules)
     decided: set[str] = set()
     for name in names:
         matching = [rule for rule in rules if fnmatchcase(name, rule.pattern)]
         for rule in matching[1:]:
-            # Hidden is only what would be stored otherwise.
+            # A rule is hidden only if it would store the tensor differently.
             if (rule.exact, rule.group) == (matching[0].exact, matching[0].group):
                 decided.add(rule.pattern)
             else:
@@ -243,8 +253,8 @@ def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str
     return {pattern: earlier for pattern, earlier in idle.items() if pattern not in decided}
 
 
-def is_inner(fqn: str) -> bool:
-    """Return whether a name is that of an inner tensor of a subclass (`replace_subclasses`), which is exact."""
+def is_inner_tensor(fqn: str) -> bool:
+    """Return whether a name is that of an inner tensor of a tensor subclass, which is exact."""
     return any(map(is_class_key, fqn.split(".")))
 
 
@@ -252,42 +262,44 @@ def is_inner(fqn: str) -> bool:
 def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
     """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight).
 
-    `own`: it is known to be a tensor of the model, whose modules may have the names of moments and optimizers.
+    Args:
+        fqn: fully qualified name.
+        own: whether the tensor is known to be the model's, whose modules may have names of moments and optimizers.
     """
     parent, _, leaf = fqn.rpartition(".")
-    if is_inner(fqn):
+    if is_inner_tensor(fqn):
         return EXACT, fqn
     parts = fqn.lower().split(".")
     if leaf in _MOMENTS:
-        of_optimizers = any(map(is_of_optimizers, parts))
-        # Not so `model.layer.weight.exp_avg`, from a state dict that has moments beside the weights.
-        below = parts[0] in MODELS and len(parts) > 1 and parts[-2] not in _PARAMETERS
+        of_optimizers = any(map(is_optimizer_key, parts))
+        # `model.layer.weight.exp_avg` is a moment, in a state dict with moments beside the weights.
+        below = parts[0] in MODEL_KEYS and len(parts) > 1 and parts[-2] not in _PARAMETERS
         if not own and (of_optimizers or not below):
             return _MOMENTS[leaf], parent
         parts.pop()
     if leaf == "base" and "parametrizations" in parts:
-        return EXACT, fqn  # a point of `orthogonal` of torch, which no step would bring back to its manifold
-    if not own and any(map(_tells_of_state, parts)):
-        return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
+        return EXACT, fqn  # a point of torch's `orthogonal`: no step would bring it back to its manifold
+    if not own and any(map(_is_state_key, parts)):
+        return EXACT, fqn  # state of an unknown optimizer: no error bound is known for it
     return "weights", fqn
 
 
-def _is_own(fqn: str, types: Mapping[str, str] | None) -> bool:
-    """Return whether a tensor that its name takes for an optimizer's is a parameter or buffer of the model."""
+def _is_model_tensor(fqn: str, types: Mapping[str, str] | None) -> bool:
+    """Return whether a tensor with the name of optimizer state is a parameter or buffer of the model."""
     if not types or _kind(fqn)[0] == "weights":
         return False
     parts = strip_wrappers(fqn).split(".")
     for start in range(len(parts)):
         if ".".join(parts[start:]) in types:
-            return not any(map(_tells_of_state, parts[:start]))
+            return not any(map(_is_state_key, parts[:start]))
         if ".".join(parts[start:-1]) in types:
             return False
     return False
 
 
 def kind_of(fqn: str, types: Mapping[str, str] | None = None) -> str:
-    """Return the kind of a tensor by its name, and layer types of the model: weights, a moment's kind, or exact."""
-    return _kind(fqn, _is_own(fqn, types))[0]
+    """Return the kind of a tensor by its name and the layer types of the model: weights, a moment's kind, or exact."""
+    return _kind(fqn, _is_model_tensor(fqn, types))[0]
 
 
 def parameter_of(fqn: str) -> str:
@@ -299,7 +311,7 @@ def parameter_of(fqn: str) -> str:
 
 
 def is_lossy(config: DSQConfig) -> bool:
-    """Return whether a checkpoint so stored may give other values back than were saved."""
+    """Return whether values from a checkpoint under this configuration may differ from the saved ones."""
     quantize = config.quantize
     kinds = [quantize.weights, quantize.exp_avg, quantize.exp_avg_sq, quantize.momentum, *quantize.groups.values()]
     return any(kind.method != "exact" for kind in kinds)
@@ -312,8 +324,10 @@ def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
     return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen
 
 
-def in_tree(fqn: str, tree: Mapping[str, _T]) -> _T | None:
-    """Return what a mapping has by the name of a parameter in its module, with which a fully qualified name ends."""
+def find_by_suffix(fqn: str, tree: Mapping[str, _T]) -> _T | None:
+    """Return the value of a mapping for the longest suffix of a fully qualified name that is a key; None if there is
+    none.
+    """
     tail = strip_wrappers(fqn)
     while tail:
         if tail in tree:

@@ -1,4 +1,4 @@
-"""The layout of a save: its lossy tensors by group, and the settings that its parent fixes."""
+"""Layout of a save: its lossy tensors by group, and the settings fixed by its parent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
-from dsq_ckpt.quantization.groups import by_own_size
+from dsq_ckpt.quantization.groups import to_relative_config
 from dsq_ckpt.quantization.model_tensors import find_model_tensors
 from dsq_ckpt.quantization.update_rules import find_extra_state, find_weight_bound_state, with_finer_error
 
 _BY_UPDATE, _BY_SIZE = "/update", "/relative"
-"""Ends of the names of groups whose first moments are in units of Adam's update, and of their own size."""
-MEASURED = ""
-"""Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
-GRADIENT = "gradient of "
+"""Suffixes of groups whose first moments are in units of Adam's update, and of their own size."""
+MEASURE_ONLY = ""
+"""Group of chunks that are only measured: optimizer state that shows the size of gradients."""
+GRADIENT_PREFIX = "gradient of "
 """Prefix of a weight's name, for its averaged gradient."""
 
 
@@ -34,56 +34,56 @@ class Fractions:
 
 @dataclass(frozen=True)
 class Layout:
-    """The lossy tensors of a save and their groups, in one order: what all ranks agree on before they merge.
+    """Lossy tensors of a save and their groups, in one order: the agreement of all ranks before they merge sketches.
 
     Attributes:
         tensors: group of every lossy tensor, by fully qualified name.
         groups: configuration of every group.
-        state: kind (exp_avg_sq, momentum) of the optimizer's tensors from which the size of gradients is known.
-        averaged: whether chunks of weights have averaged gradients.
-        fractions: fractions that a search will ask for; those of the configuration itself need not be named.
+        state: kind (exp_avg_sq, momentum) of optimizer tensors that show the size of gradients.
+        has_gradients: whether chunks of weights have averaged gradients.
+        fractions: fractions that a search will use; those of the configuration itself may be omitted.
         residual: whether differences to the parent's values are coded; without a parent, chunks are exact.
         settings: entries of `quantize.groups` that apply to a tensor.
-        shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
-        objects: what optimizers keep that is no tensor, and more than a setting (`objects_of_optimizers`).
-        frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
-            so are not among `tensors` once all ranks have agreed.
-        usual: first moments that are quantized for an update like Adam's or SGD's, and no rule asks for it.
-        rounded: `exp_avg` among them beside which the optimizer keeps state that is none of Adam's, with the names of
-            it, once all ranks have agreed: their update is not known, and they are rounded to bf16. Groups with such
-            momentum are quantized more finely.
-        unlike: prefixes of the state of optimizers whose settings are not SGD's, so that the update is not known.
-        divided: prefixes of the state of optimizers whose update is `exp_avg` itself, which is so quantized by its own
-            size, though there are second moments beside it.
-        ruled: weights that are quantized as a rule asks for.
-        fitted_to: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or steps
-            that have shrunk, which are of use at the very weights that they were made at, so weights are exact beside
-            it, but for those that are `ruled`.
-        rounding: weights that a module of the model rounds as it uses them, without those that are `ruled`; these are
-            exact, and so are not among `tensors` once all ranks have agreed, nor frozen ones here.
+        shapes: shapes of all whole tensors, lossy or not, to match state with weights.
+        objects: names from `find_optimizer_objects`.
+        frozen: weights of the model that are frozen and do not change, by fully qualified name. These are exact, so
+            they are not among `tensors` once all ranks have agreed.
+        known_updates: first moments that are quantized for an update like Adam's or SGD's, without a rule for them.
+        rounded_moments: `exp_avg` among them beside which the optimizer keeps state that is not Adam's, with the names
+            of that state, once all ranks have agreed. Their update is not known, and they are rounded to bf16. Groups
+            with such momentum are quantized more finely.
+        unknown_updates: state prefixes of optimizers whose settings are not SGD's, so that the update is not known.
+        prenormalized: state prefixes of optimizers whose update is `exp_avg` itself, which is therefore quantized
+            relative to its own size, even beside second moments.
+        rule_weights: weights that are quantized by a rule.
+        weight_bound_state: state of L-BFGS or Rprop, once all ranks have agreed. It holds differences of gradients, or
+            steps that have shrunk, and is valid only for the exact weights at which it was computed. So weights are
+            exact beside it, except `rule_weights`.
+        rounded_weights: weights that a module of the model rounds as it uses them, except `rule_weights`. These are
+            exact, so they are not among `tensors` once all ranks have agreed; frozen ones are omitted here.
     """
 
     tensors: dict[str, str]
     groups: dict[str, TensorConfig]
     state: dict[str, str] = field(default_factory=dict)
-    averaged: bool = False
+    has_gradients: bool = False
     fractions: Fractions = Fractions()
     residual: bool = False
     settings: frozenset[str] = frozenset()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: FrozenTensors = field(default_factory=FrozenTensors)
-    usual: frozenset[str] = frozenset()
-    rounded: dict[str, set[str]] = field(default_factory=dict)
-    unlike: frozenset[str] = frozenset()
-    divided: frozenset[str] = frozenset()
-    ruled: frozenset[str] = frozenset()
-    fitted_to: frozenset[str] = frozenset()
-    rounding: frozenset[str] = frozenset()
+    known_updates: frozenset[str] = frozenset()
+    rounded_moments: dict[str, set[str]] = field(default_factory=dict)
+    unknown_updates: frozenset[str] = frozenset()
+    prenormalized: frozenset[str] = frozenset()
+    rule_weights: frozenset[str] = frozenset()
+    weight_bound_state: frozenset[str] = frozenset()
+    rounded_weights: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
-        """Return one layout, sorted, from the layouts of all ranks, or the one that they have agreed on before.
+        """Return one sorted layout from the layouts of all ranks, or from an earlier agreement.
 
         Raises:
             ConfigError: ranks save with different configurations.
@@ -106,26 +106,26 @@ class Layout:
                     raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
         frozen = FrozenTensors.merge(part.frozen for part in parts)
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
-        usual = frozenset[str]().union(*(part.usual for part in parts))
+        usual = frozenset[str]().union(*(part.known_updates for part in parts))
         objects = frozenset[str]().union(*(part.objects for part in parts))
         large = [name for name, shape in shapes.items() if usual and math.prod(shape) > 1]
         beside = find_extra_state([*large, *objects] if usual else [])
-        unlike = frozenset[str]().union(*(part.unlike for part in parts))
+        unlike = frozenset[str]().union(*(part.unknown_updates for part in parts))
         momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
         rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
         fine = {tensors[name] for name in momentum if name in beside or name.startswith(tuple(unlike))}
-        divided = frozenset[str]().union(*(part.divided for part in parts))
+        divided = frozenset[str]().union(*(part.prenormalized for part in parts))
         prefixes = tuple(divided)
         for name in usual if divided else ():
             group = tensors.get(name, "")
             if group.endswith(_BY_UPDATE) and name.startswith(prefixes):
                 tensors[name] = group.removesuffix(_BY_UPDATE) + _BY_SIZE
-                groups[tensors[name]] = by_own_size(groups[group])
-        ruled = frozenset[str]().union(*(part.ruled for part in parts))
-        exact, agreed = set[str](), any(part.fitted_to for part in parts)
+                groups[tensors[name]] = to_relative_config(groups[group])
+        ruled = frozenset[str]().union(*(part.rule_weights for part in parts))
+        exact, agreed = set[str](), any(part.weight_bound_state for part in parts)
         if fitted_to := find_weight_bound_state(shapes):
             exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
-        rounding = frozenset(name for part in parts for name in part.rounding if name not in frozen)
+        rounding = frozenset(name for part in parts for name in part.rounded_weights if name not in frozen)
         tensors = {
             name: group for name, group in tensors.items()
             if name not in frozen and name not in rounded and name not in exact and name not in rounding
@@ -135,7 +135,7 @@ class Layout:
             name: with_finer_error(config) if name in fine else config
             for name, config in groups.items() if name in used
         }
-        averaged = any(part.averaged for part in parts)
+        averaged = any(part.has_gradients for part in parts)
         fractions = parts[0].fractions if parts else Fractions()
         if len({part.residual for part in parts}) > 1:
             raise ConfigError("ranks save with different configurations: delta.against differs")
@@ -145,11 +145,13 @@ class Layout:
                    shapes, frozen, usual, rounded, unlike, divided, ruled,
                    fitted_to if exact or agreed else frozenset(), rounding, objects)
 
-    def of_model(self) -> Layout:
-        """Return what a rank alone knows: frozen and rounded weights of its model, and objects of its optimizers."""
+    def rank_part(self) -> Layout:
+        """Return the part that is known to one rank alone: its frozen and rounded weights, and objects of its
+        optimizers.
+        """
         return Layout(
-            {}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen, rounding=self.rounding,
-            objects=self.objects,
+            {}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen,
+            rounded_weights=self.rounded_weights, objects=self.objects,
         )
 
     def weights(self) -> frozenset[str]:
@@ -157,30 +159,30 @@ class Layout:
         return frozenset(fqn for fqn, group in self.tensors.items() if group.startswith("weights/"))
 
     @cached_property
-    def of_models(self) -> frozenset[str]:
-        """The names of parameters and buffers of models, told by all names of the save."""
+    def model_tensors(self) -> frozenset[str]:
+        """Names of parameters and buffers of models, found by all names of the save."""
         return frozenset(find_model_tensors(self.shapes, self.weights()))
 
-    def rows(self) -> list[str]:
+    def octave_names(self) -> list[str]:
         """Return the names of all tensors and gauges whose octaves are counted."""
-        averages = [GRADIENT + fqn for fqn, group in self.tensors.items() if group.startswith("weights/")]
-        return list(dict.fromkeys([*self.tensors, *self.state, *(averages if self.averaged else ())]))
+        averages = [GRADIENT_PREFIX + fqn for fqn, group in self.tensors.items() if group.startswith("weights/")]
+        return list(dict.fromkeys([*self.tensors, *self.state, *(averages if self.has_gradients else ())]))
 
-    def octaves(self) -> set[str]:
+    def octave_groups(self) -> set[str]:
         """Return the groups coded by octave; their octaves are counted without the frame of their chunks."""
         return {group for group, config in self.groups.items() if config.codebook.coordinates == "octaves"}
 
-    def weighed(self) -> list[str]:
-        """Return the groups whose elements are pruned and protected by sensitivity too."""
+    def sensitivity_groups(self) -> list[str]:
+        """Return the groups whose elements are also pruned and protected by sensitivity."""
         return [
-            group for group, config in self.groups.items() if self.averaged and group.startswith("weights/")
+            group for group, config in self.groups.items() if self.has_gradients and group.startswith("weights/")
             and config.codebook.weighing is not None
         ]
 
 
 @dataclass(frozen=True)
 class ParentModel:
-    """The settings that a child takes over from its parent checkpoint.
+    """Settings that a child inherits from its parent checkpoint.
 
     Attributes:
         books: codebooks by group.
@@ -193,12 +195,12 @@ class ParentModel:
     depth: int = 0
 
     @classmethod
-    def of_index(cls, index: Mapping[str, Any], depth: int) -> ParentModel:
-        """Return the model that the index of a checkpoint tells, as it was read or is written."""
+    def from_index(cls, index: Mapping[str, Any], depth: int) -> ParentModel:
+        """Return the model in the index of a checkpoint, as it was read or is written."""
         books = {name: Codebook.from_json(tree) for name, tree in index["codebooks"].items()}
         return cls(books, dict(index["exponents"]), depth)
 
-    def usable_for(self, layout: Layout) -> ParentModel:
+    def restrict_to(self, layout: Layout) -> ParentModel:
         """Return the model without groups that change between linear and log: a linear window misses small values."""
         return replace(self, books={
             group: book for group, book in self.books.items()

@@ -60,7 +60,8 @@ class MatrixScales:
         """Return the mean logarithms of rows, and the means of what is left of columns; zeros do not count.
 
         The mean ratio of a column, and so of the chunk, is 1. By mean logarithms second moments came back 1 to 6 % too
-        small, and a restart lost two steps. Once values are quantized, `step_lengths.corrected` moves what is stored.
+        small, and a restart lost two steps. Once values are quantized, `step_lengths.correct_scales` moves the stored
+        scales.
         All are 1 where elements are 120 octaves away from them: their ratios could leave the range of fp32.
 
         Args:
@@ -79,14 +80,14 @@ class MatrixScales:
         parts = (matrix[start : start + step] for start in range(0, rows, step))
         if columns == 1:  # as of flat partitions: kernels go row by row
             parts = (part.T for part in parts)
-        work = partial(_near if near else _here, by_row=by_row, by_column=by_column and columns > 1)
+        work = partial(_sum_on_device if near else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or near else workers.map(work, parts):
             if by_row:  # 8 bytes for each element, where rows are as short as one
                 numbers.append(part.numbers)
             left += part.left
             low, high = min(low, part.low), max(high, part.high)
-        means = np.rint(_eighths(left[0] / np.maximum(left[1], 1)))
+        means = np.rint(_to_eighths(left[0] / np.maximum(left[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, nothing, nothing)
         more = 0 if by_column else means
@@ -96,7 +97,7 @@ class MatrixScales:
         )
 
     @property
-    def any(self) -> bool:
+    def is_scaled(self) -> bool:
         """Whether there are scales other than 1."""
         return bool(len(self.by_row) or len(self.by_column))
 
@@ -111,7 +112,7 @@ class MatrixScales:
         if values.device.type == "cpu":
             return torch.from_numpy(divide(values.numpy(), start, *self._numbers(start + len(values))))
         values = torch.where(values.abs() < TINY, 0.0, values)
-        if not self.any:
+        if not self.is_scaled:
             return values
         if len(values) < self.columns:  # not factors of all columns for a part of a row
             place = np.arange(start, start + len(values))
@@ -136,7 +137,7 @@ class MatrixScales:
         Raises:
             ValueError: they are no flat float32, or not all of the chunk.
         """
-        if self.any:
+        if self.is_scaled:
             multiply(values, start, *self._numbers(start + len(values)))
 
     def _numbers(self, stop: int) -> tuple[int, I16, I16]:
@@ -153,21 +154,21 @@ def _factors(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(FACTORS).to(device)
 
 
-def _eighths(means: F64) -> F64:
+def _to_eighths(means: F64) -> F64:
     """Return eighths of an octave above 1; 0 for 0, which no value had."""
     found: F64 = 8 * np.log2(np.where(means > 0, means, 1.0))
     return found
 
 
-def _here(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
+def _sum_on_host(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     rows, columns = part.shape
     numbers, reach = np.zeros(rows if by_row else 1), np.zeros(2, np.int32)
     left = np.zeros((2, columns if by_column else 1))
-    _add(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, left, reach)
+    _add_sums(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, left, reach)
     return _Sums(numbers, left, *(reach * 2.0**-_EIGHTH))
 
 
-def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
+def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     """Return what `_here` does, from a part on a device; on the host, if its memory is full."""
     try:
         values = part.to(torch.float32).contiguous()
@@ -188,11 +189,11 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
             found[2 : 2 + len(numbers)].copy(), found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)
         )
     except torch.OutOfMemoryError:
-        return _here(part.cpu(), by_row, by_column)
+        return _sum_on_host(part.cpu(), by_row, by_column)
 
 
 @jit
-def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reach: Any) -> None:
+def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reach: Any) -> None:
     rows, columns = bits.shape
     first, beyond, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
     values = bits.view(np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from dsq_ckpt.quantization.groups import EXACT, MODELS, key_of_optimizer, kind_of
+from dsq_ckpt.quantization.groups import EXACT, MODEL_KEYS, kind_of, optimizer_prefix
 
 _ENDS = (".weight", ".bias")
 
@@ -27,7 +27,7 @@ def find_model_tensors(
     found = {name for name in names if name in weights or kind_of(name, types) == "weights"}
     below: dict[str, list[str]] = {}
     for name in names:
-        if name not in found and (key := key_of_optimizer(name)):
+        if name not in found and (key := optimizer_prefix(name)):
             below.setdefault(key, []).append(name)
     for key, own in below.items():
         if _is_module(key, own):
@@ -42,13 +42,13 @@ def exclude_parameter_state(names: Sequence[str], shapes: Mapping[str, tuple[int
     `opt_state.mu.layer.weight` beside `model.layer.weight`. Weights of a module do not end so.
     """
     outside = {
-        (part, shape) for name, shape in shapes.items() if not key_of_optimizer(name)
+        (part, shape) for name, shape in shapes.items() if not optimizer_prefix(name)
         for part in (name, name.partition(".")[2]) if "." in part  # `weight` alone is the end of most names
     }
     return [
         name for name in names
         if outside.isdisjoint(
-            (suffix, shapes[name]) for suffix in name_suffixes(name.removeprefix(key_of_optimizer(name))[1:])
+            (suffix, shapes[name]) for suffix in name_suffixes(name.removeprefix(optimizer_prefix(name))[1:])
         )
     ]
 
@@ -67,7 +67,7 @@ def _is_module(key: str, names: Sequence[str]) -> bool:
     """
     if any(kind_of(name) != EXACT for name in names):
         return False
-    if key.partition(".")[0].lower() in MODELS:
+    if key.partition(".")[0].lower() in MODEL_KEYS:
         return True
     named = any(name == key or name.endswith(_ENDS) for name in names)
     return named and not any(".state." in name[len(key):] for name in names)

@@ -107,7 +107,7 @@ class UpdateFrame:
         return replace(self, squares=self.squares[where])
 
 
-def from_roots(values: F32, squares: F32) -> None:
+def multiply_by_roots(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the roots of their second moments, in place; both float32, flat.
 
     Products past the largest finite number become that number.
@@ -115,8 +115,8 @@ def from_roots(values: F32, squares: F32) -> None:
     _multiply_by_roots(values, squares, LEAST_ROOT)
 
 
-def from_octave_units(values: F32, squares: F32) -> None:
-    """Multiply decoded first moments by `OCTAVE_UNITS` of their second moments, in place; as `from_roots`."""
+def multiply_by_octave_units(values: F32, squares: F32) -> None:
+    """Multiply decoded first moments by `OCTAVE_UNITS` of their second moments, in place; as `multiply_by_roots`."""
     _multiply_by_octaves(values, squares.view(np.uint32), OCTAVE_UNITS)
 
 

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from dsq_ckpt.quantization.groups import is_of_optimizers
+from dsq_ckpt.quantization.groups import is_optimizer_key
 from dsq_ckpt.quantization.model_tensors import find_model_tensors
 
 Shape = tuple[int, ...]
@@ -32,7 +32,7 @@ def _is_parameter_name(optimizer: str) -> bool:
     """Return whether a prefix contains the name of a parameter below a key `state`, such as of `self.state[0]`."""
     *outer, _ = optimizer.split(".")
     while outer:
-        if is_of_optimizers(part := outer.pop()):
+        if is_optimizer_key(part := outer.pop()):
             return part == "state"
     return False
 

@@ -23,7 +23,7 @@ from dsq_ckpt.quantization.device.passes import full_sketches
 _SMALLEST = float(np.finfo(np.float32).tiny) * 2.0**24
 
 
-class Sparse(NamedTuple):
+class SparseSketch(NamedTuple):
     """A piece of a chunk and its full sketch, unscaled: occupied bins and their counts."""
 
     chunk: Chunk
@@ -31,45 +31,48 @@ class Sparse(NamedTuple):
     counts: Counts
 
 
-def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
+def sketch_chunks(chunks: Sequence[Chunk], workers: Workers) -> list[SparseSketch]:
     """Return full sketches of all chunks, in pieces."""
-    near, far = _by_place(chunks)
+    near, far = _split_by_device(chunks)
     try:
-        made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
+        made = [
+            SparseSketch(chunk, *_occupied_bins(counts))
+            for chunk, counts in zip(near, full_sketches(near), strict=True)
+        ]
     except torch.OutOfMemoryError:
         made, far = [], list(chunks)
     settle_streams(chunk.tensor for chunk in far)
-    pieces = [piece for share in _shares(far, workers) for piece in share]
-    return made + list(workers.map(partial(_sparse, workers=workers), pieces))
+    pieces = [piece for share in _share_out(far, workers) for piece in share]
+    return made + list(workers.map(partial(_sketch_piece, workers=workers), pieces))
 
 
-def vanishes(chunk: Chunk) -> bool:
+def underflows(chunk: Chunk) -> bool:
     """Return whether a chunk that is not zero would be nearly nothing but zeros in float32."""
     if chunk.tensor.dtype != torch.float64 or not chunk.tensor.numel():
         return False
     return 0 < float(chunk.tensor.detach().abs().max()) < _SMALLEST
 
 
-def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
+def _sketch_piece(chunk: Chunk, workers: Workers) -> SparseSketch:
     counts = np.zeros((1, FULL.size), np.int64)
     _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
-    return Sparse(chunk, *_occupied(counts[0]))
+    return SparseSketch(chunk, *_occupied_bins(counts[0]))
 
 
-def _by_place(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+def _split_by_device(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     """Split chunks into those that are processed in device memory and all others."""
-    near = [chunk for chunk in chunks if device.serves(chunk)]
-    return near, [chunk for chunk in chunks if not device.serves(chunk)]
+    near = [chunk for chunk in chunks if device.is_supported(chunk)]
+    return near, [chunk for chunk in chunks if not device.is_supported(chunk)]
 
 
-def _occupied(counts: Counts) -> tuple[Counts, Counts]:
+def _occupied_bins(counts: Counts) -> tuple[Counts, Counts]:
     bins = np.flatnonzero(counts != 0)  # three times as fast as of int64
     return bins, counts[bins]
 
 
-def on_host(chunk: Chunk) -> bool:
+def is_on_host(chunk: Chunk) -> bool:
     """Return whether a chunk is sketched on the host."""
-    return not device.serves(chunk)
+    return not device.is_supported(chunk)
 
 
 def add_joint(
@@ -91,14 +94,14 @@ def add_joint(
         if not mine:
             continue
         window = windows[group]
-        near, far = _by_place(mine) if octaves is None else ([], mine)
+        near, far = _split_by_device(mine) if octaves is None else ([], mine)
         try:
             if near:
                 add_joint_on_device(near, window, array)
         except torch.OutOfMemoryError:
             far = mine
         settle_streams(chunk.tensor for chunk in far)
-        shares = _shares(far, workers)
+        shares = _share_out(far, workers)
         work = partial(_joint_share, window=window, by_octave=octaves is not None, workers=workers)
         into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first one needs no array of its own
         for counts, by_octave in workers.map(work, zip(shares, into, strict=True)):
@@ -152,19 +155,19 @@ def add_by_class(
             sketch_block(values[mine], None if parent is None else parent[mine], window, chunk.exponent, counts[place])
 
 
-def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Workers) -> None:
+def add_shifted(sparse: SparseSketch, exponent: float, counts: Counts, workers: Workers) -> None:
     """Add a sketch as if its values had been divided by 2**exponent: for whole octaves that moves keys."""
     whole = exponent == int(exponent)
     # Subnormals that become normal: their sketch does not tell how.
     if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
         scaled = replace(sparse.chunk, parent=None, exponent=exponent)
-        if device.serves(scaled):
+        if device.is_supported(scaled):
             with suppress(torch.OutOfMemoryError):
                 add_joint_on_device([scaled], FULL, counts)
                 return
         _sketch_chunk(scaled, FULL, counts, workers)
     else:
-        np.add.at(counts[0], _shifted(sparse.bins, int(exponent)), sparse.counts)
+        np.add.at(counts[0], _shift_bins(sparse.bins, int(exponent)), sparse.counts)
 
 
 def _sketch_chunk(
@@ -179,7 +182,7 @@ def _sketch_chunk(
             kernels.octaves(values if frame is None or frame.scales is None else block_values(flat[where]), octaves)
 
 
-def _shifted(bins: Counts, exponent: int) -> Counts:
+def _shift_bins(bins: Counts, exponent: int) -> Counts:
     """Return the bins of the values divided by 2**exponent."""
     if not exponent:
         return bins
@@ -189,7 +192,7 @@ def _shifted(bins: Counts, exponent: int) -> Counts:
     return np.where(place == 0, bins, sign * FULL.n + moved)
 
 
-def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
+def _share_out(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
     """Partition chunks over threads so that each has about the same number of elements; large chunks are split."""
     pieces: list[Chunk] = []
     total = sum(chunk.key.elements for chunk in chunks)

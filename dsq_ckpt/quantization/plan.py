@@ -49,7 +49,7 @@ class ConfigPolicy(Protocol):
         """
 
 
-def as_configured(
+def plan_as_configured(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
     """Return the plan of the configuration as it is; a policy.
@@ -66,7 +66,7 @@ def as_configured(
     return plan
 
 
-def all_exact(
+def plan_exact(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
     """Return the plan of a save that has to be exact; a policy."""

@@ -26,8 +26,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, scale_of, settle_streams
-from dsq_ckpt.quantization.codebook.base import MOST_BITS
-from dsq_ckpt.quantization.codebook.fit import Fitted
+from dsq_ckpt.quantization.codebook.base import MAX_REFINEMENT_BITS
+from dsq_ckpt.quantization.codebook.fit import GroupFit
 
 _RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
 """Runs of adjacent elements in the sample of a chunk, and elements in them, at most and if there are many chunks."""
@@ -131,15 +131,17 @@ class RestoreTracker:
 
 
 def refine_restored_groups(
-    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: RestoreTracker, comm: Communicator, workers: Workers
-) -> dict[str, Fitted]:
+    chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], spread: RestoreTracker, comm: Communicator,
+    workers: Workers,
+) -> dict[str, GroupFit]:
     """Return the fitted codebooks, with the narrowest parts for `find_restored_groups`; collective."""
     found = find_restored_groups(chunks, fitted, spread, comm, workers)
-    return {group: one.refined(MOST_BITS) if group in found else one for group, one in fitted.items()}
+    return {group: one.refined(MAX_REFINEMENT_BITS) if group in found else one for group, one in fitted.items()}
 
 
 def find_restored_groups(
-    chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], spread: RestoreTracker, comm: Communicator, workers: Workers
+    chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], spread: RestoreTracker, comm: Communicator,
+    workers: Workers,
 ) -> set[str]:
     """Return the groups with values, on any rank, that still lie where a restore has put them; collective.
 
@@ -205,11 +207,11 @@ def _sample_size(chunks: int) -> int:
     return max(_FEWEST, min(_MOST, _TOGETHER // chunks))
 
 
-def _can_be_refined(fitted: Fitted) -> bool:
-    return fitted.codebook.domain == "linear" and 0 < fitted.refinement_bits < MOST_BITS
+def _can_be_refined(fitted: GroupFit) -> bool:
+    return fitted.codebook.domain == "linear" and 0 < fitted.refinement_bits < MAX_REFINEMENT_BITS
 
 
-def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, Fitted], workers: Workers) -> set[str]:
+def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], workers: Workers) -> set[str]:
     """Return the groups with values that lie close together within parts, in a chunk or as a whole."""
     settle_streams([chunk.tensor for chunk in chunks])
     count = Counter(chunk.group for chunk in chunks)
@@ -236,7 +238,7 @@ def _is_uneven(sums: Array, least: float) -> bool:
     return elements >= _MIN_SAMPLE and waves > max(least * pairs, _SURE * pairs**0.5)
 
 
-def _measure_chunk(chunk: Chunk, fitted: Fitted, elements: int) -> Array:
+def _measure_chunk(chunk: Chunk, fitted: GroupFit, elements: int) -> Array:
     """Return the sums of `measure_part_waves` for a sample of a chunk, float64[3]."""
     values = _dither(_sample(chunk.tensor, elements).cpu())
     before = None if chunk.parent is None or not fitted.uses_parent else _sample_codes(chunk.parent, elements)

@@ -19,11 +19,11 @@ from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
-from dsq_ckpt.quantization.layout import GRADIENT, Layout
+from dsq_ckpt.quantization.layout import GRADIENT_PREFIX, Layout
 from dsq_ckpt.quantization.numbered_state import is_numbered_name, match_state_to_weights
 
 OCTAVES = 256
-CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
+OCTAVE_CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
@@ -82,7 +82,7 @@ def choose_scales(
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
     tensors, groups = layout.tensors, layout.groups
-    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges_of(layout))
+    scaled, unit, wanted = _scale_by_gradient(octaves, tensors, groups, find_gauges(layout))
     updates = {group for group, config in groups.items() if config.codebook.coordinates == "update"}
     relative = updates | {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
     sized = {fqn: octaves[fqn].copy() for fqn, group in tensors.items() if group in relative}
@@ -133,18 +133,18 @@ def choose_scales(
     )
 
 
-def gauges_of(layout: Layout) -> dict[str, Gauge]:
+def find_gauges(layout: Layout) -> dict[str, Gauge]:
     """Return, by weight, the tensor of a save from which the size of the weight's gradients is known, where one is.
 
     Averages of gradients are preferred. State by the numbers of an optimizer's own state dict is found by its shapes.
     """
     weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
-    if layout.averaged:
-        return {fqn: Gauge(GRADIENT + fqn, 2) for fqn in weights}
+    if layout.has_gradients:
+        return {fqn: Gauge(GRADIENT_PREFIX + fqn, 2) for fqn in weights}
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
     state = [fqn for fqn, found in layout.state.items() if found == kind]
-    numbered = match_state_to_weights(state, layout.shapes, layout.of_models)
+    numbered = match_state_to_weights(state, layout.shapes, layout.model_tensors)
     by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered_name(fqn)}
     gauges = {}
     for fqn in weights:
@@ -156,7 +156,7 @@ def gauges_of(layout: Layout) -> dict[str, Gauge]:
     return gauges
 
 
-def _by_gradient(
+def _scale_by_gradient(
     octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge]
 ) -> tuple[set[str], float, dict[str, float]]:
     """Return the groups scaled by gradients, the unit of their steps, and the exponents of their tensors."""
@@ -166,7 +166,7 @@ def _by_gradient(
     names = [fqn for fqn, group in tensors.items() if group in strength]
     energy = mean_squares(octaves, names)
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
-    gradient = {fqn: float(_mean(octaves[gauges[fqn].name], gauges[fqn].power)) for fqn in names if fqn in gauges}
+    gradient = {fqn: float(_mean_power(octaves[gauges[fqn].name], gauges[fqn].power)) for fqn in names if fqn in gauges}
     known = [
         fqn for fqn, mean in gradient.items()
         if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
@@ -196,11 +196,11 @@ def mean_squares(octaves: dict[str, Counts], names: list[str]) -> dict[str, floa
     """Return the mean square of each tensor, without its largest few values."""
     if not names:
         return {}
-    means = _mean(_without_few(np.stack([octaves[fqn] for fqn in names])), 2)
+    means = _mean_power(_without_largest(np.stack([octaves[fqn] for fqn in names])), 2)
     return dict(zip(names, means.tolist(), strict=True))
 
 
-def _without_few(octaves: Counts) -> Counts:
+def _without_largest(octaves: Counts) -> Counts:
     """Return counts by octave, [..., 256], without the largest few values, which must not set the scale of all others.
 
     One value 10,000 times the others, as of a bug or of an attention sink, is protected anyway.
@@ -211,10 +211,10 @@ def _without_few(octaves: Counts) -> Counts:
     return kept
 
 
-def _mean(octaves: Counts, power: int) -> F64:
+def _mean_power(octaves: Counts, power: int) -> F64:
     """Return means of |x|**power, float64[...], from counts by octave, int64[..., 256]."""
     held = octaves[..., :255]
-    means: F64 = (held[..., 1:] * 2.0 ** (power * CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
+    means: F64 = (held[..., 1:] * 2.0 ** (power * OCTAVE_CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
     return means
 
 
@@ -233,7 +233,7 @@ def _is_unresolved(
     if each:  # an octave that the window begins in is not whole
         first += 1
     exponent = np.arange(1, 255) - np.array([exponents[fqn] for fqn in names])[:, None]
-    parts = _without_few(np.stack([octaves[fqn] for fqn in names]))[:, 1:255] * 4.0 ** (exponent - 127.0)
+    parts = _without_largest(np.stack([octaves[fqn] for fqn in names]))[:, 1:255] * 4.0 ** (exponent - 127.0)
     energy, resolved = parts.sum(1), np.where(exponent >= first, parts, 0.0).sum(1)
     if each and (energy - resolved > _LOST * energy).any():
         return True
@@ -251,8 +251,8 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
         return {}
     counts = np.stack([octaves[fqn] for fqn in names])
     held = dict(zip(names, counts[:, 1:255].sum(1).tolist(), strict=True))
-    kept = _without_few(counts)
-    squares = _mean(kept, 2) * kept[:, :255].sum(1) / np.maximum(kept[:, 1:255].sum(1), 1)
+    kept = _without_largest(counts)
+    squares = _mean_power(kept, 2) * kept[:, :255].sum(1) / np.maximum(kept[:, 1:255].sum(1), 1)
     size = dict(zip(names, (0.5 * np.log2(squares)).tolist(), strict=True))
     names.sort(key=lambda fqn: size[fqn])
     cumulative = np.cumsum([held[fqn] for fqn in names])
@@ -260,7 +260,7 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
     return {fqn: size[fqn] - median for fqn in names}
 
 
-def octaves_of(bins: Counts, counts: Counts) -> Counts:
+def count_octaves(bins: Counts, counts: Counts) -> Counts:
     """Return the elements by biased exponent, int64[256]: 0 for zeros and subnormals, 255 for Inf and NaN."""
     place = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
     exponent = np.where(place == FULL.n - 1, 255, (place + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)

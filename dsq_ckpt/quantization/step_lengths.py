@@ -1,9 +1,9 @@
-"""The length of Adam's next steps, which decoded second moments must not change as a rule.
+"""Lengths of Adam's next steps, whose mean decoded second moments must preserve.
 
-A step is proportional to 1 / sqrt(v). Where v comes back as v', the next steps are sqrt(v / v') times as long as they
-would be. Errors of single elements average out over a row; an error that a row, a column or a chunk shares does not,
-since it is a change of that part's learning rate. So the mean of sqrt(v / v') is kept at 1 for each of them: scales of
-rows and columns are moved after quantization, and the levels of a chunk are multiplied by what is left.
+A step is proportional to 1 / sqrt(v). If v is decoded as v', the next steps are sqrt(v / v') times as long. Errors of
+single elements average out over a row; an error shared by a row, a column or a chunk does not, since it changes the
+learning rate of that part. So the mean of sqrt(v / v') is kept at 1 for each of them: scales of rows and columns are
+moved after quantization, and the levels of a chunk are multiplied by the remaining factor.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dsq_ckpt.core.arrays import F32, F64, I16, Codes
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
-_TOGETHER = 1 << 24  # elements that are looked at together on a device
+_TOGETHER = 1 << 24  # elements that are processed together on a device
 _FURTHEST = 64  # eighths of an octave by which a scale may be moved
 _LANES = 16
 
 
 class StepLengths(NamedTuple):
-    """Sums over some elements of a chunk, and the numbers of elements: of sqrt(v / v').
+    """Sums of sqrt(v / v') over some elements of a chunk, and numbers of elements.
 
     Attributes:
-        row: of the first of them.
-        rows: float64[2, r], sum and number by row; of all together, where rows have no scales.
-        column: of the first of `columns`.
-        columns: float64[2, c], by column, on to the next row, where they are fewer than a row; in means of their rows,
-            where rows have scales. float64[2, 1], unused, where columns have no scales.
+        row: number of the first row.
+        rows: float64[2, r], sum and number by row; of all rows together, if rows have no scales.
+        column: number of the first of `columns`.
+        columns: float64[2, c], by column, wrapping to the next row if there are fewer than a row; relative to the means
+            of their rows, if rows have scales. float64[2, 1], unused, if columns have no scales.
     """
 
     row: int
@@ -40,12 +40,12 @@ class StepLengths(NamedTuple):
     columns: F64
 
     @classmethod
-    def none(cls, scales: MatrixScales) -> StepLengths:
-        """Return the sums of a chunk to which those of its blocks are to be added."""
+    def zeros(cls, scales: MatrixScales) -> StepLengths:
+        """Return zero sums for a chunk, to which those of its blocks are added."""
         return cls(0, np.zeros((2, max(1, len(scales.by_row)))), 0, np.zeros((2, max(1, len(scales.by_column)))))
 
     def add(self, block: StepLengths) -> None:
-        """Add the sums of a block to these, which are of its whole chunk."""
+        """Add the sums of a block to those of its whole chunk."""
         self.rows[:, block.row : block.row + block.rows.shape[1]] += block.rows
         left = self.columns[:, block.column :]
         size = min(left.shape[1], block.columns.shape[1])
@@ -53,15 +53,15 @@ class StepLengths(NamedTuple):
         self.columns[:, : block.columns.shape[1] - size] += block.columns[:, size:]
 
 
-def step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, start: int) -> StepLengths:
+def sum_step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, start: int) -> StepLengths:
     """Return the sums for a block. Zeros, and values whose code has no positive level, do not count.
 
     Args:
-        values: float32[n], over their scales.
+        values: float32[n], divided by their scales.
         codes: uint8[n].
         levels: float64[k], k at most 256.
-        scales: of the chunk.
-        start: place of the block's first element in the chunk.
+        scales: scales of the chunk.
+        start: position of the block's first element in the chunk.
     """
     by_row, by_column, n = len(scales.by_row) > 0, len(scales.by_column) > 1, max(1, len(values))
     columns = scales.columns if by_row or by_column else n
@@ -69,14 +69,14 @@ def step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, s
     rows = (column + n - 1) // columns + 1 if by_row else 1
     sums = np.zeros((2, min(columns, n) if by_column else 1))  # not of all columns: a row may be longer than a block
     found = StepLengths(row if by_row else 0, np.zeros((2, rows)), column if columns > n and by_column else 0, sums)
-    _add(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, found.rows, sums)
+    _add_rows(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, found.rows, sums)
     return found
 
 
-def step_lengths_on_device(
+def sum_step_lengths_on_device(
     values: torch.Tensor, codes: torch.Tensor, levels: F64, scales: MatrixScales
 ) -> torch.Tensor:
-    """Return the sums for a whole chunk, as `unpacked` takes them; float64, on the device of the values."""
+    """Return the sums for a whole chunk in the form for `unpack_sums`; float64, on the device of the values."""
     inverse = torch.from_numpy(_inverse_roots(levels)).to(values.device)
     by_row, by_column = len(scales.by_row) > 0, len(scales.by_column) > 1
     columns = scales.columns if by_row or by_column else 1
@@ -97,27 +97,27 @@ def step_lengths_on_device(
     return torch.cat([rows if by_row else rows.sum(1, keepdim=True), by_columns], 1)
 
 
-def unpacked(found: F64, scales: MatrixScales) -> StepLengths:
-    """Return the sums that came from a device."""
+def unpack_sums(found: F64, scales: MatrixScales) -> StepLengths:
+    """Return the sums from a device."""
     rows = max(1, len(scales.by_row))
     return StepLengths(0, found[:, :rows], 0, found[:, rows:])
 
 
-def corrected(scales: MatrixScales, steps: StepLengths) -> tuple[MatrixScales, float]:
-    """Return scales for the decoder, and the log2 of the factor that levels are multiplied by.
+def correct_scales(scales: MatrixScales, steps: StepLengths) -> tuple[MatrixScales, float]:
+    """Return scales for the decoder, and the log2 of the factor for levels.
 
-    By these, the mean of sqrt(v / v') is 1 in the chunk, and in its rows and columns as nearly as eighths of an octave
-    allow.
+    With these, the mean of sqrt(v / v') is 1 in the chunk, and in its rows and columns up to the resolution of scales,
+    an eighth of an octave.
 
     Args:
-        scales: by which the values were divided.
+        scales: scales by which the values were divided.
         steps: sums for the chunk.
     """
     total, count = steps.rows.sum(1)
     if not total > 0:
         return scales, 0.0
-    by_row, row_factor = _moves(steps.rows)
-    by_column, column_factor = _moves(steps.columns)
+    by_row, row_factor = _scale_moves(steps.rows)
+    by_column, column_factor = _scale_moves(steps.columns)
     moved = replace(
         scales, by_row=scales.by_row + by_row[: len(scales.by_row)],
         by_column=scales.by_column + by_column[: len(scales.by_column)],
@@ -125,8 +125,8 @@ def corrected(scales: MatrixScales, steps: StepLengths) -> tuple[MatrixScales, f
     return moved, 2 * float(np.log2(total / count * row_factor * column_factor))
 
 
-def _moves(sums: F64) -> tuple[I16, float]:
-    """Return how far to move each scale, int16, and by which factor that changes the mean."""
+def _scale_moves(sums: F64) -> tuple[I16, float]:
+    """Return by how much to move each scale, int16, and the factor by which the moves change the mean."""
     total, count = sums.sum(1)
     if not total > 0:
         return np.zeros(sums.shape[1], np.int16), 1.0
@@ -136,17 +136,17 @@ def _moves(sums: F64) -> tuple[I16, float]:
 
 
 def _inverse_roots(levels: F64) -> F32:
-    """Return one over the root of the level of each code, float32[256]; zero for codes of no positive level."""
+    """Return one over the root of the level of each code, float32[256]; zero for codes without a positive level."""
     out = np.zeros(256, np.float32)
     np.divide(1.0, np.sqrt(levels.clip(0)), out=out[: len(levels)], where=levels > 0, casting="same_kind")
     return out
 
 
 @jit
-def _lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
+def _write_lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
     """Write sqrt(v / v') of elements, 0 for those that do not count; return how many do.
 
-    Three loops, since compilers take several elements at once in each, but not in one of all three.
+    Compilers vectorize each of three loops, but not one loop of all three.
     """
     held = 0
     for j in range(len(out)):
@@ -161,8 +161,8 @@ def _lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
 
 
 @jit
-def _total(lengths: Any, lanes: Any) -> float:
-    """Return the sum in fp64, by lanes of its own so that no element waits for the sum before it."""
+def _sum_lengths(lengths: Any, lanes: Any) -> float:
+    """Return the sum in fp64, in separate lanes so that no element waits for the sum before it."""
     lanes[:] = 0
     for i in range(len(lengths) // _LANES):
         for j in range(_LANES):
@@ -174,7 +174,7 @@ def _total(lengths: Any, lanes: Any) -> float:
 
 
 @jit
-def _add(
+def _add_rows(
     values: Any, codes: Any, inverse: Any, offset: int, columns: int, by_row: bool, by_column: bool, rows: Any,
     sums: Any,
 ) -> None:
@@ -184,8 +184,8 @@ def _add(
     while i < len(values):
         size = min(columns - column, len(values) - i)
         lengths = space[:size]  # of a row, which is known as a whole before its columns are added
-        held = _lengths(values[i : i + size], codes[i : i + size], inverse, lengths)
-        total = _total(lengths, lanes)
+        held = _write_lengths(values[i : i + size], codes[i : i + size], inverse, lengths)
+        total = _sum_lengths(lengths, lanes)
         rows[0, row] += total
         rows[1, row] += held
         if by_column and total > 0:

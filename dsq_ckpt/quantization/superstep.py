@@ -1,7 +1,8 @@
-"""Several differences as one record: for every combination of their codes, what each of them adds, in order.
+"""Super-steps: several differences as one record, with the values that each of them adds, for every combination of
+codes.
 
-The numbers are added one after the other, as by a reader of the records themselves: their sum would be rounded
-otherwise, and a merged checkpoint is to hold the same values bit for bit.
+The values are added one after the other, as a reader of the separate records does: their sum would be rounded
+differently, and a merged checkpoint must hold the same values bit for bit.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32, I64, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import add
+from dsq_ckpt.quantization.chunk import add_residual
 from dsq_ckpt.quantization.codebook.base import float_array
 
 MOST_CODES = 255
-"""Combinations in one record; one more code is for elements with numbers of their own."""
-_MOST_OWN = 2
-"""Numbers of their own in one record, per element of the chunk: what reading it may take of memory."""
+"""Combinations in one record; one more code is for elements with values of their own."""
+_MOST_ESCAPED = 2
+"""Escaped values in one record, per element of the chunk; a bound on the memory of a reader."""
 
 
 @dataclass(frozen=True)
 class SuperStep:
-    """What is added to every element of a chunk, in one or several steps.
+    """Values to add to every element of a chunk, in one or several steps.
 
     Attributes:
-        codes: uint8[n], below k, or k for an element that has numbers of its own.
-        steps: float32[m, k], what each step adds by code.
-        own: float32[m, count], what each step adds to the elements of code k, in their order.
+        codes: uint8[n], below k, or k for an escaped element, which has values of its own.
+        steps: float32[m, k], the value that each step adds, by code.
+        escaped: float32[m, count], the values that each step adds to escaped elements, in their order.
     """
 
     codes: Codes
     steps: F32
-    own: F32
+    escaped: F32
 
     @property
-    def last(self) -> int:
-        """The code of elements with numbers of their own."""
+    def escape_code(self) -> int:
+        """Code of escaped elements."""
         return self.steps.shape[1]
 
     @classmethod
-    def checked(cls, codes: Codes, steps: Any, own: F32, where: str) -> SuperStep:
+    def from_stored(cls, codes: Codes, steps: Any, own: F32, where: str) -> SuperStep:
         """Build a super-step from the content of a file.
 
         Raises:
-            CorruptCheckpoint: the parts do not fit each other.
+            CorruptCheckpoint: the parts are inconsistent.
         """
         try:
             wide = float_array(steps)
@@ -67,32 +68,33 @@ class SuperStep:
     def add_to(self, values: F32, workers: Workers) -> None:
         """Add all steps to the chunk's values, float32[n], in place."""
         blocks = list(workers.blocks(len(values)))
-        before = np.cumsum([0, *(np.count_nonzero(self.codes[where] == self.last) for where in blocks)])
+        before = np.cumsum([0, *(np.count_nonzero(self.codes[where] == self.escape_code) for where in blocks)])
         tables = np.pad(self.steps, ((0, 0), (0, 1)))
 
         def work(place: int) -> None:
             where, own = blocks[place], slice(before[place], before[place + 1])
             piece = np.empty(len(values[where]), np.float32)
-            for table, numbers in zip(tables, self.own, strict=True):
-                kernels.dequantize(self.codes[where], table, 1.0, self.last, numbers[own], piece)
-                add(values[where], piece, values[where])
+            for table, numbers in zip(tables, self.escaped, strict=True):
+                kernels.dequantize(self.codes[where], table, 1.0, self.escape_code, numbers[own], piece)
+                add_residual(values[where], piece, values[where])
 
         for _ in workers.map(work, range(len(blocks))):
             pass
 
-    def at(self, places: I64) -> F32:
-        """Return what each step adds to some elements: float32[m, len(places)]."""
+    def steps_at(self, places: I64) -> F32:
+        """Return the values that each step adds to some elements: float32[m, len(places)]."""
         codes = self.codes[places]
-        found: F32 = np.pad(self.steps, ((0, 0), (0, 1)))[:, codes]
-        single = codes == self.last
-        found[:, single] = self.own[:, np.searchsorted(np.flatnonzero(self.codes == self.last), places[single])]
-        return found
+        steps: F32 = np.pad(self.steps, ((0, 0), (0, 1)))[:, codes]
+        is_escaped = codes == self.escape_code
+        escaped_places = np.flatnonzero(self.codes == self.escape_code)
+        steps[:, is_escaped] = self.escaped[:, np.searchsorted(escaped_places, places[is_escaped])]
+        return steps
 
-    def then(self, later: SuperStep) -> SuperStep | None:
-        """Join two super-steps; None if that has too many combinations, or too many numbers of single elements."""
-        single = (self.codes == self.last) | (later.codes == later.last)
+    def join(self, later: SuperStep) -> SuperStep | None:
+        """Join with a later super-step; None if there would be too many combinations or escaped values."""
+        single = (self.codes == self.escape_code) | (later.codes == later.escape_code)
         places = np.flatnonzero(single)
-        if len(places) * (len(self.steps) + len(later.steps)) > _MOST_OWN * len(self.codes):
+        if len(places) * (len(self.steps) + len(later.steps)) > _MOST_ESCAPED * len(self.codes):
             return None
         joint = (self.codes.astype(np.uint16) << np.uint16(8)) | later.codes
         used = np.flatnonzero(np.bincount(joint[~single], minlength=1 << 16))
@@ -103,5 +105,5 @@ class SuperStep:
         codes = code_of[joint]
         codes[single] = len(used)
         steps = np.vstack([self.steps[:, used >> 8], later.steps[:, used & 255]])
-        own = np.vstack([self.at(places), later.at(places)])
+        own = np.vstack([self.steps_at(places), later.steps_at(places)])
         return SuperStep(codes, np.ascontiguousarray(steps), np.ascontiguousarray(own))

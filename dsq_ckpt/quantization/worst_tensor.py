@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dsq_ckpt.core.arrays import F64, Counts
-from dsq_ckpt.quantization.codebook import Fitted
-from dsq_ckpt.quantization.codebook.table import Occupied
-from dsq_ckpt.quantization.scales import CENTRES, OCTAVES
+from dsq_ckpt.quantization.codebook import GroupFit
+from dsq_ckpt.quantization.codebook.table import OccupiedBins
+from dsq_ckpt.quantization.scales import OCTAVE_CENTRES, OCTAVES
 
 _AT_ONCE = 1024  # tensors
 
@@ -35,7 +35,7 @@ class WorstTensor(NamedTuple):
 
 
 def find_worst_tensor(
-    fitted: Fitted, joint: Counts, octaves: dict[str, Counts], exponents: dict[str, float]
+    fitted: GroupFit, joint: Counts, octaves: dict[str, Counts], exponents: dict[str, float]
 ) -> WorstTensor | None:
     """Return the tensor of a group with the largest relative error, with the refinement layer if there is one.
 
@@ -59,7 +59,7 @@ def find_worst_tensor(
         some = names[start : start + _AT_ONCE]
         elements = np.stack([octaves[fqn][1:255] for fqn in some])
         shifts = np.array([exponents.get(fqn, 0.0) for fqn in some])[:, None]
-        energies = elements * 4.0 ** (CENTRES[1:255] - shifts)
+        energies = elements * 4.0 ** (OCTAVE_CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         whole = energies.sum(1)
         squares = [(elements * own[places]).sum(1) for own in lost]
@@ -79,15 +79,15 @@ def find_worst_tensor(
     return found._replace(plain=factors[0], plain_refined=factors[-1])
 
 
-def _finite_entries(fitted: Fitted, joint: Counts) -> Occupied:
+def _finite_entries(fitted: GroupFit, joint: Counts) -> OccupiedBins:
     """Return the finite entries of the sketch of a group, by the rows of its table."""
     if len(fitted.table) < len(joint):  # the previous codes did not pay
         joint = joint.sum(0, keepdims=True)
-    held = Occupied.of(joint)
+    held = OccupiedBins.from_joint(joint)
     return held.where(np.isfinite(fitted.window.values())[held.bins])
 
 
-def _error_by_octave(fitted: Fitted, held: Occupied, bits: int) -> F64:
+def _error_by_octave(fitted: GroupFit, held: OccupiedBins, bits: int) -> F64:
     """Return the mean squared error of values by octave, float64[256]; for empty octaves, that of the nearest one
     below.
 

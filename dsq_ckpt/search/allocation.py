@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.quantization.analysis import Analysis
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.search.candidates import Candidate, SaveSearch, size_in_bits
 
 _STEPS = tuple(2 ** (number / 8) for number in range(-16, 25))  # relative to the uniform step: 1/4 to 8
@@ -51,7 +51,7 @@ class OperatingPoint:
 
     step: float
     configs: dict[str, TensorConfig]
-    fits: dict[str, Fitted]
+    fits: dict[str, GroupFit]
     bits: float
     error: float
 
@@ -266,7 +266,7 @@ def _make_operating_points(
     return points
 
 
-def _make_operating_point(step: float, configs: dict[str, TensorConfig], fits: dict[str, Fitted]) -> OperatingPoint:
+def _make_operating_point(step: float, configs: dict[str, TensorConfig], fits: dict[str, GroupFit]) -> OperatingPoint:
     lost = energy = bits = 0.0
     for fitted in fits.values():
         elements = int(fitted.counts.sum())

@@ -16,7 +16,7 @@ from dsq_ckpt.config.space import Point, Space
 from dsq_ckpt.core.notices import is_new_warning, warn
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.quantization.restored_values import RestoreTracker, find_restored_groups
 from dsq_ckpt.search.trial import TrialModel
@@ -180,6 +180,6 @@ class SaveSearch:
         return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
 
 
-def size_in_bits(fitted: Fitted) -> float:
+def size_in_bits(fitted: GroupFit) -> float:
     """Return the size of a group's codes and protected values, in bits."""
     return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())

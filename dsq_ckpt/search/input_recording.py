@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsq_ckpt.quantization.compensation import Compensation, MatrixView, Spread
+from dsq_ckpt.quantization.compensation import Compensation, ErrorSpread, MatrixView
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,10 @@ class InputRecorder(TorchDispatchMode):
         start, parts = int(tensor.storage_offset()), []
         for view, products in self._seen.get((_get_memory(tensor), tensor.element_size()), {}).items():
             if view.offset >= start and view.stop <= start + tensor.numel():
-                blocks = [block for own in products.sums if (block := Spread.of(own, products.rows)) is not None]
+                blocks = [
+                    block for own in products.sums
+                    if (block := ErrorSpread.from_products(own, products.rows)) is not None
+                ]
                 if len(blocks) == len(products.sums):
                     parts.append((replace(view, offset=view.offset - start), blocks))
         return Compensation(parts) if parts else None

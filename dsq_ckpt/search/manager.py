@@ -29,8 +29,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
-from dsq_ckpt.quantization.codebook.base import MOST_BITS
-from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.quantization.codebook.base import MAX_REFINEMENT_BITS
+from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
@@ -131,7 +131,7 @@ class ConfigManager:
         ]  # none in a keyframe of value deltas
         usual = sketches.fit()
         if space is None:
-            return as_configured(sketches, local, config, comm, workers)
+            return plan_as_configured(sketches, local, config, comm, workers)
         if not groups:
             return QuantizationPlan(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
@@ -197,7 +197,8 @@ class ConfigManager:
             return self._plan_fallback(save, record, why)
         bits = self._search_refinement_bits(save, candidate, record)
         if bits is None:
-            return self._plan_exact(save, record, f"no refinement of {MOST_BITS} bits keeps to search.max_run_loss")
+            reason = f"no refinement of {MAX_REFINEMENT_BITS} bits keeps to search.max_run_loss"
+            return self._plan_exact(save, record, reason)
         # The configuration is chosen from here on.
         point, lost = point or last, found["evaluate"]
         record |= {
@@ -303,7 +304,7 @@ class ConfigManager:
         """Return the distinct variants: without averaged gradients, sensitivity equals magnitude."""
         return [
             number for number, variant in enumerate(save.space.variants)
-            if save.sketches.layout.averaged or "sensitivity" not in variant.values.values()
+            if save.sketches.layout.has_gradients or "sensitivity" not in variant.values.values()
         ]
 
     def _select_variant(self, save: SaveSearch, point: Point, variant: int) -> int:
@@ -347,13 +348,13 @@ class ConfigManager:
         if self._memory.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:
             bits -= 1
         if save.has_restored_weights(candidate, bits):
-            bits = MOST_BITS
+            bits = MAX_REFINEMENT_BITS
         while True:
             metric = measure_metrics(save, fold, [save.fit_refinement(candidate, bits)], bits)[0]
             # An improvement counts, too: rounding averages out the noise of late steps together with what they
             # learned. Such a restore has a better metric, and the run ends worse.
             lost = abs(metric - exact) if math.isfinite(metric) else math.inf
-            if lost <= allowed or bits == MOST_BITS:
+            if lost <= allowed or bits == MAX_REFINEMENT_BITS:
                 break
             bits += 1
         if search.max_run_loss is not None and lost > self._budget.get_remaining_share(search) * abs(exact):
@@ -385,7 +386,7 @@ class ConfigManager:
         point = save.most_conservative
         save.disable_rate_distortion(point)
         candidate = save.get_candidate(point, 0)
-        bits = MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
+        bits = MAX_REFINEMENT_BITS if candidate.config.quantize.weights.refinement_bits else 0
         refined, fold = save.fit_refinement(candidate, bits), self.folds[-1]
         if bits and not failed:
             (metric,) = measure_metrics(save, fold, [refined], bits)

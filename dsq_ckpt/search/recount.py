@@ -14,10 +14,10 @@ import numpy as np
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import Chunk, QuantizingChunk, flat_values, scale_of
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook import GroupFit
 
 
-def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Workers) -> dict[str, Fitted]:
+def recount_codes(fitted: Mapping[str, GroupFit], chunks: Sequence[Chunk], workers: Workers) -> dict[str, GroupFit]:
     """Return fits by group with the counts and errors of the stored codes.
 
     Args:
@@ -44,7 +44,7 @@ def recount_codes(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers
     }}
 
 
-def _count_chunk(chunk: Chunk, fitted: Fitted, blocks: Iterable[slice]) -> tuple[Counts, float]:
+def _count_chunk(chunk: Chunk, fitted: GroupFit, blocks: Iterable[slice]) -> tuple[Counts, float]:
     """Return how often each code occurs in a chunk, and the sum of squared errors, in units of the codebook."""
     book, values, lost = fitted.codebook, flat_values(chunk.tensor), 0.0
     source, levels = QuantizingChunk(replace(chunk, refinement_bits=0), fitted), np.append(book.levels, 0.0)

@@ -23,8 +23,8 @@ from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ra
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
-from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, QuantizingChunk, add, protected_bf16
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, QuantizingChunk, add_residual, protected_bf16
+from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
 from dsq_ckpt.search.input_recording import record_inputs
@@ -217,7 +217,7 @@ class TrialModel:
         elements = sum(chunk.key.elements for chunk in self._chunks)
         return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
 
-    def recount(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
+    def recount(self, fitted: Mapping[str, GroupFit]) -> dict[str, GroupFit]:
         """Return fits by group with the counts and errors of the stored codes."""
         return recount_codes(fitted, self._chunks, self.workers)
 
@@ -264,7 +264,7 @@ class TrialModel:
             if trial is Probe.RUINED:
                 return _randomize_signs(chunk.tensor)
             fitted = content(chunk)
-            return self._decode_chunk(chunk, fitted, refinement_bits) if isinstance(fitted, Fitted) else chunk.tensor
+            return self._decode_chunk(chunk, fitted, refinement_bits) if isinstance(fitted, GroupFit) else chunk.tensor
 
         def content(chunk: Chunk) -> object:
             return trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else trial
@@ -297,10 +297,10 @@ class TrialModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _decode_chunk(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
+    def _decode_chunk(self, chunk: Chunk, fitted: GroupFit, bits: int) -> torch.Tensor:
         """Return the restored values of a chunk, float32, clamped to the range of its dtype."""
-        if device.serves(chunk) and fitted.turn is None:
-            values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
+        if device.is_supported(chunk) and fitted.turn is None:
+            values = decode(chunk, self._tables.get(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _clamp_to_dtype(values, chunk.tensor.dtype)
         source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self.workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
@@ -316,7 +316,7 @@ class TrialModel:
                 kept = protected_bf16(data.protected).astype(np.uint32) << np.uint32(16)
                 dequantizer.block(codes, kept, None, out[where])
             if chunk.base_values is not None:
-                add(chunk.base_values[where], out[where], out[where])
+                add_residual(chunk.base_values[where], out[where], out[where])
 
         for _ in self.workers.map(work, self.workers.blocks(chunk.key.elements)):
             pass

@@ -18,7 +18,7 @@ from dsq_ckpt.coding.turns import Steps
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import Dequantizer, add
+from dsq_ckpt.quantization.chunk import Dequantizer, add_residual
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
@@ -69,7 +69,7 @@ class Checkpoint(CheckpointFiles):
     def to_parent_model(self) -> ParentModel:
         """Return the data that a save against this checkpoint needs."""
         with self.translate_errors(self.manifest.index.name):
-            return ParentModel.of_index(self.index, self.manifest.depth)
+            return ParentModel.from_index(self.index, self.manifest.depth)
 
     @translate_record_errors
     def read_codebook(self, ref: RecordRef) -> Codebook:
@@ -294,7 +294,7 @@ class Checkpoint(CheckpointFiles):
             levels = np.empty((1, len(book.levels)), np.float32)
             dequantizer = Dequantizer(book, get_exponent(record), 0)
             dequantizer.block(np.arange(levels.size, dtype=np.uint8), protected[:0], None, levels[0])
-            return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{record['fqn']}'")
+            return SuperStep.from_stored(codes, levels, protected.view(np.float32)[None], f"'{record['fqn']}'")
         steps, count = record["steps"], get_protected_count(record)
         if not 1 <= len(steps) <= _MAX_STEPS:
             raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
@@ -302,7 +302,7 @@ class Checkpoint(CheckpointFiles):
         if count:
             raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
             own = np.frombuffer(raw, np.float32).reshape(own.shape)
-        return SuperStep.checked(codes, steps, own, f"'{record['fqn']}'")
+        return SuperStep.from_stored(codes, steps, own, f"'{record['fqn']}'")
 
     @translate_record_errors
     def _decode_plain(self, ref: RecordRef, workers: Workers) -> F32:
@@ -329,7 +329,7 @@ class Checkpoint(CheckpointFiles):
             protected = slice(before[place], before[place + 1])
             turns.run(values.decode(where, codes[where], protected, piece, workers.scratch))
             if onto:
-                add(out[where], piece, out[where])
+                add_residual(out[where], piece, out[where])
 
         for _ in workers.map(work, range(len(blocks))):
             pass

@@ -11,7 +11,7 @@ import torch
 
 from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.moments import from_octave_units, from_roots
+from dsq_ckpt.quantization.moments import multiply_by_octave_units, multiply_by_roots
 from dsq_ckpt.storage.shard import RecordRef
 
 FACTORS = frozenset({"unit", "root", "scales"})
@@ -21,7 +21,7 @@ _MAX_EXPONENT = 100
 
 def get_root_multiplier(record: dict[str, Any]) -> Callable[[F32, F32], None]:
     """Return the function that multiplies first moments by the roots of second moments, in place."""
-    return from_roots if "root" in record else from_octave_units  # which format version 4 had
+    return multiply_by_roots if "root" in record else multiply_by_octave_units  # which format version 4 had
 
 
 def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.quantization.step_lengths import StepLengths, corrected
+from dsq_ckpt.quantization.step_lengths import StepLengths, correct_scales
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import PackWriter, ParentPacks
 
@@ -171,7 +171,7 @@ class ShardWriter:
             run_pending_handlers()
             protected.append(data.protected)
             if data.steps is not None and (scales := task.chunk.source.scales) is not None:
-                steps = steps or StepLengths.none(scales)
+                steps = steps or StepLengths.zeros(scales)
                 steps.add(data.steps)
             if len(task.chunk.source.codes):
                 base.append(None if codes is None else self._base.add(codes))
@@ -193,7 +193,7 @@ class ShardWriter:
             record["exponent"] = source.exponent
         scales, moved = source.scales, 0.0
         if scales is not None and steps is not None:
-            scales, moved = corrected(scales, steps)
+            scales, moved = correct_scales(scales, steps)
         if shift := round(moved, 4):  # levels are multiplied by a factor of 16 bits
             record["shift"] = shift
         if source.second_moment is not None:
@@ -210,7 +210,7 @@ class ShardWriter:
             size += record["protected"].size
         ref = RecordRef(self.name, len(self._records))
         written = WrittenRecord(ref, len(source.codes) * dtype.itemsize, size)
-        if scales is not None and scales.any:
+        if scales is not None and scales.is_scaled:
             by_row, by_column = scales.by_row, scales.by_column
             record["scales"] = [self._scale_count, len(by_row), len(by_column)]
             self._scale_count += len(by_row) + len(by_column)

@@ -22,7 +22,7 @@ from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions
-from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
 from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -190,9 +190,9 @@ def replay(
                 wanted = config.delta.against == "values" if step == 0 else steps is None or step in steps
                 if not wanted:
                     continue
-                chooser: ConfigPolicy = manager if choices is None else as_configured
+                chooser: ConfigPolicy = manager if choices is None else plan_as_configured
                 if step == 0:
-                    chooser = as_configured
+                    chooser = plan_as_configured
                 chosen = config if choices is None else choices.get(step, config)
                 fractions = fractions_of(config)
                 point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions, parts)

@@ -10,7 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt import CheckpointExists, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.core.hints import pattern_hint
-from dsq_ckpt.quantization.groups import without_effect
+from dsq_ckpt.quantization.groups import find_unused_rules
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import error
 from tests.helpers.states import KEEP_ONE, loaded, same
@@ -196,7 +196,7 @@ def test_close_names(pattern, says):
 
 def test_which_rules_match_nothing():
     config = dsq_ckpt.DSQConfig.create(rules("a.*", "b", "*"))
-    assert without_effect(config.quantize.rules, ["b", "a"]) == {"a.*": None}
+    assert find_unused_rules(config.quantize.rules, ["b", "a"]) == {"a.*": None}
 
 
 def test_a_rule_behind_one_that_takes_all_its_tensors_is_said(tmp_path):

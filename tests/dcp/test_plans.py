@@ -22,5 +22,5 @@ def test_settings_that_other_ranks_are_dealt_tell_of_an_optimizer_too() -> None:
     some = [item for item in items if item.tensor_data is not None or item.index.fqn.endswith(".lr")]
     assert len(some) < len(items)
     options = SaveOptions(config=DSQConfig())
-    assert make_plan_layout(some, options, False).unlike
-    assert not make_plan_layout(some, options, False, items).unlike
+    assert make_plan_layout(some, options, False).unknown_updates
+    assert not make_plan_layout(some, options, False, items).unknown_updates

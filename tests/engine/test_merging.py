@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.chunk import add
+from dsq_ckpt.quantization.chunk import add_residual
 from dsq_ckpt.quantization.superstep import MOST_CODES, SuperStep
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
@@ -233,7 +233,7 @@ def supersteps(draw, n=600):
     table, own = (
         np.float32(np.clip(rng.standard_normal((m, w)) * scale, -3.4e38, 3.4e38)) for w in (k, int((codes == k).sum()))
     )
-    return SuperStep.checked(codes, table, own, "test")
+    return SuperStep.from_stored(codes, table, own, "test")
 
 
 @settings(deadline=None, max_examples=60)
@@ -242,15 +242,15 @@ def test_one_after_the_other(first, second, seed):
     start = np.random.default_rng(seed).standard_normal(600).astype(np.float32)
     expected = start.copy()
     for step in (first, second):
-        for values in step.at(np.arange(600)):
-            add(expected, values, expected)
+        for values in step.steps_at(np.arange(600)):
+            add_residual(expected, values, expected)
     found = start.copy()
     with Workers(2, 128) as workers:
         first.add_to(found, workers)
         second.add_to(found, workers)
         assert found.tobytes() == expected.tobytes()
-        both = first.then(second)
-        single = int(((first.codes == first.last) | (second.codes == second.last)).sum())
+        both = first.join(second)
+        single = int(((first.codes == first.escape_code) | (second.codes == second.escape_code)).sum())
         if both is None:
             pairs = len(np.unique(np.stack([first.codes, second.codes]), axis=1).T)
             assert pairs > MOST_CODES or single * (len(first.steps) + len(second.steps)) > 1200
@@ -258,4 +258,4 @@ def test_one_after_the_other(first, second, seed):
             found = start.copy()
             both.add_to(found, workers)
             assert found.tobytes() == expected.tobytes() and both.steps.shape[1] <= MOST_CODES
-            assert both.own.shape[1] == single
+            assert both.escaped.shape[1] == single

@@ -8,7 +8,7 @@ import torch
 
 from dsq_ckpt import kernels
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.compensation import _DAMPING, Spread
+from dsq_ckpt.quantization.compensation import _DAMPING, ErrorSpread
 
 STEP, HALF = 0.25, 31
 LEVELS = (STEP * np.concatenate([[0], np.arange(-HALF, 0), np.arange(1, HALF + 1)])).astype(np.float32)
@@ -37,7 +37,7 @@ ROWS = 1 << 20
 
 def compensated(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
     """Return the codes of weights, [inputs, outputs]."""
-    spread = Spread.of(moments, ROWS)
+    spread = ErrorSpread.from_products(moments, ROWS)
     assert spread is not None
     values = weights[spread.order].numpy()
     kernels.compensate(values, spread.factors, FULL.lo, FULL.hi, 1.0, table(), LEVELS)
@@ -91,12 +91,12 @@ def test_inputs_that_have_nothing_in_common_change_nothing():
 
 @pytest.mark.parametrize("moments", [torch.zeros(4, 4), torch.full((4, 4), torch.nan), torch.eye(4) * torch.inf])
 def test_moments_that_tell_nothing(moments):
-    assert Spread.of(moments, ROWS) is None
+    assert ErrorSpread.from_products(moments, ROWS) is None
 
 
 def test_one_input_with_nothing_and_sums_that_are_singular():
     row = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
-    spread = Spread.of(row.T @ row, 1)
+    spread = ErrorSpread.from_products(row.T @ row, 1)
     assert spread is not None and np.isfinite(spread.factors).all()
     assert sorted(spread.order.tolist()) == [0, 1, 2, 3] and spread.order[-1] == 2
     assert np.array_equal(spread.factors, np.triu(spread.factors)) and np.all(np.diag(spread.factors) == 1)
@@ -118,6 +118,6 @@ def test_wrong_arrays(name, value):
 
 def test_few_rows_spread_less():
     x = inputs(64, 32)
-    many, few = (Spread.of(x.T @ x, rows) for rows in (ROWS, 4))
+    many, few = (ErrorSpread.from_products(x.T @ x, rows) for rows in (ROWS, 4))
     assert many is not None and few is not None
     assert np.abs(np.triu(few.factors, 1)).sum() < 0.5 * np.abs(np.triu(many.factors, 1)).sum()

@@ -11,7 +11,7 @@ from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
-from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
+from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 
 
@@ -62,7 +62,7 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
         def load():
             if rank == fail_on:
                 raise OSError("the dog ate it")
-            return Loaded(chunks_of(tensors, layout, rank, ranks, parents))
+            return LocalChunks(chunks_of(tensors, layout, rank, ranks, parents))
 
         comm = SingleProcess() if ranks == 1 else Threads(shared, rank)
         with Workers(2, 1 << 12) as workers:
@@ -94,7 +94,9 @@ def test_codebooks_do_not_depend_on_the_number_of_ranks(ranks):
     parent = ParentModel({group: fitted.codebook for group, fitted in alone.fitted.items()}, alone.exponents)
     (chunks, _), = run(state, 1)
     with Workers(1, 1 << 12) as workers:
-        codes = {c.key.fqn: CodedChunk.of(QuantizingChunk(c, alone.fitted[c.group]), workers).codes for c in chunks}
+        codes = {
+            c.key.fqn: CodedChunk.from_source(QuantizingChunk(c, alone.fitted[c.group]), workers).codes for c in chunks
+        }
     later = {fqn: tensor * 1.01 for fqn, tensor in state.items()}
     ((_, alone),) = run(later, 1, parent, codes)
     for _, shared in run(later, ranks, parent, codes):
@@ -111,7 +113,7 @@ def test_an_outlier_tensor_does_not_spoil_its_group(outlier_octaves):
     errors = {}
     with Workers(1, 1 << 20) as workers:
         for chunk in chunks:
-            coded = CodedChunk.of(QuantizingChunk(chunk, analysis.fitted[chunk.group]), workers)
+            coded = CodedChunk.from_source(QuantizingChunk(chunk, analysis.fitted[chunk.group]), workers)
             values = np.empty(len(coded.codes), np.float32)
             Dequantizer(analysis.fitted[chunk.group].codebook, chunk.exponent, 0).block(
                 coded.codes, coded.data[0].protected, None, values

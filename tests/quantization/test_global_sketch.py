@@ -86,7 +86,7 @@ def sketched(directory, before, change, monkeypatch: pytest.MonkeyPatch) -> Glob
 ])
 def test_one_pass_finds_what_two_do(tmp_path, monkeypatch, before, change, again) -> None:
     one = sketched(tmp_path / "one", before, change, monkeypatch)
-    monkeypatch.setattr(global_sketch, "on_host", lambda chunk: False)
+    monkeypatch.setattr(global_sketch, "is_on_host", lambda chunk: False)
     two = sketched(tmp_path / "two", before, change, monkeypatch)
     assert one.joint.keys() == two.joint.keys()
     for group, counts in one.joint.items():

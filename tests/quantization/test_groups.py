@@ -84,10 +84,10 @@ def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
         for types in (None, {"up.weight": "embedding"}):
             for name in ("model.up.weight", "optimizer.state.up.weight.exp_avg", "model.norm.weight"):
                 for shape, measured in (((64, 128), True), ((64, 128), False), ((4, 8), False)):
-                    known = Assignments.under(config.quantize, types).of(name, shape, torch.float32, measured)
+                    known = Assignments.cached(config.quantize, types).get(name, shape, torch.float32, measured)
                     assert known == assign(name, shape, torch.float32, config.quantize, types, measured)
-                    again = Assignments.under(config.quantize.model_copy(deep=True), types and dict(types))
-                    assert again.of(name, shape, torch.float32, measured) is known
+                    again = Assignments.cached(config.quantize.model_copy(deep=True), types and dict(types))
+                    assert again.get(name, shape, torch.float32, measured) is known
 
 
 def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
@@ -135,13 +135,13 @@ def test_ranks_agree_on_first_moments_whose_update_is_not_known():
     first, second = "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"
     for names in ([[first, second], ["optimizer.state.w.hessian"]], [[first, second, "optimizer.state.w.Q.0"], []]):
         agreed = Layout.union([layout(*own) for own in names])
-        assert agreed.rounded.keys() == {first} and set(agreed.tensors) == {second} and len(agreed.groups) == 1
+        assert agreed.rounded_moments.keys() == {first} and set(agreed.tensors) == {second} and len(agreed.groups) == 1
     others = [first, second, "optimizer.state.v.hessian", "optimizer.state.w.exp_avg_slow", "hessian"]
-    assert Layout.union([layout(*others)]).rounded == {}
+    assert Layout.union([layout(*others)]).rounded_moments == {}
     by_rule = {"rules": [{"pattern": "*.exp_avg", "group": "linear"}]}
     by_size = {"exp_avg": {"codebook": {"fit": "kmeans"}}}
     for asked in (by_rule, by_size):
         agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian", **asked)])
-        assert agreed.rounded == {} and first in agreed.tensors
+        assert agreed.rounded_moments == {} and first in agreed.tensors
     agreed = Layout.union([layout(first, second, "optimizer.state.w.hessian")])
-    assert agreed.rounded and Layout.union([agreed]) == agreed, "as plans that DCP caches make it"
+    assert agreed.rounded_moments and Layout.union([agreed]) == agreed, "as plans that DCP caches make it"

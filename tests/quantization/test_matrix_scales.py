@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales, _here, _near
+from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales, _sum_on_device, _sum_on_host
 from dsq_ckpt.quantization.moments import ScaledFrame
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
@@ -93,7 +93,7 @@ def test_ratios_never_leave_the_range_of_floats(place, value) -> None:
     values = torch.full((64, 96), 2.0**-100 if value > 1 else 2.0**100)
     values[place] = value
     scales = MatrixScales.fit(values)
-    assert not scales.any and torch.equal(scales.divide(values.reshape(-1), 0), values.reshape(-1))
+    assert not scales.is_scaled and torch.equal(scales.divide(values.reshape(-1), 0), values.reshape(-1))
 
 
 @settings(max_examples=50, deadline=None)
@@ -149,7 +149,7 @@ def test_torch_operations_find_what_the_kernel_does(by_row, by_column) -> None:
     values = squares(64, 96)
     values[3] = 0
     values[5, 7] = torch.inf
-    one, other = _here(values, by_row, by_column), _near(values, by_row, by_column)
+    one, other = _sum_on_host(values, by_row, by_column), _sum_on_device(values, by_row, by_column)
     for mine, its in zip(one, other, strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-3)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.quantization.groups import _kind, key_of_optimizer, kind_of, layer_types
+from dsq_ckpt.quantization.groups import _kind, kind_of, layer_types, optimizer_prefix
 from dsq_ckpt.quantization.model_tensors import exclude_parameter_state, find_model_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -82,7 +82,7 @@ def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
 
 def test_kinds_of_many_names_are_remembered():
     names = [f"optimizer.state.many.{number}.weight.exp_avg" for number in range(20_000)]
-    for known, cache in ((kind_of, _kind), (key_of_optimizer, key_of_optimizer)):
+    for known, cache in ((kind_of, _kind), (optimizer_prefix, optimizer_prefix)):
         for name in names:
             known(name)
         before = cache.cache_info().misses

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.quantization.groups import assign
-from dsq_ckpt.quantization.moments import LEAST_ROOT, OCTAVE_UNITS, UpdateFrame, from_octave_units, from_roots
+from dsq_ckpt.quantization.moments import (
+    LEAST_ROOT,
+    OCTAVE_UNITS,
+    UpdateFrame,
+    multiply_by_octave_units,
+    multiply_by_roots,
+)
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -240,7 +246,7 @@ def test_roots_there_and_back(pairs: list[tuple[float, float]]) -> None:
     assert np.isnan(coded[v < 0]).all() and not np.isnan(coded[v >= 0]).any()
     in_units, by_octave = coded.copy(), coded.copy()
     normal = np.isfinite(coded) & (np.abs(m) > 1e-37) & (np.abs(coded) > 1e-37)  # subnormal numbers have fewer bits
-    for back, read, place in ((coded, from_roots, 1), (by_octave, from_octave_units, 2**0.251)):
+    for back, read, place in ((coded, multiply_by_roots, 1), (by_octave, multiply_by_octave_units, 2**0.251)):
         read(back, v)
         assert np.isfinite(back[v >= 0]).all()
         ratio = back[normal].astype(np.float64) / m[normal]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.numbered_state import Shape, match_state_to_weights, parse_numbered_name
-from dsq_ckpt.quantization.scales import gauges_of
+from dsq_ckpt.quantization.scales import find_gauges
 
 MATRIX = (64, 128)
 
@@ -101,7 +101,7 @@ def test_modules_named_like_keys_of_optimizers_have_theirs() -> None:
     for owners in (by_number, by_name):
         state = {f"{name}.exp_avg_sq": "exp_avg_sq" for name in owners}
         layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, owners))
-        gauges = {weight: gauge.name for weight, gauge in gauges_of(layout).items()}
+        gauges = {weight: gauge.name for weight, gauge in find_gauges(layout).items()}
         assert gauges == dict(zip(weights, state, strict=True))
     names = ("state.0", "app.opt.state.2", "state.opt.state.3", "state.b.state.4")
     assert [parse_numbered_name(f"{name}.m") for name in names] \
@@ -116,7 +116,7 @@ def test_each_of_two_optimizers_tells_of_its_model() -> None:
     }
     state = {f"{name}.exp_avg_sq": "exp_avg_sq" for name in numbered}
     layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, numbered))
-    assert {weight: gauge.name for weight, gauge in gauges_of(layout).items()} == {
+    assert {weight: gauge.name for weight, gauge in find_gauges(layout).items()} == {
         "g.a": "opt_g.state.0.exp_avg_sq", "g.b": "opt_g.state.1.exp_avg_sq",
         "d.w.0": "opt_d.state.1.exp_avg_sq", "d.w.1": "opt_d.state.0.exp_avg_sq",
     }

@@ -153,8 +153,9 @@ def test_one_rank_that_knows_is_enough() -> None:
     """A rank may hold none of a parameter's rows."""
     tensors = {"a.weight": "weights/linear", "b.weight": "weights/linear"}
     groups = {"weights/linear": dsq_ckpt.DSQConfig().quantize.weights}
-    agreed = Layout.union([Layout(tensors, groups), Layout(tensors, groups, rounding=frozenset({"a.weight"}))])
-    assert agreed.tensors.keys() == {"b.weight"} and agreed.rounding == {"a.weight"}
+    parts = [Layout(tensors, groups), Layout(tensors, groups, rounded_weights=frozenset({"a.weight"}))]
+    agreed = Layout.union(parts)
+    assert agreed.tensors.keys() == {"b.weight"} and agreed.rounded_weights == {"a.weight"}
     assert Layout.union([agreed]) == agreed
 
 

@@ -16,10 +16,10 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.step_lengths import (
     StepLengths,
-    corrected,
-    step_lengths,
-    step_lengths_on_device,
-    unpacked,
+    correct_scales,
+    sum_step_lengths,
+    sum_step_lengths_on_device,
+    unpack_sums,
 )
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
@@ -134,16 +134,16 @@ def test_sums_are_those_of_numpy(seed: int, shape: tuple[int, ...], levels: int,
     q, held = q.reshape(shape[0], -1), held.reshape(shape[0], -1)
     rows = np.stack([q.sum(1), held.sum(1)]) if len(scales.by_row) else np.stack([q.sum(), held.sum()])[:, None]
     block = -(-block // scales.columns) * scales.columns if whole else block
-    total = StepLengths.none(scales)
+    total = StepLengths.zeros(scales)
     for at in range(0, values.size, block):
-        part = step_lengths(values.ravel()[at : at + block], codes.ravel()[at : at + block], book, scales, at)
+        part = sum_step_lengths(values.ravel()[at : at + block], codes.ravel()[at : at + block], book, scales, at)
         assert part.columns.size <= 2 * max(1, block), "of a row that is longer than a block, no more than the block"
         total.add(part)
     np.testing.assert_allclose(total.rows, rows, rtol=1e-6)
     if len(scales.by_column) > 1:
         np.testing.assert_allclose(total.columns[1], held.sum(0))
     flat = torch.from_numpy(values.ravel()), torch.from_numpy(codes.ravel())
-    there = unpacked(step_lengths_on_device(*flat, book, scales).numpy(), scales)
+    there = unpack_sums(sum_step_lengths_on_device(*flat, book, scales).numpy(), scales)
     np.testing.assert_allclose(there.rows, rows, rtol=1e-6)
     if len(scales.by_column) > 1:
         means = q.sum(1, keepdims=True) / held.sum(1, keepdims=True).clip(1) if len(scales.by_row) else 1.0
@@ -151,8 +151,8 @@ def test_sums_are_those_of_numpy(seed: int, shape: tuple[int, ...], levels: int,
         np.testing.assert_allclose(there.columns, wanted, rtol=1e-6)
         if block % scales.columns == 0 or not len(scales.by_row):
             np.testing.assert_allclose(total.columns, wanted, rtol=1e-6)
-    moved, shift = corrected(scales, total)
-    again, shift_there = corrected(scales, there)
+    moved, shift = correct_scales(scales, total)
+    again, shift_there = correct_scales(scales, there)
     assert shift_there == pytest.approx(shift, abs=1e-2) or not whole
     assert moved.by_row.dtype == moved.by_column.dtype == np.int16
     assert (moved.by_row.shape, moved.by_column.shape) == (scales.by_row.shape, scales.by_column.shape)
@@ -202,7 +202,7 @@ def test_memory_of_a_device_is_bounded(monkeypatch) -> None:
         values, codes = torch.ones(1 << 14), torch.ones(1 << 14, dtype=torch.uint8)
         given = {values.untyped_storage().data_ptr(), codes.untyped_storage().data_ptr()}
         with Watch():
-            found = step_lengths_on_device(values, codes, np.array([0.0, 1.0]), scales)
+            found = sum_step_lengths_on_device(values, codes, np.array([0.0, 1.0]), scales)
         assert found[:, 0].tolist() == [1 << 14, 1 << 14] and largest <= 1 << 10
 
 
@@ -222,10 +222,10 @@ def test_parts_that_have_rows_and_columns_of_their_own_are_not_corrected_twice(t
 def test_values_that_are_protected_or_pruned_do_not_count() -> None:
     values, none = np.float32([np.inf, np.nan, 3.0, 3.0]), np.empty(0, np.int16)
     scales, levels = MatrixScales(4, none, none), np.array([0.0, 2.0, 4.0])
-    found = step_lengths(values, np.uint8([0, 3, 1, 2]), levels, scales, 0)
+    found = sum_step_lengths(values, np.uint8([0, 3, 1, 2]), levels, scales, 0)
     assert found.rows.tolist() == [[pytest.approx(1.5**0.5 + 0.75**0.5)], [2]]
-    nothing = step_lengths(values[:2], np.uint8([0, 3]), levels, scales, 0)
-    assert corrected(scales, nothing) == (scales, 0.0)
+    nothing = sum_step_lengths(values[:2], np.uint8([0, 3]), levels, scales, 0)
+    assert correct_scales(scales, nothing) == (scales, 0.0)
 
 
 @pytest.mark.parametrize("wrong", ["1", None, True, 101, -101.5, [0.1]])

@@ -9,7 +9,7 @@ from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.layout import Fractions
-from dsq_ckpt.quantization.plan import as_configured
+from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 PRUNE, PROTECT = 0.3, 0.02
@@ -30,7 +30,7 @@ def saved(path, step, metric, seen=None):
     }}}}
 
     def chooser(sketches, *rest):
-        choice = as_configured(sketches, *rest)
+        choice = plan_as_configured(sketches, *rest)
         if seen is not None:
             seen.append((sketches, choice.analysis))
         return choice

@@ -21,7 +21,7 @@ from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import ALPHA
-from dsq_ckpt.quantization.plan import as_configured
+from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.storage.manifest import KindSizes, Manifest
 from tests.helpers.commands import words
@@ -63,7 +63,7 @@ def test_figures_agree_with_the_manifest(recording: Path, tmp_path: Path, system
         if checkpoint["step"] > 20:
             break
         path = tmp_path / f"{checkpoint['step']}"
-        point = save_recorded(run, checkpoint, path, config, as_configured, fractions_of(config))
+        point = save_recorded(run, checkpoint, path, config, plan_as_configured, fractions_of(config))
         manifest = Manifest.read(path)
         kinds = manifest.kinds
         for name in ("logical", "base", "refinement"):

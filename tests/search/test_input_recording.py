@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsq_ckpt.quantization.compensation import Compensation, Spread
+from dsq_ckpt.quantization.compensation import Compensation, ErrorSpread
 from dsq_ckpt.search.input_recording import record_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,7 +126,7 @@ def test_all_of_a_weight_is_seen(kind, grad):
         assert compensation is not None, name
         assert compensation.elements == model.get_parameter(name).numel(), name
         places = torch.arange(compensation.elements)
-        seen = torch.cat([view.of(places).reshape(-1) for view, _ in compensation.parts])
+        seen = torch.cat([view.view(places).reshape(-1) for view, _ in compensation.parts])
         assert torch.equal(seen.sort().values, places), "each element belongs to one matrix"
 
 
@@ -147,7 +147,7 @@ def test_moments_are_those_of_the_inputs(kind, inputs):
     (compensation,) = found(SEEN[kind]()).values()
     assert compensation is not None
     for (_, (block,)), x in zip(compensation.parts, inputs, strict=True):
-        expected = Spread.of(x.T @ x, len(x))
+        expected = ErrorSpread.from_products(x.T @ x, len(x))
         assert expected is not None and torch.equal(block.order, expected.order)
         assert block.factors == pytest.approx(expected.factors, abs=1e-3)
 
@@ -159,7 +159,7 @@ def test_large_matrices_are_divided(monkeypatch):
     assert [len(block.order) for block in compensation.parts[0][1]] == [4, 4, 4]
     flat = torch.randn(OUTPUTS * FEATURES)
     view = compensation.parts[0][0]
-    assert torch.equal(view.of(flat), flat.view(OUTPUTS, FEATURES).T)
+    assert torch.equal(view.view(flat), flat.view(OUTPUTS, FEATURES).T)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -170,7 +170,7 @@ def test_batches_add_up(seed):
         for batch in batches:
             model(batch)
     compensation, x = recorder.get_compensation(model.weight), torch.cat(batches)
-    expected = Spread.of(x.T @ x, len(x))
+    expected = ErrorSpread.from_products(x.T @ x, len(x))
     assert compensation is not None and expected is not None
     assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=1e-3)
 
@@ -180,7 +180,7 @@ def test_long_batches_are_sampled_evenly():
     x[::2] *= 3
     with record_inputs([model.weight]) as recorder, torch.no_grad():
         model(x)
-    compensation, expected = recorder.get_compensation(model.weight), Spread.of(x.T @ x, 4096)
+    compensation, expected = recorder.get_compensation(model.weight), ErrorSpread.from_products(x.T @ x, 4096)
     assert compensation is not None and expected is not None
     assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=0.02)
 

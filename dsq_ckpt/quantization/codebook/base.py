@@ -11,7 +11,7 @@ from dsq_ckpt.core.arrays import F64, I64
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import KeyWindow
 
-MOST_BITS = 8
+MAX_REFINEMENT_BITS = 8
 """Of the refinement layer, per element, at most."""
 
 
@@ -43,7 +43,7 @@ class PartitionTurn:
     number: int
     elements: int = 0
 
-    def of(self, elements: int) -> slice:
+    def slice_of(self, elements: int) -> slice:
         """Return the slice of a chunk of so many elements; the parts cover the chunk and have nearly equal sizes."""
         return slice(elements * self.number // self.parts, elements * (self.number + 1) // self.parts)
 

@@ -16,14 +16,14 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit, centre_zero
-from dsq_ckpt.quantization.codebook.table import Occupied, code_counts, entropy_bits, rate_distortion_table
+from dsq_ckpt.quantization.codebook.table import OccupiedBins, code_counts, entropy_bits, rate_distortion_table
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
 _CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
 
 
-def padded(per_code: F64) -> F64:
+def pad_codes(per_code: F64) -> F64:
     """Return the array that kernels take for every code: float64[256]."""
     full = np.zeros(256)
     full[: len(per_code)] = per_code
@@ -31,7 +31,7 @@ def padded(per_code: F64) -> F64:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class GroupFit:
     """What quantizing and coding one group needs; the same on every rank, since it follows from global counts.
 
     Attributes:
@@ -67,7 +67,7 @@ class Fitted:
         """The beginning of the cell of each code and one over its width (0 where it has none), as kernels take them."""
         width = self.codebook.cell_high - self.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
-        return padded(self.codebook.cell_low), padded(inverse)
+        return pad_codes(self.codebook.cell_low), pad_codes(inverse)
 
     @property
     def refined_error(self) -> float:
@@ -82,13 +82,13 @@ class Fitted:
         held = self.counts.sum(0)[: len(part)]
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
-    def refined(self, bits: int) -> Fitted:
+    def refined(self, bits: int) -> GroupFit:
         """Return the same codes with more refinement bits; of linear cells."""
         fine = replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
         known = self.update_error is not None and self.mean_square > 0
         return replace(fine, update_error=math.sqrt(fine.refined_error / self.mean_square)) if known else fine
 
-    def recounted(self, counts: Counts, error: float) -> Fitted:
+    def recounted(self, counts: Counts, error: float) -> GroupFit:
         """Return the same codebook for codes that were chosen otherwise than by the table alone.
 
         Args:
@@ -130,7 +130,7 @@ class GroupSketch:
 def fit_group(
     sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
     deltas: int = 0,
-) -> Fitted:
+) -> GroupFit:
     """Fit one group on its joint sketch.
 
     Args:
@@ -145,17 +145,19 @@ def fit_group(
     Raises:
         ConfigError: the codebook proposes what is no codebook.
     """
-    fitted = _fit_or_alone(sketch, config, parent, refinement_bits)
+    fitted = _fit_with_or_without_parent(sketch, config, parent, refinement_bits)
     if parent is None or config.coarser is None:
         return fitted
     more = FINER_COSTS[min(deltas, len(FINER_COSTS) - 1)]
-    coarser = _fit_or_alone(sketch, config.coarser, parent, refinement_bits) if math.isfinite(more) else fitted
+    coarser = fitted
+    if math.isfinite(more):
+        coarser = _fit_with_or_without_parent(sketch, config.coarser, parent, refinement_bits)
     return coarser if fitted.bits - coarser.bits > more * int(sketch.joint.sum()) else fitted
 
 
-def _fit_or_alone(
+def _fit_with_or_without_parent(
     sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int
-) -> Fitted:
+) -> GroupFit:
     """Fit with the previous codes, or without them where they do not pay."""
     fitted = _fit(sketch, config, parent, refinement_bits)
     if (turn := sketch.turn) is not None:
@@ -170,9 +172,9 @@ def _fit_or_alone(
     return fitted if fitted.bits < _PAYS * alone.bits else alone
 
 
-def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> Fitted:
+def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> GroupFit:
     joint, window, split = sketch.joint, sketch.window, sketch.split
-    occupied, total = Occupied.of(joint), joint.sum(0)
+    occupied, total = OccupiedBins.from_joint(joint), joint.sum(0)
     if split is not None:  # fractions are of all elements
         total = total + split.pruned.sum(0) + split.protected.sum(0)
     values = window.values()
@@ -185,13 +187,13 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         None if split is None else joint.sum(0) * finite,
     )
     proposal = config.propose(histogram)
-    _check(config, proposal, window)
+    _check_proposal(config, proposal, window)
     levels, step, log = proposal.levels, proposal.step, config.logarithmic
     points = window.bit_values() if log else values
     nowhere = np.zeros(window.size, bool)
     forced = histogram.beyond | (nowhere if proposal.forced is None else proposal.forced)
     pruned = nowhere if proposal.pruned is None else proposal.pruned
-    positions, codes = _ascending(levels, log)
+    positions, codes = _sort_levels(levels, log)
     if proposal.codes is not None:
         base = proposal.codes.copy()
     elif proposal.zero_is_level:
@@ -213,13 +215,13 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
         counts[:, 0] += split.pruned[:, ~forced].sum(1)
     if proposal.centred:
-        levels = _centred(occupied, table, values, levels, step)
-    real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
+        levels = _centre_levels(occupied, table, values, levels, step)
+    real_levels = np.concatenate([[0.0], _bits_to_floats(levels) if log else levels])
     low, high = _cells(occupied, table, window, protected, log)
     if split is not None and (zeros := np.flatnonzero(split.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
-    error = _error(occupied, table, window, real_levels, protected, split, ~forced)
+    error = _base_error(occupied, table, window, real_levels, protected, split, ~forced)
     most = refinement_bits
     refinement_bits, widened, update_error = config.refinement(
         most, _refined_error(occupied, table, values, error, low, high)
@@ -228,18 +230,18 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {most} at most")
     if not 1 <= widened < 256:
         raise ConfigError(f"codebook '{config.fit}' widens cells {widened} times, expected a factor from 1 on")
-    low, high = _widened(low, high, widened)
+    low, high = _widen(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         centre_zero(low, high, 2.0**refinement_bits)
     wanted = _next_window(held, window, real_levels, log, most if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
-    return Fitted(
+    return GroupFit(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
         error, refinement_bits, update_error, None if split is None else split.limits,
     )
 
 
-def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> None:
+def _check_proposal(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> None:
     """Refuse what would be stored wrongly, or could not be read."""
     levels = np.asarray(proposal.levels)
     masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
@@ -263,7 +265,7 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
 
 
 def _refined_error(
-    occupied: Occupied, table: Codes, values: F64, base: float, low: F64, high: F64
+    occupied: OccupiedBins, table: Codes, values: F64, base: float, low: F64, high: F64
 ) -> Callable[[int, float], float]:
     """Return the function from bits and the widening of cells to the mean squared error, relative to the mean square.
 
@@ -286,7 +288,7 @@ def _refined_error(
         codes, found, weight, energy = held()
         if not bits:
             return base / energy
-        below, above = _widened(low, high, widened)
+        below, above = _widen(low, high, widened)
         centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
         place = np.clip(np.floor((found - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
@@ -295,7 +297,7 @@ def _refined_error(
     return error
 
 
-def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
+def _sort_levels(levels: F64, log: bool) -> tuple[F64, Codes]:
     """Return the levels in ascending order with zero among them, except on a log axis, and the code of each."""
     if log:
         return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
@@ -304,12 +306,12 @@ def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
     return positions[order], order.astype(np.uint8)
 
 
-def _from_bits(levels: F64) -> F64:
+def _bits_to_floats(levels: F64) -> F64:
     """Return the floats whose bits, read as an integer, are level * 2^23."""
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def _centred(occupied: Occupied, table: Codes, values: F64, levels: F64, step: float) -> F64:
+def _centre_levels(occupied: OccupiedBins, table: Codes, values: F64, levels: F64, step: float) -> F64:
     """Return levels at the means of their values, half a step from where they were at most: none passes the next."""
     codes = occupied.codes(table)
     kept = (codes > 0) & (codes <= len(levels))
@@ -322,7 +324,7 @@ def _centred(occupied: Occupied, table: Codes, values: F64, levels: F64, step: f
     return np.where(held > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
 
 
-def _cells(occupied: Occupied, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
+def _cells(occupied: OccupiedBins, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
     """Return the bounds of the values of each code, over all occupied table entries."""
     if log:
         n = window.n
@@ -342,7 +344,7 @@ def _cells(occupied: Occupied, table: Codes, window: KeyWindow, protected: int, 
     return low[:protected], high[:protected]
 
 
-def _widened(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
+def _widen(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
     """Return new bounds of cells `factor` times as wide, around the same centres."""
     more = (factor - 1) / 2 * (high - low)
     return low - more, high + more
@@ -369,9 +371,9 @@ def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer:
     return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
 
 
-def _error(
-    occupied: Occupied, table: Codes, window: KeyWindow, levels: F64, protected: int, split: SensitivitySplit | None,
-    unforced: Mask,
+def _base_error(
+    occupied: OccupiedBins, table: Codes, window: KeyWindow, levels: F64, protected: int,
+    split: SensitivitySplit | None, unforced: Mask,
 ) -> float:
     """Return the mean squared error of unprotected values, taken as spread evenly over their bins."""
     values, (low, high) = window.values(), window.edges()

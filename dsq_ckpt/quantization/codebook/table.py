@@ -10,7 +10,7 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.kernels.jit import jit
 
 
-class Occupied(NamedTuple):
+class OccupiedBins(NamedTuple):
     """The entries of a joint sketch that are not zero, by row and bin; a few thousand of some hundred thousand.
 
     Attributes:
@@ -23,7 +23,7 @@ class Occupied(NamedTuple):
     counts: Counts
 
     @classmethod
-    def of(cls, joint: Counts) -> Occupied:
+    def from_joint(cls, joint: Counts) -> OccupiedBins:
         """Return the entries of int64[rows, bins]."""
         flat = joint.reshape(-1)
         places = np.flatnonzero(flat != 0)  # three times as fast as of int64
@@ -34,12 +34,12 @@ class Occupied(NamedTuple):
         found: Codes = table[self.rows, self.bins]
         return found
 
-    def where(self, kept: Mask) -> Occupied:
+    def where(self, kept: Mask) -> OccupiedBins:
         """Return some of the entries."""
-        return Occupied(self.rows[kept], self.bins[kept], self.counts[kept])
+        return OccupiedBins(self.rows[kept], self.bins[kept], self.counts[kept])
 
 
-def code_counts(held: Occupied, table: Codes, symbols: int) -> Counts:
+def code_counts(held: OccupiedBins, table: Codes, symbols: int) -> Counts:
     """Count how often each code follows each previous code: int64[rows, symbols]; table: uint8[rows, bins]."""
     counts = np.zeros(len(table) * symbols, np.int64)
     np.add.at(counts, held.rows * symbols + held.codes(table), held.counts)  # several times as fast as by two indices
@@ -61,7 +61,7 @@ def entropy_bits(counts: Counts) -> float:
 
 
 def rate_distortion_table(
-    held: Occupied, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
+    held: OccupiedBins, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
     codes: Codes, price: float, iterations: int = 3,
 ) -> Codes:
     """Refine a nearest-level assignment: each entry minimises (point - level)^2 + price * bits(code | row).

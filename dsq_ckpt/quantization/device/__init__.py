@@ -21,7 +21,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _usable: dict[torch.device, bool] = {}
 
 
-def serves(chunk: Chunk) -> bool:
+def is_supported(chunk: Chunk) -> bool:
     """Return whether a chunk is quantized on its device.
 
     Differences to values, and elements weighed by sensitivity, are the published systems' and are made on the host, and

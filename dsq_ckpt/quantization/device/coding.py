@@ -17,10 +17,10 @@ from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.changed_codes import apply_changes
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, scale_of
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
-from dsq_ckpt.quantization.step_lengths import StepLengths, step_lengths_on_device, unpacked
+from dsq_ckpt.quantization.step_lengths import StepLengths, sum_step_lengths_on_device, unpack_sums
 
 _PIECE = 1 << 25  # codes packed together, to bound the memory of packed ones
 _CHANGED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
@@ -28,7 +28,7 @@ _PROTECTED = 4  # bytes of a protected value
 _SPARE = 1 << 20  # protected values of a chunk for which memory is allocated before their number is known
 
 
-class _Arrived(NamedTuple):
+class _HostResults(NamedTuple):
     """What came to the host: of the codes those that changed, or all of them, packed."""
 
     changed: tuple[Array, Codes] | None
@@ -46,7 +46,7 @@ class DeviceTables:
         device: where to.
     """
 
-    def __init__(self, fitted: Fitted, device: torch.device) -> None:
+    def __init__(self, fitted: GroupFit, device: torch.device) -> None:
         self.fitted = fitted
         book = fitted.codebook
         self.table = torch.from_numpy(fitted.table).to(device)
@@ -96,7 +96,7 @@ class DeviceTableCache:
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device], DeviceTables] = {}
 
-    def of(self, fitted: Fitted, device: torch.device) -> DeviceTables:
+    def get(self, fitted: GroupFit, device: torch.device) -> DeviceTables:
         """Return the tables of a group on a device."""
         key = id(fitted), device  # which DeviceTables keeps alive
         if key not in self._made:
@@ -134,7 +134,7 @@ class DeviceChunk:
             codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
             scales, levels = self.scales, fitted.codebook.levels
-            lengths = None if scales is None else step_lengths_on_device(x, codes, levels, scales)
+            lengths = None if scales is None else sum_step_lengths_on_device(x, codes, levels, scales)
             # Both are allocated before their numbers are known, so that the host does not wait for the device here.
             protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
             # Here and not in the background, so that the previous codes can go at once.
@@ -144,7 +144,7 @@ class DeviceChunk:
             raise
         self.device_codes: torch.Tensor | None = codes
 
-        def bring() -> _Arrived:
+        def bring() -> _HostResults:
             count = int(protected[1])
             if kept is not None and count > kept:
                 raise SaveFailed(
@@ -161,12 +161,12 @@ class DeviceChunk:
                 found = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
             refinement = transfer.fetch(packed) if packed is not None else np.empty(0, np.uint8)
             backend.check()
-            steps = None if lengths is None or scales is None else unpacked(lengths.cpu().numpy(), scales)
-            return _Arrived(found, all_codes, values, refinement, steps)
+            steps = None if lengths is None or scales is None else unpack_sums(lengths.cpu().numpy(), scales)
+            return _HostResults(found, all_codes, values, refinement, steps)
 
         self._lock = threading.Lock()
         self._positions: I64 | None = None
-        self._arrival: Future[_Arrived] | _Arrived | Exception = transfer.submit(size, bring)
+        self._arrival: Future[_HostResults] | _HostResults | Exception = transfer.submit(size, bring)
 
     def _fetch_packed(self, backend: Backend, transfer: Transfer, codes: torch.Tensor) -> Codes:
         if self._width == 8:
@@ -174,7 +174,7 @@ class DeviceChunk:
         pieces = (codes[start : start + _PIECE] for start in range(0, codes.numel(), _PIECE))
         return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
 
-    def _arrived(self) -> tuple[_Arrived, I64]:
+    def _arrived(self) -> tuple[_HostResults, I64]:
         """Return the results, with `codes` filled by the first caller, and the positions of protected elements."""
         with self._lock:
             arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
@@ -192,7 +192,7 @@ class DeviceChunk:
                 if len(where) != count:
                     raise SaveFailed(f"'{self.key.fqn}': {len(where)} codes are protected, {count} values arrived")
                 self._arrival, self._positions = arrived._replace(changed=None, packed=self.codes[:0]), where
-            assert isinstance(self._arrival, _Arrived)
+            assert isinstance(self._arrival, _HostResults)
             return self._arrival, self._positions
 
     def block(self, where: slice) -> BlockData:
@@ -212,7 +212,7 @@ class DeviceChunk:
 
         A failure of the transfer is raised later, where the other ranks are notified.
         """
-        arrival: _Arrived | Exception
+        arrival: _HostResults | Exception
         try:
             arrival, _ = self._arrived()
         except Exception as error:

@@ -34,8 +34,8 @@ from dsq_ckpt.storage.shard import ShardWriter
 from tests.helpers.saving import save_parts
 
 QUANTIZING: list[tuple[Any, str]] = [
-    (quantizing, "build_global_sketch"), (global_sketch, "choose_scales"), (global_sketch, "sparse_of"),
-    (GlobalSketch, "fit"), (GlobalSketch, "worst"), (quantizing, "refine_restored_groups"),
+    (quantizing, "build_global_sketch"), (global_sketch, "choose_scales"), (global_sketch, "sketch_chunks"),
+    (GlobalSketch, "fit"), (GlobalSketch, "find_worst_tensors"), (quantizing, "refine_restored_groups"),
     (quantizing, "emit_save_warnings"), (quantizing, "record_exact_samples"), (chunks, "_quantize_chunk"),
     (QuantizingChunk, "block"),
 ]

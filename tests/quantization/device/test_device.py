@@ -107,7 +107,7 @@ def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
 @pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
 def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkeypatch, save, together):
     """With the large ones on the device nothing else is stored; without room for more copies the rest stays there."""
-    served, copied, serves, copy_all = set(), [], device.serves, transfer.host_copies
+    served, copied, serves, copy_all = set(), [], device.is_supported, transfer.host_copies
 
     def noted(chunk: Chunk) -> bool:
         if found := serves(chunk):
@@ -120,7 +120,7 @@ def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkey
 
     least = 6400  # elements of the largest that is quantized on the device
     monkeypatch.setattr(device, "HOST_BELOW", least)
-    monkeypatch.setattr(device, "serves", noted)
+    monkeypatch.setattr(device, "is_supported", noted)
     monkeypatch.setattr(transfer, "host_copies", noted_copies)
     monkeypatch.setattr(transfer, "QUEUED_TOGETHER", together)
     near = chain_of(tmp_path, states(), save)
@@ -206,7 +206,7 @@ def test_without_room_the_same_is_stored(by_the_host, here, tmp_path, monkeypatc
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
     x = torch.randn(64, 80)
     fitted = fitted_on(chunk_of(x, 4), Lattice())
-    made = DeviceChunk(chunk_of(x * 1000, 4), DeviceTableCache().of(fitted, x.device))
+    made = DeviceChunk(chunk_of(x * 1000, 4), DeviceTableCache().get(fitted, x.device))
     with pytest.raises(SaveFailed, match=r"'w': .* were counted; did it change"):
         made.block(slice(0, 5120))
 
@@ -337,7 +337,7 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
         x = x.abs()
     chunk = chunk_of(x, bits)
     fitted = fitted_on(chunk, codebook)
-    near = DeviceChunk(chunk, DeviceTableCache().of(fitted, x.device))
+    near = DeviceChunk(chunk, DeviceTableCache().get(fitted, x.device))
     far = QuantizingChunk(chunk, fitted)
     with Workers(1, 1024) as workers:
         for where in workers.blocks(x.numel()):
@@ -347,14 +347,14 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
         model = torch.nn.Module()
         model.register_buffer("w", x)
         trial = TrialModel(model, [chunk], workers)
-        decoded = decode(chunk, DeviceTableCache().of(fitted, x.device), bits).view(x.shape)
+        decoded = decode(chunk, DeviceTableCache().get(fitted, x.device), bits).view(x.shape)
         device.DEVICES.clear()
-        assert torch.equal(decoded, trial._decoded(chunk, fitted, bits))
+        assert torch.equal(decoded, trial._decode_chunk(chunk, fitted, bits))
 
 
 def test_a_staged_chunk_travels_to_another_process(here):
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, DeviceTableCache().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    made = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
     copied = pickle.loads(pickle.dumps(made))
     assert copied.device_codes is None and np.array_equal(copied.codes, made.codes)
     assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
@@ -366,7 +366,7 @@ def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch
 
     monkeypatch.setattr(transfer.Transfer, "fetch", broken)
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, DeviceTableCache().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    made = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
     copied = pickle.loads(pickle.dumps(made))
     with pytest.raises(SaveFailed, match="'w' did not arrive on the host: OSError: the link is down"):
         copied.block(slice(0, 8))
