@@ -14,6 +14,7 @@ import torch
 from dsq_ckpt.core.flat_ranges import split_range
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, ParameterSlice
 from dsq_ckpt.engine.local_state import LocalShard
+from dsq_ckpt.engine.tied import get_memory_key
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
 
@@ -167,10 +168,9 @@ class Substitution:
     def _stored(self, tensor: torch.Tensor) -> Any:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor
-        found = self._found(tensor) if tensor.is_contiguous() else None
+        found = self._found(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
         if found is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # all of which a pickle would hold
-            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            return self._views.setdefault(view, tensor.detach().clone())
+            return self._views.setdefault((get_memory_key(tensor), tensor.shape), tensor.detach().clone())
         return tensor if found is None else found
 
     def _found(self, tensor: torch.Tensor) -> StoredTensor | None:

@@ -89,8 +89,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_memory_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key of the memory of a tensor; it does not include the shape."""
-    return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
+    """Return a key of the memory of a tensor, and of how it is read; it does not include the shape."""
+    read_as = tensor.is_conj(), tensor.is_neg()  # such views lie in the memory of other values
+    return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype, read_as
 
 
 def _get_span(tensor: torch.Tensor) -> int:

@@ -28,6 +28,7 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether tensors of one dtype are equal bit for bit."""
+    one, other = (values.resolve_conj().resolve_neg() for values in (one, other))
     return torch.equal(as_integers(one), as_integers(other))
 
 

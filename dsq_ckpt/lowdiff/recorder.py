@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
+from dsq_ckpt.engine.tied import get_memory_key
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.kernels.scan import identical
 from dsq_ckpt.lowdiff import snapshots
@@ -369,7 +370,7 @@ class Recorder(WorkerGroup):
         ]
         layout, descriptions, copies = ArenaLayout(), [], {}
         for path, tensor in snapshot_tensors:
-            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)   # tied: one copy
+            key = get_memory_key(tensor), tensor.shape  # tied: one copy
             if key not in copies or not tensor.numel():
                 copies[key] = (layout.add(nbytes(tensor)), tensor)
             descriptions.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), copies[key][0]])

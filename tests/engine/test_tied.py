@@ -195,3 +195,24 @@ def test_names_without_an_own_rule_share_their_codes(tmp_path):
     assert {kind: sizes.logical for kind, sizes in kinds.items()} == dict.fromkeys(
         ("weights", "exp_avg", "exp_avg_sq"), 4 * VALUE.numel()
     )
+
+
+@pytest.mark.parametrize("how", ["save", "async_save", "dcp", "compress"])
+@pytest.mark.parametrize("names", [("z", "zc"), ("zc", "z")])
+def test_a_lazy_conjugate_has_values_of_its_own(tmp_path, how, names):
+    """It lies in the memory of what it conjugates, with the same strides; so does a negated view."""
+    z = torch.complex(VALUE, VALUE.flip(0))
+    views = {"z": z, "zc": z.conj(), "im": z.imag, "of zc": z.conj().imag, "x": VALUE, "-x": torch._neg_view(VALUE)}
+    state = {name: views[name] for name in (*names, *views)}
+    if how == "compress":
+        dsq_ckpt.compress(state, tmp_path / "a")
+    elif how == "dcp":
+        dcp.save(state, storage_writer=DSQStorageWriter(tmp_path / "a"))
+    elif how == "async_save":
+        dsq_ckpt.async_save(state, tmp_path / "a").result()
+    else:
+        dsq_ckpt.save(state, tmp_path / "a")
+    got = {}
+    dsq_ckpt.load(got, tmp_path / "a")
+    assert torch.equal(got["z"], z) and torch.equal(got["zc"], z.conj())
+    assert all(relative_error(value, got[name]) < 0.1 for name, value in state.items())

@@ -266,3 +266,20 @@ def test_buffers_that_change_their_sign(tmp_path):
     check_recovers(case, tmp_path, table[3], 3)
     cut(tmp_path, 2)
     check_recovers(case, tmp_path, table[2], 2)
+
+
+def test_buffers_that_are_lazy_conjugates(tmp_path):
+    class Waves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+            self.register_buffer("wave", torch.complex(torch.arange(6.0), torch.ones(6)))
+            self.register_buffer("back", self.wave.conj())
+
+        def forward(self, x):
+            return self.linear(x)
+
+    case = Case(ADAM.optimizer, lambda seed: seeded(seed, Waves))
+    table = recorded(case, tmp_path, 3, compressor="none")
+    assert torch.equal(table[3]["model"]["back"], table[3]["model"]["wave"].conj())
+    check_recovers(case, tmp_path, table[3], 3)

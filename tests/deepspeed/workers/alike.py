@@ -86,7 +86,8 @@ def differences(ours: Any, plain: Any, where: str) -> Iterator[str]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    return resolved.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def compare(run: Path, name: str, steps: int) -> None:
@@ -99,7 +100,11 @@ def compare(run: Path, name: str, steps: int) -> None:
     )[0]
     train(engine, 0, steps)
     first = next(iter(engine.module.parameters())).detach()
-    client = {"numbers": torch.arange(5.0), "alias": first, "part": torch.arange(1000.0)[3:7], "step": steps}
+    wave, real = torch.complex(torch.arange(9.0), torch.ones(9))[2:5], torch.arange(9.0)[1:6]
+    client = {
+        "numbers": torch.arange(5.0), "alias": first, "part": torch.arange(1000.0)[3:7], "step": steps,
+        "wave": wave, "conjugate": wave.conj(), "real": real, "negated": torch._neg_view(real),
+    }
     ours = engine.checkpoint_engine
     engine.save_checkpoint(str(run / "ours"), tag="t", client_state=client, **options)
     engine.checkpoint_engine = ours.inner
