@@ -224,15 +224,22 @@ def quality(engine: Any) -> dict[str, Any] | None:
 
 
 def _tell_of_client_states(engine: Any) -> None:
-    """Let the checkpoint engine know what of a tag's files is the user's; DeepSpeed merges it with its own state."""
+    """Let the checkpoint engine know what of a tag's files is the user's, and write what lies beside tags.
+
+    DeepSpeed merges `client_state` with its own state. It writes the other files on rank 0 alone, whose failure would
+    leave the other ranks waiting.
+    """
     original, ours = type(engine).save_checkpoint, engine.checkpoint_engine
 
     def save_checkpoint(
-        save_dir: str, tag: str | None = None, client_state: dict[Any, Any] | None = None, *args: Any, **kwargs: Any
+        save_dir: str, tag: str | None = None, client_state: dict[Any, Any] | None = None, save_latest: bool = True,
+        *args: Any, **kwargs: Any,
     ) -> Any:
         client_state = {} if client_state is None else client_state
-        with ours.saving(client_state):
-            return original(engine, save_dir, tag, client_state, *args, **kwargs)
+        if engine.checkpoint_engine is not ours:
+            return original(engine, save_dir, tag, client_state, save_latest, *args, **kwargs)
+        with ours.saving(client_state, save_latest):
+            return original(engine, save_dir, tag, client_state, False, *args, **kwargs)
 
     engine.save_checkpoint = functools.wraps(original)(save_checkpoint)
 

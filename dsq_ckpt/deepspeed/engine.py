@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pickle
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, settings, why_uncompressed
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, own_latest, tag_to_load
+from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load, write_latest
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import describe_base_loss
@@ -92,6 +93,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._whole = set[str]()  # keys of state that is not compressed, of which was warned
         self._told_uncompressed = False
         self._client: Mapping[Any, Any] = {}  # its client_state
+        self._save_latest = False
+        self._script_directories: list[str] = []  # to which DeepSpeed's scripts are to be copied
         self._last: Path | None = None
         self._unusable: OSError | None = None
         self._looked_at: tuple[Path, str, Any] | None = None
@@ -137,13 +140,14 @@ class DSQCheckpointEngine(CheckpointEngine):
         tag, self._tag = self._tag, None
         own = Path(info.save_dir, info.tag).absolute()
         inside = any(self._comm.gather(any(path.is_relative_to(own) for path in queue)))
+        run_on_all_ranks(self._comm, self._copy_scripts)
         if inside:
             files = {str(path.relative_to(own)): state for path, state in queue.items()}
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             run_on_all_ranks(self._comm, lambda: _write_plain(queue))
-        if self._comm.rank == 0:
-            own_latest(info.save_dir)
+        if self._save_latest:
+            run_on_all_ranks(self._comm, lambda: None if self._comm.rank else write_latest(info.save_dir, info.tag))
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -174,13 +178,19 @@ class DSQCheckpointEngine(CheckpointEngine):
         return tag_to_load(self._comm, load_dir, latest, tag)
 
     @contextmanager
-    def saving(self, client_state: Mapping[Any, Any]) -> Iterator[None]:
-        """Return a context for saving a tag whose `client_state` is stored exactly."""
-        self._client = client_state
+    def saving(self, client_state: Mapping[Any, Any], save_latest: bool) -> Iterator[None]:
+        """Return a context for saving a tag whose `client_state` is stored exactly.
+
+        In it, `commit` copies DeepSpeed's scripts and writes `latest`, if `save_latest` says so.
+        """
+        self._client, self._save_latest = client_state, save_latest
+        self._script_directories.clear()
+        self._engine._copy_recovery_script = self._script_directories.append
         try:
             yield
         finally:
-            self._client = {}
+            self._client, self._save_latest = {}, False
+            del self._engine._copy_recovery_script  # of the instance; its class has it again
 
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:
@@ -250,6 +260,15 @@ class DSQCheckpointEngine(CheckpointEngine):
         """Close the files that were read."""
         pickle_refs.close_last_checkpoint()
         self.inner.cleanup()
+
+    def _copy_scripts(self) -> None:
+        """Copy the scripts that DeepSpeed puts beside tags, each atomically."""
+        for directory in self._script_directories:
+            with tempfile.TemporaryDirectory(prefix=".", dir=directory) as hidden:
+                type(self._engine)._copy_recovery_script(self._engine, hidden)
+                for script in Path(hidden).iterdir():
+                    os.replace(script, Path(directory, script.name))
+        self._script_directories.clear()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
         found = Inventory()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from collections.abc import Mapping
@@ -106,17 +105,21 @@ def tag_to_load(comm: Communicator, load_dir: str, latest: str, tag: str | None)
     return seen[comm.rank][0]
 
 
-def own_latest(save_dir: str) -> None:
-    """Give `latest` a file of its own, where a copy of the run by `cp -al` has the same file, before DeepSpeed writes.
+def write_latest(save_dir: str, tag: str) -> None:
+    """Let `latest` name a tag; atomically, and in a new file, since a copy of the run by `cp -al` has the old one.
 
-    It writes into the file, so that the copy's `latest` would name a tag that the copy lacks.
+    Raises:
+        SaveFailed: it cannot be written, and is as it was.
     """
     file = Path(save_dir, "latest")
-    with contextlib.suppress(OSError):  # what is wrong there, DeepSpeed says
-        if file.stat().st_nlink > 1:
-            text = file.read_bytes()
-            with create_file(file) as stream:
-                stream.write(text)
+    try:
+        with create_file(file) as stream:
+            stream.write(tag.encode())
+    except OSError as error:
+        raise SaveFailed(
+            f"rank 0: the tag '{tag}' is complete, but 'latest' does not name it: {error}; free space and save again, "
+            f"or load it by tag='{tag}'"
+        ) from error
 
 
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:

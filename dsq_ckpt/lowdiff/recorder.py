@@ -377,8 +377,7 @@ class Recorder(WorkerGroup):
         arena, needs_mapping = self._client.ensure_staging(layout.size)
         for at, tensor in copies.values():
             arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        meta = self._snapshot_metadata()
-        message = {"kind": "snapshot", "step": self.steps_done, "tensors": descriptions, "meta": meta}
+        message = dict(kind="snapshot", step=self.steps_done, tensors=descriptions, meta=self._snapshot_metadata())
         if self._gap or self._needs_first_snapshot:
             self._required_snapshot, self._needs_first_snapshot = self.steps_done, False
         self._client.saving = True

@@ -164,6 +164,29 @@ def full_disks(run: Path) -> None:
     check((run / "latest").read_text() == "later" and copied.read_text() == "broken", "a linked copy keeps its latest")
 
 
+def files_beside_tags(run: Path) -> None:
+    """Rank 0 alone writes `latest` and DeepSpeed's scripts: all ranks fail if it cannot, and none waits."""
+    engine = engine_of(settings(2), LOSSY)
+    train(engine, 0, 1)
+    engine.save_checkpoint(str(run), tag="whole")
+
+    def fails(source: Any, *arguments: Any) -> Any:
+        raise OSError(28, "No space left on device", str(source))
+
+    of_deepspeed = sys.modules["deepspeed.runtime.engine"]
+    for place, name, directory in ((of_deepspeed, "copyfile", run / "new"), (of_tags, "create_file", run)):
+        original = getattr(place, name)
+        setattr(place, name, fails)
+        error = error_of(partial(engine.save_checkpoint, str(directory), tag="next"))
+        setattr(place, name, original)
+        texts = everywhere(str(error))
+        told = isinstance(error, SaveFailed) and all("rank 0" in text and "No space left" in text for text in texts)
+        check(told, f"{name}: all ranks fail: {texts}")
+    check(list((run / "new").iterdir()) == [] and (run / "latest").read_text() == "whole", "files are whole or absent")
+    engine.save_checkpoint(str(run), "later", {}, False)
+    check((run / "latest").read_text() == "whole", "save_latest=False")
+
+
 def unreadable(run: Path) -> None:
     """A rank alone cannot read what all of them look at: all get the error, none waits for another."""
     engine = engine_of(settings(2), EXACT)
@@ -233,7 +256,7 @@ def main() -> None:
     directory = begin()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     for part in [globals()[name] for name in sys.argv[2:]] or (
-        tags_by_rank, missing_tags, urls, full_disks, unreadable, misspelt
+        tags_by_rank, missing_tags, urls, full_disks, files_beside_tags, unreadable, misspelt
     ):
         dsq_ckpt.forget()
         part(directory / part.__name__)
