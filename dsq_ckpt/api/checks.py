@@ -151,6 +151,11 @@ def initialize_state(optimizer: Optimizer) -> None:
 
 def _step_failure_message(optimizer: Optimizer) -> str:
     kind = type(optimizer).__name__
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free optimizers
+        return (
+            f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer "
+            f"that has not stepped yet. If {kind} has to be in train mode to step, call its train() before the load"
+        )
     return (
         f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer that "
         f"has not stepped yet, so {kind} cannot be restored in another process. Save and load "

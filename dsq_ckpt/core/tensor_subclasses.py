@@ -135,8 +135,8 @@ def check_storable(fqn: str, value: Any) -> Any:
     if _is_subclass(value):
         raise SaveFailed(
             f"'{fqn}' is of class {type(value).__name__}, or a part of a distributed tensor of that class, which "
-            "consists of other tensors: whole ones, in a dict, are stored by dsq_ckpt.save, async_save and Compressor; "
-            "else save these tensors, or a plain copy (dequantize(), where the class has it)"
+            "consists of other tensors. In a dict, and not sharded, it is stored by dsq_ckpt.save, async_save and "
+            "Compressor; else save the tensors that it consists of, or a plain copy (dequantize(), if it has it)"
         )
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and value.numel() and not value.data_ptr():
         raise SaveFailed(

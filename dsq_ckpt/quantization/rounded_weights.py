@@ -7,6 +7,8 @@ so all of them are stored exactly. The following modules are recognized:
 * layers with a quantizer of their weights, as of torch.ao, torchao and Brevitas, or with any fake quantization;
 * layers and parametrizations with a known class name, or whose base class has one.
 
+Parameters of a tensor subclass with a known name are recognized too, whatever their module.
+
 No code of the model is run: it may count calls, draw random numbers or change its state, which no save may do. A layer
 that is recognized by mistake costs only bytes.
 """
@@ -38,6 +40,14 @@ Not Linear4bit or Linear8bitLt, whose weights are integers, and not networks suc
 """
 _FUNCTION = re.compile(rf"{_METHOD}|(?:Sign|Round|STE)(?![a-z])")
 """Names of parametrizations, such as Ternary, WeightQuantizer, RoundSTE and Sign."""
+_TENSOR = re.compile(
+    r"(?:FakeQuant|QAT|Bit[Nn]et|Binar(?:y|i[sz]e[dr]?)|Tern(?:ary|ari[sz]e[dr]?))(?![a-z])(?!\w*Packed)"
+    r"\w*(?:Weight|Tensor)$"
+)
+"""Names of tensor subclasses, such as BitNetTrainingLinearWeight of torchao, whose operations round the weights.
+
+Not Int8MixedPrecisionTrainingLinearWeight: its rounding to 8 bits has steps of the size of a restore's errors.
+"""
 _QUANTIZER = re.compile("weight.*quant(?!il|it)|quant(?!il|it).*weight")
 
 
@@ -54,6 +64,7 @@ def find_rounded_weights(model: nn.Module | None) -> dict[str, bool]:
             and any(_has_class_name(one, _FUNCTION) for one in module)
         ) or any(_is_fake_quantizer(one) for name, one in module.named_children() if not name.startswith("activation")):
             found.update(map(id, module.parameters(recurse=False)))
+    found.update(id(parameter) for parameter in model.parameters() if _rounds_itself(parameter))
     if not found:
         return {}
     named = model.named_parameters(remove_duplicate=False)
@@ -66,6 +77,12 @@ def _quantizes_weights(module: nn.Module) -> bool:
         return True
     attributes = itertools.chain(module.named_children(), vars(module).items())
     return any(_QUANTIZER.search(name) is not None and _may_quantize(one) for name, one in attributes)
+
+
+def _rounds_itself(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is of a tensor subclass that is rounded when it is used, also within a DTensor."""
+    kind = type(getattr(parameter, "_local_tensor", parameter))
+    return any(_matches(_TENSOR, one.__name__) for one in kind.__mro__)
 
 
 def _may_quantize(attribute: object) -> bool:

@@ -83,6 +83,22 @@ class Asserts(torch.optim.Adam):
         return super().step(closure)
 
 
+class TrainsInTrainMode(torch.optim.Adam):
+    """As schedule-free ones, which begin in eval mode."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def eval(self):
+        self.training = False
+
+    def step(self, closure=None):
+        assert self.training, "not in train mode"
+        return super().step(closure)
+
+
 def test_wrapped_optimizers_are_what_they_wrap(tmp_path):
     model = Net()
     with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) cannot be called as"):
@@ -133,6 +149,29 @@ def test_a_step_that_takes_no_closure_or_needs_one_cannot_be_restored(tmp_path):
             compressor.load(tmp_path / "a")
     assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_that_steps_in_train_mode_alone_is_told_so(tmp_path):
+    """Schedule-free optimizers begin in eval mode; after train() all of their state is restored."""
+    def new():
+        torch.manual_seed(0)
+        model = Net()
+        return model, TrainsInTrainMode(model.parameters(), lr=0.1)
+
+    model, optimizer = new()
+    optimizer.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with dsq_ckpt.Compressor(model, optimizer) as compressor:
+        compressor.save(tmp_path / "a")
+    model, restored = new()
+    with dsq_ckpt.Compressor(model, restored) as compressor:
+        with pytest.raises(LoadFailed, match=r"call its train\(\) before the load\. It failed: AssertionError: not in train"):
+            compressor.load(tmp_path / "a")
+        restored.train()
+        compressor.load(tmp_path / "a")
+    assert len(restored.state) == len(optimizer.state) > 0
 
 
 def test_state_that_is_not_the_models_is_refused(tmp_path):

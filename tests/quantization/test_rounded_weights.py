@@ -120,6 +120,19 @@ def test_layers_with_quantizers_of_their_weights() -> None:
     assert told(layer) == {"weight", "bias"}
 
 
+@pytest.mark.parametrize("name, rounded", [
+    ("BitNetTrainingLinearWeight", True), ("TernaryWeight", True), ("BinaryWeightTensor", True),
+    ("FakeQuantTensor", True), ("Int8MixedPrecisionTrainingLinearWeight", False),
+    ("BitNetPacked2bitLinearWeight", False),
+    ("AffineQuantizedTensor", False), ("MyTensor", False), ("BinaryTreeNode", False),
+])
+def test_weights_are_known_by_the_name_of_their_own_class(name: str, rounded: bool) -> None:
+    """No layer tells of torchao's BitNet training: its weights round themselves, and came back lossy."""
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(type(name, (torch.Tensor,), {})))
+    assert type(layer.weight).__name__ == name and told(layer) == ({"weight"} if rounded else set())
+
+
 @pytest.mark.parametrize("name", ["Ternary", "WeightQuantizer", "Int4FakeQuant", "RoundSTE", "Sign", "Binarize"])
 def test_parametrizations_are_known_by_the_name_of_their_class(name: str) -> None:
     function: nn.Module = type(name, (nn.Tanh,), {})()
