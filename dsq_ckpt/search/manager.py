@@ -1,10 +1,10 @@
 """The configuration manager: searches the smallest configuration of each checkpoint that keeps the model's quality.
 
 Inshrinkerator, section 5: a guided exhaustive search at the first checkpoint, then the neighbourhood of the last
-choice. Candidates are ordered by the exact size of their nearest codes, computed from the joint sketch without
-encoding; only quality needs the model. There are two bounds: on the base layer, relative to the unquantized model
-(epsilon, as in the paper); and on a restore (base and refinement), relative to the gain of training since the last
-checkpoint. A search may overfit its few batches, so a second fold, `check`, may confirm its choice.
+choice. Candidates are ordered by the exact size of their nearest codes, which the joint sketch gives without encoding;
+only quality needs the model. There are two bounds: on the base layer, relative to the unquantized model (epsilon, as in
+the paper); and on a restore, relative to the gain of training since the last checkpoint. A second fold, `check`, may
+confirm a choice that could overfit its few batches.
 """
 
 from __future__ import annotations

@@ -26,17 +26,8 @@ from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain, read_block_elements
 from dsq_ckpt.storage.chunk_load import (
-    ChunkLoad,
-    CodedChunk,
-    RecordDecoder,
-    SecondMomentFactor,
-    allocate_output,
-    copy_clamped,
-    decode_all,
-    decode_coded,
-    decode_nothing,
-    multiply_by_roots,
-    split_blocks,
+    ChunkLoad, CodedChunk, RecordDecoder, SecondMomentFactor, allocate_output, copy_clamped, decode_all, decode_coded,
+    decode_nothing, multiply_by_roots, split_blocks,
 )
 from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, translate_record_errors
