@@ -26,8 +26,17 @@ from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain, read_block_elements
 from dsq_ckpt.storage.chunk_load import (
-    ChunkLoad, CodedChunk, RecordDecoder, SecondMomentFactor, allocate_output, copy_clamped, decode_all, decode_coded,
-    decode_nothing, multiply_by_roots, split_blocks,
+    ChunkLoad,
+    CodedChunk,
+    RecordDecoder,
+    SecondMomentFactor,
+    allocate_output,
+    copy_clamped,
+    decode_all,
+    decode_coded,
+    decode_nothing,
+    multiply_by_roots,
+    split_blocks,
 )
 from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, translate_record_errors
@@ -109,9 +118,7 @@ class Checkpoint(CheckpointFiles):
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a chunk in its saved dtype and shape; for the arguments see `prepare_load`."""
-        load = self.prepare_load(ref, refined, workers, into)
-        for _ in decode_all([load], workers):
-            pass
+        (load,) = decode_all([self.prepare_load(ref, refined, workers, into)], workers)
         return load.tensor
 
     @translate_record_errors

@@ -200,7 +200,7 @@ def test_names_without_an_own_rule_share_their_codes(tmp_path):
 @pytest.mark.parametrize("how", ["save", "async_save", "dcp", "compress"])
 @pytest.mark.parametrize("names", [("z", "zc"), ("zc", "z")])
 def test_a_lazy_conjugate_has_values_of_its_own(tmp_path, how, names):
-    """It lies in the memory of what it conjugates, with the same strides; so does a negated view."""
+    """A lazy conjugate, or a negated view, shares memory and strides with its base."""
     z = torch.complex(VALUE, VALUE.flip(0))
     views = {"z": z, "zc": z.conj(), "im": z.imag, "of zc": z.conj().imag, "x": VALUE, "-x": torch._neg_view(VALUE)}
     state = {name: views[name] for name in (*names, *views)}
