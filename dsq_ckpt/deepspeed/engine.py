@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
 import tempfile
 import traceback
 from collections import Counter
@@ -368,19 +367,24 @@ class DSQCheckpointEngine(CheckpointEngine):
 def _write_stored(
     stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any, client: Mapping[Any, Any]
 ) -> None:
-    substituted = Substitution(save_id, found, unlike).of_file(state, client)
+    substitution = Substitution(save_id, found, unlike)
     try:
-        torch.save(substituted, stream)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        wrong = [key for key, value in substituted.items() if not _pickles(value)]
-        raise SaveFailed(f"{quote(wrong)} of the state, or of client_state, cannot be pickled: {error}") from error
+        torch.save(substitution.of_file(state, client), stream)
+    except OSError:  # of the stream
+        raise
+    except Exception as error:  # `__reduce__` of an object may raise any
+        wrong = [key for key, value in state.items() if not _pickles(substitution, value)]
+        if not wrong:
+            raise
+        cause = "it contains itself, or is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise SaveFailed(f"{quote(wrong)} of the state, or of client_state, cannot be pickled: {cause}") from error
 
 
-def _pickles(value: Any) -> bool:
+def _pickles(substitution: Substitution, value: Any) -> bool:
     try:
-        torch.save(value, io.BytesIO())
+        torch.save(substitution(value), io.BytesIO())
         return True
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:
         return False
 
 

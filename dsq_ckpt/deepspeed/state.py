@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from dsq_ckpt.core.flat_ranges import split_range
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, ParameterSlice
@@ -170,7 +171,9 @@ class Substitution:
             return tensor
         found = self._found(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
         if found is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # all of which a pickle would hold
-            return self._views.setdefault((get_memory_key(tensor), tensor.shape), tensor.detach().clone())
+            own = tensor.detach().clone()
+            own = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+            return self._views.setdefault((get_memory_key(tensor), tensor.shape), own)
         return tensor if found is None else found
 
     def _found(self, tensor: torch.Tensor) -> StoredTensor | None:

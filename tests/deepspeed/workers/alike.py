@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[dict[str, Any], type[nn.Module], dict[str, Any]]] = {
 def differences(ours: Any, plain: Any, where: str) -> Iterator[str]:
     """Where two unpickled objects are not the same; tensors to the last bit."""
     if isinstance(plain, torch.Tensor):
-        alike = isinstance(ours, torch.Tensor) and (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+        alike = type(ours) is type(plain) and (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
         if not alike or not torch.equal(_bits(ours), _bits(plain)):
             yield where
     elif type(ours) is not type(plain):
@@ -104,6 +104,7 @@ def compare(run: Path, name: str, steps: int) -> None:
     client = {
         "numbers": torch.arange(5.0), "alias": first, "part": torch.arange(1000.0)[3:7], "step": steps,
         "wave": wave, "conjugate": wave.conj(), "real": real, "negated": torch._neg_view(real),
+        "parameter": torch.nn.Parameter(torch.arange(1000.0)[3:7]),
     }
     ours = engine.checkpoint_engine
     engine.save_checkpoint(str(run / "ours"), tag="t", client_state=client, **options)

@@ -155,6 +155,12 @@ def full_disks(run: Path) -> None:
     check(Manifest.read(run / "broken").ranks == 2, "the next save of that tag succeeds")
     error = error_of(lambda: engine.save_checkpoint(str(run), tag="odd", client_state={"bad": lambda: 1}))
     check("rank 0" in everywhere(str(error))[1] and "'bad'" in str(error), f"client_state: {error}")
+    cyclic: dict[str, Any] = {"steps": 1}
+    cyclic["self"] = [cyclic]
+    for name, value, cause in (("cycle", cyclic, "contains itself"), ("raises", Raises(), "no pickling here")):
+        state = {"fine": 1, name: value}
+        error = error_of(partial(engine.save_checkpoint, str(run), tag="odd", client_state=state))
+        check(f"'{name}' of" in str(error) and cause in str(error) and "'fine'" not in str(error), f"{name}: {error}")
     check(not (run / "odd").exists() and (run / "latest").read_text() == "broken", "and nothing of it is left")
     copied = run / "latest of a copy by cp -al"
     if dist.get_rank() == 0:
@@ -162,6 +168,11 @@ def full_disks(run: Path) -> None:
     dist.barrier()
     engine.save_checkpoint(str(run), tag="later")
     check((run / "latest").read_text() == "later" and copied.read_text() == "broken", "a linked copy keeps its latest")
+
+
+class Raises:
+    def __reduce__(self) -> str:
+        raise ValueError("no pickling here")
 
 
 def files_beside_tags(run: Path) -> None:
