@@ -29,7 +29,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ChunkKey(NamedTuple):
-    """Identity of a chunk along a chain: never its index in a plan, which changes when de-duplication does."""
+    """Identity of a chunk along a chain. An index in a plan would change with de-duplication."""
 
     fqn: str
     offsets: tuple[int, ...]
@@ -44,7 +44,8 @@ class ChunkKey(NamedTuple):
 class Chunk:
     """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`.
 
-    With `base_values`, the difference of the tensor to them is coded; with a `frame`, its values in that.
+    With `base_values`, the difference between the tensor and these is coded. With a `frame`, the coordinates in that
+    frame are coded.
     """
 
     key: ChunkKey
@@ -54,30 +55,30 @@ class Chunk:
     exponent: float = 0.0
     parent: Codes | None = None
     gradient: torch.Tensor | None = None
-    """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
+    """Averaged gradient on the CPU, of the tensor's shape; only where elements are weighed by sensitivity."""
     base_values: F32 | None = None
-    """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
+    """Values that the parent decodes to without refinement, flat; decoded differences are added to them."""
     device_codes: torch.Tensor | None = None
-    """The previous codes in device memory, where the last save left them there."""
+    """The previous codes in device memory, if the last save kept them there."""
     on_device: bool = True
-    """Whether it may be worked on in device memory, if that is where it lies."""
+    """Whether the chunk may be processed in device memory, if its tensor is there."""
     frame: Frame | None = None
-    """The coordinates in which values are sketched and quantized; None: their own."""
+    """The coordinates in which values are sketched and quantized; None: the values themselves."""
     compensation: Compensation | None = None
-    """How errors of values make up for each other; only without previous codes and without a refinement layer."""
+    """How rounding errors compensate each other; only without previous codes and without a refinement layer."""
 
     def scaled(self, exponent: float, keep_parent: bool = True) -> Chunk:
-        """Return the chunk with another scale, and maybe without its parent; itself where that changes nothing."""
+        """Return the chunk with another scale, and optionally without its parent; self if nothing changes."""
         if exponent == self.exponent and (keep_parent or self.parent is None):
             return self
         return replace(self, exponent=exponent, parent=self.parent if keep_parent else None)
 
     def flat(self) -> torch.Tensor:
-        """Return the tensor in one dimension, row-major; a view if its layout allows."""
+        """Return the tensor flattened in row-major order; a view if its layout allows."""
         return self.tensor.detach().contiguous().view(-1)
 
     def coded_flat(self) -> torch.Tensor:
-        """Return all numbers to code, flat, on the tensor's device; for chunks without `base_values`."""
+        """Return all numbers to code, flat, on the tensor's device; only for chunks without `base_values`."""
         flat = self.flat()
         return flat if self.frame is None else self.frame.coded(flat, slice(0, len(flat)))
 
@@ -89,12 +90,12 @@ def scale_of(exponent: float) -> float:
 
 
 class BlockData(NamedTuple):
-    """Data of a block beside its codes.
+    """Data of a block besides its codes.
 
     Attributes:
         protected: fp32 bits of the protected values, in order.
         refinement: packed refinement bits.
-        steps: of second moments over scales, how long they make the next steps.
+        steps: lengths of the next optimizer steps, for second moments divided by scales.
     """
 
     protected: Bits
@@ -106,11 +107,11 @@ class CodeSource(Protocol):
     """A chunk that yields its codes block by block, in any order and from several threads.
 
     Attributes:
-        codes: uint8, one per element, flat in row-major order; a block's codes are valid once it was asked for.
-        parent: the previous codes they are coded against, or None.
+        codes: uint8, one per element, flat in row-major order; the codes of a block are valid after `block` returned.
+        parent: the previous codes that `codes` are coded against, or None.
         exponent: log2 of the factor that was taken out of the values.
-        values: of a residual, what the base layers of the chain decode to, flat; valid block by block, as codes are.
-        second_moment: name of the tensor by whose roots the values were divided, or None.
+        values: decoded base layers of the chain, flat, for a residual; valid block by block, as codes are.
+        second_moment: name of the tensor whose square roots the values were divided by, or None.
         scales: scales of rows and columns that the values were divided by, or None.
     """
 
@@ -125,14 +126,14 @@ class CodeSource(Protocol):
     scales: MatrixScales | None
 
     def block(self, where: slice) -> BlockData:
-        """Make `codes[where]` valid and return what lies beside them."""
+        """Fill `codes[where]` and return the other data of the block."""
 
     def staged(self, workers: Workers) -> CodeSource:
-        """Return the same codes, independent of the tensor, which training may change during an asynchronous save."""
+        """Return a source of the same codes that no longer reads the tensor, so that training may change it."""
 
 
 class QuantizingChunk:
-    """A chunk that is quantized as its blocks are asked for, so that nothing but its codes is ever held whole."""
+    """A chunk that is quantized block by block on request, so that only its codes are held as a whole."""
 
     def __init__(self, chunk: Chunk, fitted: GroupFit, workers: Workers | None = None) -> None:
         self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
@@ -196,7 +197,7 @@ class QuantizingChunk:
 
 @dataclass
 class CodedChunk:
-    """A chunk whose blocks were all quantized: what an asynchronous save carries to the background."""
+    """A chunk whose blocks are all quantized, as an asynchronous save passes it to the background."""
 
     key: ChunkKey
     group: str
@@ -208,13 +209,13 @@ class CodedChunk:
     second_moment: str | None = None
     scales: MatrixScales | None = None
     values: F32 | None = None
-    """Not carried: the next save asks the process that made them."""
+    """Not passed on: the next save reads them in the process that made them."""
 
     @classmethod
     def from_source(cls, source: CodeSource, workers: Workers) -> CodedChunk:
-        """Ask `source` for all its blocks."""
+        """Make a coded chunk from all blocks of `source`."""
         blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
-        do = map if len(blocks) == 1 else workers.map  # a single block has nothing to run beside
+        do = map if len(blocks) == 1 else workers.map  # a single block needs no threads
         steps = None if source.scales is None else StepLengths.zeros(source.scales)
         for where, beside in zip(blocks, do(source.block, blocks), strict=True):
             if steps is not None and beside.steps is not None:
@@ -229,38 +230,38 @@ class CodedChunk:
         return self.data[where.start]
 
     def staged(self, workers: Workers) -> CodeSource:
-        """Return the object itself."""
+        """Return self."""
         return self
 
 
 def settle_streams(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what the current streams have queued, so that other threads may read these tensors on theirs."""
+    """Wait for the work queued on the current streams, so that other threads may read the tensors on theirs."""
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def block_values(flat: torch.Tensor) -> F32:
-    """Return a block of a flat tensor as float32 on the CPU; a copy only for other dtypes and devices."""
+    """Return a block of a flat tensor as float32 on the CPU; a view unless the dtype or device differs."""
     return flat.to("cpu", torch.float32).numpy()
 
 
 def flat_values(tensor: torch.Tensor) -> F32:
-    """Return a tensor's values as flat float32 on the CPU, row-major; a view if its layout and dtype allow."""
+    """Return the values of a tensor as flat float32 on the CPU, row-major; a view if layout and dtype allow."""
     return block_values(tensor.detach().contiguous().view(-1))
 
 
 def all_finite(chunk: Chunk) -> bool:
-    """Return whether the coded values of a chunk have neither NaN nor infinities."""
+    """Return whether the numbers to code of a chunk are all finite."""
     flat = chunk.flat()
     blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
     return all(bool(np.isfinite(coded_values(flat, chunk.base_values, where, chunk.frame)).all()) for where in blocks)
 
 
 def is_near_parent(chunk: Chunk) -> bool:
-    """Return whether a chunk's differences are finite, with at most twice the root mean square of its values.
+    """Return whether the differences of a chunk are finite, with at most twice the root mean square of its values.
 
-    The error of a difference is a fraction of the difference. Against a parent that is far off, as one saved in a spike
-    of the loss may be, it would exceed the values themselves.
+    The error of a difference is a fraction of the difference. Against a distant parent, for example one saved during a
+    spike of the loss, the error would exceed the values themselves.
     """
     flat, sums = chunk.flat(), np.zeros(2)
     for start in range(0, flat.numel(), _BLOCK):
@@ -272,9 +273,9 @@ def is_near_parent(chunk: Chunk) -> bool:
 
 
 def coded_values(flat: torch.Tensor, base_values: F32 | None, where: slice, frame: Frame | None) -> F32:
-    """Return the numbers to code for a block of a flat tensor, in float32: its values, or differences to `base_values`.
+    """Return the float32 numbers to code of a block of a flat tensor: values or differences to `base_values`.
 
-    Differences of infinities, and differences past the range of float32, are not finite.
+    Differences of infinities and differences outside the range of float32 are not finite.
     """
     values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
     if base_values is None:
@@ -287,7 +288,7 @@ def coded_values(flat: torch.Tensor, base_values: F32 | None, where: slice, fram
 def sketch_block(
     values: F32, parent: Codes | None, window: KeyWindow, exponent: float, counts: I64
 ) -> None:
-    """Add a block to a group's joint counts, int64[rows, window.size]; without parent, to the last row."""
+    """Add a block to the joint counts of a group, int64[rows, window.size]; without a parent, to the last row."""
     last = counts.shape[0] - 1
     if last == 0 and parent is None:
         kernels.sketch(values, window.lo, window.hi, 1.0 / scale_of(exponent), counts[0])
@@ -296,18 +297,18 @@ def sketch_block(
 
 
 class Dequantizer:
-    """From codes of a group back to values, block by block, from several threads.
+    """Decoder from the codes of a group to values, block by block; safe to share between threads.
 
     Args:
         book: the group's codebook.
         exponent: log2 of the factor that was taken out of the tensor.
-        bits: of the refinement symbols.
+        bits: width of the refinement symbols.
     """
 
     def __init__(self, book: Codebook, exponent: float, bits: int) -> None:
         self._book, self._bits, factor = book, bits, scale_of(exponent)
         levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
-        if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
+        if book.domain == "linear":  # in fp64, so that no intermediate result leaves the range of fp32
             reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor
             levels, low, width, self._scale = levels * factor, low * factor, width * factor, 1.0
         else:
@@ -328,11 +329,11 @@ class Dequantizer:
             protected: fp32 bits of the block's protected values, in order.
             refinement: symbols, uint8[n], or None for the base layer alone.
             out: float32[n].
-            packed: the symbols are packed bits, as `kernels.pack` makes them.
-            last: nothing reads the values soon.
+            packed: whether the symbols are packed bits, as `kernels.pack` makes them.
+            last: whether the values are not read again soon.
 
         Raises:
-            ValueError: codes, protected values and refinement do not fit each other.
+            ValueError: codes, protected values and refinement do not match.
         """
         kept, own = protected.view(np.float32), self._book.protected
         table = self._table if refinement is None else self._refined_table
@@ -342,7 +343,7 @@ class Dequantizer:
         if used:
             out[kernels.positions_of(codes, own)] = kept
         if self._beyond:
-            np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
+            np.nan_to_num(out, copy=False)  # a cell may reach past the largest number, its values do not
 
     @cached_property
     def _table(self) -> F32:
@@ -357,7 +358,7 @@ class Dequantizer:
         )
 
     def on_device(self, codes: torch.Tensor, protected: torch.Tensor, refinement: torch.Tensor | None) -> torch.Tensor:
-        """Dequantize on the device of the codes, by its kernels.
+        """Dequantize with the kernels of the device of the codes.
 
         Args:
             codes, refinement: uint8[n].
@@ -380,19 +381,19 @@ class Dequantizer:
         return out.nan_to_num_() if self._beyond else out
 
     def tables(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the kernels' tables on a device: levels, and lower edges, widths and signs of cells."""
+        """Return the tables of the kernels on a device: levels, then lower edges, widths and signs of cells."""
         return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
 
 
 def protected_bf16(bits: Bits) -> U16:
-    """Return protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
+    """Return protected values as the base layer stores them: the nearest bf16, but never rounded up to infinity."""
     halves = kernels.to_bf16(bits)
     infinite = (halves & 0x7FFF) == 0x7F80
     return np.where(infinite, halves - 1, halves).astype(np.uint16)
 
 
 def add_residual(values: F32, residual: F32, out: F32) -> None:
-    """Add fp32 numbers as every reader does: sums past the largest finite number become that number."""
+    """Add fp32 numbers as every reader does; sums past the largest finite number become that number."""
     with np.errstate(over="ignore"):
         np.add(values, residual, out=out)
     np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)

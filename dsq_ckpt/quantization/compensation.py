@@ -1,9 +1,10 @@
-"""What a layer's inputs have in common, by which rounding errors of its weights cancel in its outputs.
+"""Compensation of rounding errors of weights by other weights, based on correlations of a layer's inputs.
 
 Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained transformers", 2023. An error of
-one weight changes the output by its input. Where other inputs go with that one, as inputs of a layer do, their weights
-can make up for the error: each is shifted before it is rounded, by the errors of those before it. Nothing is stored for
-that; codes mean what they meant, and only their choice differs. Protected values are stored as they were shifted.
+one weight changes the output in proportion to its input. If other inputs are correlated with that input, as is usual in
+a layer, their weights can compensate the error: each weight is shifted by the errors of the weights before it, and then
+rounded. Nothing is stored for this. The meaning of codes is the same, only their choice differs. Protected values are
+stored after the shift.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.quantization.codebook import GroupFit
 
-_DAMPING = 0.1  # share of the mean square of all inputs that each has besides its own: more than is known of any
-_SIDE_BY_SIDE = 256  # outputs
+_DAMPING = 0.1  # fraction of the mean square of all inputs that is added to the mean square of each
+_SIDE_BY_SIDE = 256  # outputs processed together
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class MatrixView:
-    """A matrix in a tensor's memory: weights that multiply the same inputs.
+    """A matrix in the memory of a tensor: weights that multiply the same inputs.
 
     Attributes:
-        offset: of its first element, from the tensor's.
-        outputs, inputs: shape.
-        strides: between outputs, and between inputs.
+        offset: offset of its first element in the tensor.
+        outputs, inputs: shape of the matrix.
+        strides: distances between outputs and between inputs.
     """
 
     offset: int
@@ -41,20 +42,20 @@ class MatrixView:
 
     @property
     def stop(self) -> int:
-        """Offset past its last element."""
+        """Offset past the last element of the matrix."""
         return self.offset + (self.outputs - 1) * self.strides[0] + (self.inputs - 1) * self.strides[1] + 1
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the view of a flat tensor: [inputs, outputs]."""
+        """Return the matrix as a view of a flat tensor, [inputs, outputs]."""
         return flat.as_strided((self.inputs, self.outputs), self.strides[::-1], flat.storage_offset() + self.offset)
 
 
 class ErrorSpread(NamedTuple):
-    """How errors are spread among n inputs.
+    """Distribution of rounding errors among n inputs.
 
     Attributes:
-        order: int64[n], in which their weights are rounded: those of the largest inputs first.
-        factors: float32[n, n], zero below the diagonal: how much of an error each input later in that order takes.
+        order: int64[n], order in which the weights are rounded: weights of the largest inputs first.
+        factors: float32[n, n], zero below the diagonal: share of an error that each input later in `order` takes.
     """
 
     order: torch.Tensor
@@ -62,14 +63,14 @@ class ErrorSpread(NamedTuple):
 
     @classmethod
     def from_products(cls, products: torch.Tensor, rows: int) -> ErrorSpread | None:
-        """Return how errors are spread; None where inputs are all zero or not finite.
+        """Compute the distribution of errors; None if inputs are all zero or not finite.
 
-        Few rows tell little: errors that cancel for these would not for others. So the share of its mean square that
-        each input has for itself grows with the number of inputs per row.
+        Few rows are a small sample: errors that cancel for these rows would not cancel for others. So damping grows
+        with the number of inputs per row.
 
         Args:
-            products: float[n, n]: sums of products of inputs.
-            rows: of inputs that were summed.
+            products: float[n, n], sums of products of inputs over rows.
+            rows: number of rows in the sums.
         """
         products = products.to("cpu", torch.float64)
         mean = products.diagonal().mean()
@@ -84,33 +85,33 @@ class ErrorSpread(NamedTuple):
 
 @dataclass(frozen=True)
 class Compensation:
-    """How errors of a tensor's weights are spread.
+    """Compensation of the rounding errors of a tensor's weights.
 
     Attributes:
-        parts: matrices that do not overlap, and for each of them blocks of consecutive inputs, together all. Errors are
-            spread within a block only, which bounds memory and time.
+        parts: disjoint matrices, each with blocks of consecutive inputs that cover all its inputs. Errors are spread
+            within a block only, which bounds memory and time.
     """
 
     parts: list[tuple[MatrixView, list[ErrorSpread]]]
 
     @property
     def elements(self) -> int:
-        """Elements of all parts."""
+        """Number of elements of all parts."""
         return sum(view.outputs * view.inputs for view, _ in self.parts)
 
     def compensate(
         self, flat: torch.Tensor, fitted: GroupFit, scale: float, do: Callable[..., Iterable[Any]] = map
     ) -> torch.Tensor:
-        """Return the values whose codes, each by itself, are those that compensate each other's errors.
+        """Return shifted values: the code of each, chosen by itself, then compensates the errors of the others.
 
         Args:
             flat: values, float[n], contiguous.
-            fitted: without a previous code.
-            scale: of the tensor's values, in units of the codebook.
-            do: as `map`, for outputs that may be worked on side by side.
+            fitted: fit of the group, without previous codes.
+            scale: scale of the values of the tensor, in units of the codebook.
+            do: function like `map`, for outputs that may be processed in parallel.
 
         Returns:
-            float32[n] on the CPU; a copy.
+            float32[n] on the CPU, a copy.
         """
         shifted = torch.empty(flat.shape, dtype=torch.float32, device="cpu").copy_(flat)
         levels = (fitted.codebook.levels * scale).clip(-_LARGEST, _LARGEST).astype(np.float32)

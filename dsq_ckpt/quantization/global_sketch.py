@@ -1,8 +1,8 @@
-"""One sketch of the values of a save over all ranks, before any codebook.
+"""The global sketch of a save: counts of its values over all ranks, from which codebooks are fitted.
 
-One all-reduce per save carries everything: the octaves of every tensor (2 KiB each, from which outliers,
-non-finite values and the size of gradients are known) and the joint sketch of every group. Groups that are refit, whose
-scales changed, or that weigh elements by sensitivity, need a second all-reduce.
+One all-reduce per save carries the octaves of every tensor (2 KiB each) and the joint sketch of every group. Outliers,
+non-finite values and the size of gradients are read from the octaves. A second all-reduce is needed for groups that are
+refit, whose scales changed, or that weigh elements by sensitivity.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _T = TypeVar("_T")
 
 
 class LocalChunks(NamedTuple):
-    """The part of one rank in a sketch.
+    """Contribution of one rank to the global sketch.
 
     Attributes:
-        chunks: lossy chunks, and those that are only measured.
+        chunks: lossy chunks, and chunks that are measured without being stored.
         undefined: number of other tensors that hold NaN.
-        uneven: number of weights with rows that one step for all loses, if the user is to be told.
+        uneven: number of weights with rows that a common step rounds to zero, if the user is to be warned.
         loads, loads_of_moments: see `GlobalSketch.loads`.
     """
 
@@ -60,19 +60,19 @@ def build_global_sketch(
     load_chunks: Callable[[], LocalChunks], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
     comm: Communicator, workers: Workers,
 ) -> GlobalSketch:
-    """Sketch the local chunks and merge over all ranks; collective.
+    """Sketch the local chunks and sum the counts over all ranks; collective.
 
     Args:
-        load_chunks: function that returns what this rank has; it is called inside the collective, so that its failure
-            reaches the other ranks.
-        layout: tensors and groups that all ranks agreed on.
+        load_chunks: function that returns the chunks of this rank. It is called inside the collective, so that the
+            other ranks learn of its failure.
+        layout: tensors and groups, the same on all ranks.
         parent: settings of the parent checkpoint, or None for a keyframe.
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
         comm: communicator of the ranks that save.
         workers: threads.
 
     Raises:
-        SaveFailed: on all ranks, when any rank failed.
+        SaveFailed: any rank failed; raised on all ranks.
     """
     parent = parent or ParentModel({}, {})
     weighed, by_octave = layout.sensitivity_groups(), layout.octave_groups()
@@ -83,11 +83,11 @@ def build_global_sketch(
     }
     index = {name: place for place, name in enumerate(layout.octave_names())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
-    faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
+    faint = np.zeros(len(index), np.int64)  # chunks that are not all zero but hold no normal number
     told = np.zeros(len(LocalChunks._fields) - 1, np.int64)
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
-    counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
+    counted: frozenset[ChunkKey] = frozenset()  # chunks whose octaves the joint pass counts
 
     def first_pass() -> tuple[list[Chunk], list[SparseSketch]]:
         nonlocal counted
@@ -105,7 +105,7 @@ def build_global_sketch(
         for sparse in [*sketches, *sketch_chunks(gauges, workers)]:
             octaves[index[sparse.chunk.key.fqn]] += count_octaves(sparse.bins, sparse.counts)
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
-                octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
+                octaves[index[sparse.chunk.key.fqn], -1] += 1  # a negative value is no second moment: stored exactly
         by_sign: dict[str, Counts] = {}
         add_joint([chunk for chunk in chunks if chunk.key in counted], joint, windows, workers, by_sign)
         for fqn, counts in by_sign.items():
@@ -140,7 +140,7 @@ def build_global_sketch(
         {name: octaves[place] for name, place in index.items()}, layout, books, parent.exponents, outlier_octaves
     )
     bad |= scales.beyond
-    left = {layout.tensors[fqn] for fqn in scales.beyond}  # by tensors that the first pass sketched with them
+    left = {layout.tensors[fqn] for fqn in scales.beyond}  # groups whose joint sketch counts such a tensor
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: ImportanceClasses(by_importance[group], _fractions(layout, group)) for group in weighed}
@@ -181,7 +181,7 @@ def build_global_sketch(
 
 
 def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[str, list[int]]:
-    """Return, by group, the elements of every chunk of every rank, of groups whose parts take turns."""
+    """Return the sizes of all chunks of all ranks, by group, for groups whose parts take turns."""
     groups = [group for group, config in layout.groups.items() if config.codebook.turns]
     if not groups:
         return {}
@@ -190,7 +190,7 @@ def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[
 
 
 def _fractions(layout: Layout, group: str) -> Fractions:
-    """Return the fractions that a search will ask for, and those of the group."""
+    """Return the fractions of the group and the fractions that a search may try."""
     own = layout.groups[group].codebook.weighing
     assert own is not None
     return Fractions((*layout.fractions.prune, own.prune), (*layout.fractions.protect, own.protect))
@@ -205,7 +205,7 @@ def _shape(
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
-    """Return the result of local work, or its failure, which must still reach the other ranks in the collective."""
+    """Return the result and the exception of local work; a failed rank still has to take part in the collective."""
     try:
         result = work()
         run_pending_handlers()

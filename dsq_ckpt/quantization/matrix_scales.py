@@ -1,8 +1,8 @@
 """Scales of second moments: one number for each row and one for each column of a matrix.
 
-Adam's second moments are nearly a product of what a row and what a column has (Adafactor, section 3, rebuilds them from
-the two alone). Divided by both, most are within an octave of 1 whatever their own size, so one level serves nearly all.
-A scale is a power of two, by the sum of a row's and a column's number, in eighths of an octave.
+Adam's second moments are nearly a product of a row factor and a column factor (Adafactor, section 3, rebuilds them from
+these alone). Divided by both, most are within an octave of 1 whatever their size, so that one level serves nearly all.
+A scale is a power of two. Its exponent, in eighths of an octave, is the sum of the numbers of the row and the column.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.jit import jit
 
 SHARED = 32
-"""Elements of a row, or of a column, from which it has a number of its own: 16 bits for fewer would not pay."""
+"""Least number of elements of a row or column that has its own number; for fewer, its 16 bits would not pay."""
 _EIGHTH = 20  # bits of a float below an eighth of its octave
-_REACH = 120 << 3  # by which a ratio may be away from 1
-_TOGETHER = 1 << 24  # elements that are looked at together on a device
+_REACH = 120 << 3  # largest distance of a ratio from 1
+_TOGETHER = 1 << 24  # elements processed together on a device
 
 
 class _Sums(NamedTuple):
@@ -31,8 +31,9 @@ class _Sums(NamedTuple):
 
     Attributes:
         numbers: float64[rows], eighths of an octave.
-        left: float64[2, columns], or of all columns together: sum and number of values over the scales of their rows.
-        low, high: reach of these, in eighths of an octave around 1.
+        left: float64[2, columns], or of all columns together: sum and number of values divided by the scales of their
+            rows.
+        low, high: range of the values, in eighths of an octave around 1.
     """
 
     numbers: F64
@@ -43,7 +44,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixScales:
-    """Scales of a chunk, seen as a matrix with one row for each index of its first dimension.
+    """Scales of a chunk, viewed as a matrix with one row for each index of its first dimension.
 
     Attributes:
         columns: elements of a row.
@@ -57,15 +58,16 @@ class MatrixScales:
 
     @classmethod
     def fit(cls, values: torch.Tensor, workers: Workers | None = None) -> MatrixScales:
-        """Return the mean logarithms of rows, and the means of what is left of columns; zeros do not count.
+        """Fit scales: of a row by its mean logarithm, of a column by the mean of the values over their row scales.
 
-        The mean ratio of a column, and so of the chunk, is 1. By mean logarithms second moments came back 1 to 6 % too
-        small, and a restart lost two steps. Once values are quantized, `step_lengths.correct_scales` moves the stored
-        scales.
-        All are 1 where elements are 120 octaves away from them: their ratios could leave the range of fp32.
+        The mean ratio of a column, and so of the chunk, is 1. With mean logarithms for columns too, second moments came
+        back 1 to 6 % too small, and a restart lost two steps. After quantization `step_lengths.correct_scales` adjusts
+        the stored scales. If an element is 120 octaves away from its scale, all scales are 1, because ratios could
+        leave the range of fp32.
 
         Args:
-            values: a chunk, in any floating dtype and on any device; what is not positive and finite does not count.
+            values: a chunk, in any floating dtype and on any device; values that are not positive and finite are
+                ignored.
             workers: threads.
         """
         rows = len(values) if values.dim() else 1
@@ -78,12 +80,12 @@ class MatrixScales:
         near = matrix.device.type != "cpu"
         step = max(1, (_TOGETHER if near or workers is None else workers.block_elements) // columns)
         parts = (matrix[start : start + step] for start in range(0, rows, step))
-        if columns == 1:  # as of flat partitions: kernels go row by row
+        if columns == 1:  # as in flat partitions: kernels go row by row
             parts = (part.T for part in parts)
         work = partial(_sum_on_device if near else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or near else workers.map(work, parts):
-            if by_row:  # 8 bytes for each element, where rows are as short as one
+            if by_row:  # 8 bytes per element if rows have one element
                 numbers.append(part.numbers)
             left += part.left
             low, high = min(low, part.low), max(high, part.high)
@@ -98,15 +100,15 @@ class MatrixScales:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether there are scales other than 1."""
+        """Whether any scale differs from 1."""
         return bool(len(self.by_row) or len(self.by_column))
 
     def divide(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """Return values over their scales, float32; zero for zero and subnormal numbers.
+        """Return values divided by their scales, float32; zero for zero and subnormal numbers.
 
         Args:
-            values: flat elements of the chunk from `start` on, on any device.
-            start: see above.
+            values: consecutive elements of the flat chunk, on any device.
+            start: index of the first of them.
         """
         values = values.to(torch.float32)
         if values.device.type == "cpu":
@@ -114,7 +116,7 @@ class MatrixScales:
         values = torch.where(values.abs() < TINY, 0.0, values)
         if not self.is_scaled:
             return values
-        if len(values) < self.columns:  # not factors of all columns for a part of a row
+        if len(values) < self.columns:  # for a part of a row, factors of its columns only
             place = np.arange(start, start + len(values))
             entry = np.full(len(values), ONE, np.int32)
             entry += self.by_row[place // self.columns] if len(self.by_row) else 0
@@ -135,13 +137,13 @@ class MatrixScales:
         Products past the largest finite number become that number.
 
         Raises:
-            ValueError: they are no flat float32, or not all of the chunk.
+            ValueError: the values are not flat float32, or reach past the chunk.
         """
         if self.is_scaled:
             multiply(values, start, *self._numbers(start + len(values)))
 
     def _numbers(self, stop: int) -> tuple[int, I16, I16]:
-        """Return what kernels take for elements before `stop`: columns; by row, or the same for all; by column."""
+        """Return the arguments of kernels for elements before `stop`: column count, numbers by row and by column."""
         zero = np.zeros(1, np.int16)
         by_row = self.by_row if len(self.by_row) else zero
         by_column = self.by_column if len(self.by_column) else zero
@@ -155,7 +157,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _to_eighths(means: F64) -> F64:
-    """Return eighths of an octave above 1; 0 for 0, which no value had."""
+    """Return means in eighths of an octave above 1; 0 for a mean of 0, which has no values."""
     found: F64 = 8 * np.log2(np.where(means > 0, means, 1.0))
     return found
 
@@ -169,7 +171,7 @@ def _sum_on_host(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
 
 
 def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
-    """Return what `_here` does, from a part on a device; on the host, if its memory is full."""
+    """Return the sums of `_sum_on_host` for a part on a device; computed on the host if device memory is full."""
     try:
         values = part.to(torch.float32).contiguous()
         held = (values >= TINY) & values.isfinite()
@@ -183,7 +185,7 @@ def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
         if not by_column:
             left = left.sum(1, keepdim=True)
         reach = torch.stack(logs.aminmax()).to(torch.float64)
-        found = torch.cat([reach, numbers, left.view(-1)]).cpu().numpy()  # together, since each copy waits
+        found = torch.cat([reach, numbers, left.view(-1)]).cpu().numpy()  # one copy, because each waits
         low, high = found[:2]
         return _Sums(
             found[2 : 2 + len(numbers)].copy(), found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)

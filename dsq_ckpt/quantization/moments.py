@@ -1,14 +1,14 @@
-"""Adam's moments on the scales that its update is sensitive to.
+"""Frames of Adam's moments: coordinates in which equal errors have equal effects on the update.
 
-Adam moves a parameter by u = m / (sqrt(v) + eps). What counts about v is its ratio to the true value, and about m its
-error in units of sqrt(v) of the *same element*: a cell of fixed width is too coarse for one element and wasted on the
-next. So v is divided by scales of its rows and columns and coded by octaves, and m is divided by sqrt(v) before it is
-quantized.
+Adam moves a parameter by u = m / (sqrt(v) + eps). The update depends on the relative error of v, and on the error of m
+in units of sqrt(v) of the *same element*. A cell of fixed width would be too coarse for one element and too fine for
+the next. So v is divided by scales of its rows and columns and coded by octaves, and m is divided by sqrt(v) before it
+is quantized.
 
-What is lost of v must not have a sign: Adam's next steps would be too long or too short as a rule (`step_lengths`).
+Errors of v must have no bias, or Adam's next steps would be too long or too short on average (`step_lengths`).
 
-A reader multiplies by the root of v as it was decoded. So m / sqrt(v) comes back as it was quantized, and the error of
-v does not add to that of the next update. A rank that writes m needs nothing of v but its values.
+A reader multiplies by the square root of the decoded v. So m / sqrt(v) is restored as it was quantized, and the error
+of v does not add to the error of the next update. A rank that writes m only needs the values of v.
 """
 
 from __future__ import annotations
@@ -28,64 +28,64 @@ _LARGEST = np.float32(np.finfo(np.float32).max)
 
 def _octave_units() -> F32:
     exponent = np.arange(256, dtype=np.float64)
-    # Of zero and subnormal numbers too: a first moment there is past all levels, so it is protected, and not lost.
+    # For zero and subnormal numbers too: a first moment there is past all levels, so it is protected and not lost.
     return np.exp2((exponent - 127 + 0.5) / 2).astype(np.float32)
 
 
 OCTAVE_UNITS = _octave_units()
-"""float32[256]: by the biased exponent of a second moment, sqrt(v) of the middle of its octave. Up to format version 4
-first moments are in these units."""
+"""float32[256]: sqrt(v) of the middle of the octave, by the biased exponent of a second moment. First moments are in
+these units up to format version 4."""
 LEAST_ROOT = OCTAVE_UNITS[0]
-"""What stands for the root of a second moment that is zero or subnormal."""
+"""Substitute for the square root of a second moment that is zero or subnormal."""
 
 
 class Frame(Protocol):
-    """The coordinates that a chunk's values are sketched and quantized in, instead of their own."""
+    """Coordinates in which the values of a chunk are sketched and quantized."""
 
     @property
     def second_moment(self) -> str | None:
-        """Name of the tensor by whose roots values were divided; None if they were not."""
+        """Name of the tensor whose square roots values are divided by; None if there is none."""
 
     @property
     def scales(self) -> MatrixScales | None:
-        """Scales that values were divided by; None if there are none."""
+        """Scales that values are divided by; None if there are none."""
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return values in these coordinates, float32.
 
         Args:
-            flat: the values, in any floating dtype and on any device; elements `where` of the chunk.
-            where: see above.
+            flat: values of a part of the chunk, in any floating dtype and on any device.
+            where: place of the part in the flat chunk.
         """
 
     def part(self, where: slice) -> Frame:
-        """Return the frame of some elements of the chunk, as a chunk of their own."""
+        """Return the frame of a part of the chunk, as a chunk of its own."""
 
 
 @dataclass(frozen=True)
 class ScaledFrame:
-    """A value is divided by the scale of its row and column: second moments."""
+    """Frame of second moments: values divided by the scales of their rows and columns."""
 
     scales: MatrixScales
     start: int = 0
     second_moment: None = None
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
-        """Return the ratios; zero for zero and subnormal numbers."""
+        """Return values divided by their scales; zero for zero and subnormal numbers."""
         return self.scales.divide(flat, self.start + (where.start or 0))
 
     def part(self, where: slice) -> ScaledFrame:
-        """Return the frame of elements that begin later."""
+        """Return the frame of the elements `where`, whose scales keep their positions in the whole chunk."""
         return replace(self, start=self.start + where.start)
 
 
 @dataclass(frozen=True)
 class UpdateFrame:
-    """A value is divided by the root of its second moment: first moments.
+    """Frame of first moments: values divided by the square roots of their second moments.
 
     Attributes:
         second_moment: name of the tensor of second moments.
-        squares: its chunk, flat, on the device of the values.
+        squares: second moments of the chunk, flat, on the device of the values.
     """
 
     second_moment: str
@@ -93,7 +93,7 @@ class UpdateFrame:
     scales: None = None
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
-        """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN: then m is stored exactly, as v is."""
+        """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN, as m is then stored exactly."""
         squares = self.squares[where].to(torch.float32)
         if flat.device.type == "cpu":
             out = np.empty(len(flat), np.float32)
@@ -108,7 +108,7 @@ class UpdateFrame:
 
 
 def multiply_by_roots(values: F32, squares: F32) -> None:
-    """Multiply decoded first moments by the roots of their second moments, in place; both float32, flat.
+    """Multiply decoded first moments by the square roots of their second moments, in place; both flat float32.
 
     Products past the largest finite number become that number.
     """
@@ -116,7 +116,7 @@ def multiply_by_roots(values: F32, squares: F32) -> None:
 
 
 def multiply_by_octave_units(values: F32, squares: F32) -> None:
-    """Multiply decoded first moments by `OCTAVE_UNITS` of their second moments, in place; as `multiply_by_roots`."""
+    """Multiply decoded first moments by the `OCTAVE_UNITS` of their second moments, like `multiply_by_roots`."""
     _multiply_by_octaves(values, squares.view(np.uint32), OCTAVE_UNITS)
 
 

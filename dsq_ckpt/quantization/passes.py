@@ -1,4 +1,4 @@
-"""Passes over the chunks of a rank: their sketches, made by all threads."""
+"""Multithreaded passes over the chunks of a rank, which compute their sketches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny) * 2.0**24
 
 
 class SparseSketch(NamedTuple):
-    """A piece of a chunk and its full sketch, unscaled: occupied bins and their counts."""
+    """Full sketch of a piece of a chunk, unscaled: occupied bins and their counts."""
 
     chunk: Chunk
     bins: Counts
@@ -32,7 +32,7 @@ class SparseSketch(NamedTuple):
 
 
 def sketch_chunks(chunks: Sequence[Chunk], workers: Workers) -> list[SparseSketch]:
-    """Return full sketches of all chunks, in pieces."""
+    """Return the full sketches of all chunks; a chunk may be sketched in several pieces."""
     near, far = _split_by_device(chunks)
     try:
         made = [
@@ -47,7 +47,7 @@ def sketch_chunks(chunks: Sequence[Chunk], workers: Workers) -> list[SparseSketc
 
 
 def underflows(chunk: Chunk) -> bool:
-    """Return whether a chunk that is not zero would be nearly nothing but zeros in float32."""
+    """Return whether a chunk that is not all zero would be nearly all zeros in float32."""
     if chunk.tensor.dtype != torch.float64 or not chunk.tensor.numel():
         return False
     return 0 < float(chunk.tensor.detach().abs().max()) < _SMALLEST
@@ -60,13 +60,13 @@ def _sketch_piece(chunk: Chunk, workers: Workers) -> SparseSketch:
 
 
 def _split_by_device(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into those that are processed in device memory and all others."""
+    """Return the chunks that are processed in device memory, and all others."""
     near = [chunk for chunk in chunks if device.is_supported(chunk)]
     return near, [chunk for chunk in chunks if not device.is_supported(chunk)]
 
 
 def _occupied_bins(counts: Counts) -> tuple[Counts, Counts]:
-    bins = np.flatnonzero(counts != 0)  # three times as fast as of int64
+    bins = np.flatnonzero(counts != 0)  # three times as fast as on int64
     return bins, counts[bins]
 
 
@@ -79,15 +79,15 @@ def add_joint(
     chunks: Sequence[Chunk], joint: dict[str, Counts], windows: Mapping[str, KeyWindow], workers: Workers,
     octaves: dict[str, Counts] | None = None,
 ) -> None:
-    """Add the chunks of the groups of `joint` to its joint sketches.
+    """Add all chunks whose group is in `joint` to the joint sketch of the group.
 
     Args:
-        chunks: see above.
-        joint: counts by group.
+        chunks: chunks of any group.
+        joint: counts by group, updated in place.
         windows: key window by group.
         workers: threads.
-        octaves: gets the elements of each tensor by sign and biased exponent, int64[512]: of the numbers that are
-            coded, but of second moments their own. Given for chunks on the host alone.
+        octaves: counts by tensor, sign and biased exponent, int64[512], updated in place. The numbers to code are
+            counted, but second moments by their own values. Only for chunks on the host.
     """
     for group, array in joint.items():
         mine = [chunk for chunk in chunks if chunk.group == group]
@@ -103,7 +103,7 @@ def add_joint(
         settle_streams(chunk.tensor for chunk in far)
         shares = _share_out(far, workers)
         work = partial(_joint_share, window=window, by_octave=octaves is not None, workers=workers)
-        into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first one needs no array of its own
+        into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first share adds to the result itself
         for counts, by_octave in workers.map(work, zip(shares, into, strict=True)):
             if counts is not array:
                 array += counts
@@ -123,7 +123,7 @@ def _joint_share(
 
 
 def importance_of(chunk: Chunk, where: slice) -> F32:
-    """Return the sensitivity of a block of a chunk with gradients: of its values, or of differences to the parent's."""
+    """Return the sensitivity of a block of a chunk with gradients, for its values or its differences to the parent."""
     assert chunk.gradient is not None
     values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
     return kernels.importance(values, block_values(chunk.gradient.reshape(-1)[where]))
@@ -132,13 +132,13 @@ def importance_of(chunk: Chunk, where: slice) -> F32:
 def add_by_class(
     chunk: Chunk, window: KeyWindow, edges: F64, neutral: int, counts: Counts, workers: Workers
 ) -> None:
-    """Add a chunk to its group's sketch by class of sensitivity.
+    """Add a chunk to the sketch of its group by class of sensitivity.
 
     Args:
-        chunk: its elements have the class `neutral` where it has no gradient.
-        window: of the sketch.
-        edges: of the classes, ascending.
-        neutral: see above.
+        chunk: the chunk to add.
+        window: key window of the sketch.
+        edges: sensitivities between the classes, ascending.
+        neutral: class of all elements of a chunk without a gradient.
         counts: int64[classes, rows, window.size].
         workers: threads.
     """
@@ -156,9 +156,9 @@ def add_by_class(
 
 
 def add_shifted(sparse: SparseSketch, exponent: float, counts: Counts, workers: Workers) -> None:
-    """Add a sketch as if its values had been divided by 2**exponent: for whole octaves that moves keys."""
+    """Add a sketch as if its values had been divided by 2**exponent; whole octaves only shift the keys."""
     whole = exponent == int(exponent)
-    # Subnormals that become normal: their sketch does not tell how.
+    # Subnormals that become normal: their sketch does not resolve them.
     if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
         scaled = replace(sparse.chunk, parent=None, exponent=exponent)
         if device.is_supported(scaled):
@@ -178,12 +178,12 @@ def _sketch_chunk(
         parent = None if chunk.parent is None else chunk.parent[where]
         values = coded_values(flat, chunk.base_values, where, frame)
         sketch_block(values, parent, window, chunk.exponent, counts)
-        if octaves is not None:  # in the same pass, while the block is in the cache
+        if octaves is not None:  # while the block is in the cache
             kernels.octaves(values if frame is None or frame.scales is None else block_values(flat[where]), octaves)
 
 
 def _shift_bins(bins: Counts, exponent: int) -> Counts:
-    """Return the bins of the values divided by 2**exponent."""
+    """Return the bins of the values after division by 2**exponent."""
     if not exponent:
         return bins
     sign, place = np.divmod(bins, FULL.n)
@@ -193,7 +193,7 @@ def _shift_bins(bins: Counts, exponent: int) -> Counts:
 
 
 def _share_out(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
-    """Partition chunks over threads so that each has about the same number of elements; large chunks are split."""
+    """Partition chunks into shares of about equal numbers of elements, one per thread; large chunks are split."""
     pieces: list[Chunk] = []
     total = sum(chunk.key.elements for chunk in chunks)
     limit = max(workers.block_elements, -(-total // workers.threads))

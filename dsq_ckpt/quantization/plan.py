@@ -1,4 +1,4 @@
-"""How a save is to be stored: decided by a policy, once the sketches of all ranks are merged."""
+"""Plans of how to store a save, and the policies that choose them from the merged sketches of all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dsq_ckpt.quantization.compensation import Compensation
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """How a save is to be stored, once its sketches are known.
+    """Codebooks and configuration with which a save is stored.
 
     Attributes:
         analysis: codebooks by group; groups that are absent are stored exactly.
         config: the configuration, for the manifest.
-        quality: what was measured about it, for the manifest.
-        compensations: of chunks whose codes are chosen so.
+        quality: measured quality of the plan, for the manifest.
+        compensations: compensations of rounding errors, by chunk.
     """
 
     analysis: Analysis
@@ -33,18 +33,18 @@ class QuantizationPlan:
 
 
 class ConfigPolicy(Protocol):
-    """Chooses the configuration of a save; collective."""
+    """Function that chooses the configuration of a save; collective."""
 
     def __call__(
         self, sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
     ) -> QuantizationPlan:
-        """Choose.
+        """Return the plan of a save.
 
         Args:
-            sketches: global; their `chunks` are those this rank writes.
-            local: chunks of all weights that lie on this rank, those included that another rank writes.
-            config: the save's configuration.
-            comm: of the ranks that save.
+            sketches: the global sketch; its `chunks` are the chunks that this rank writes.
+            local: chunks of all weights on this rank, including chunks that another rank writes.
+            config: configuration of the save.
+            comm: communicator of the ranks that save.
             workers: threads.
         """
 
@@ -52,10 +52,10 @@ class ConfigPolicy(Protocol):
 def plan_as_configured(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
-    """Return the plan of the configuration as it is; a policy.
+    """Return a plan with the unchanged configuration; a policy.
 
     Raises:
-        ConfigError: the configuration bounds what restores cost, which only a search measures.
+        ConfigError: the configuration bounds the cost of restores, which only a search measures.
     """
     plan = QuantizationPlan(sketches.fit(), config)
     if config.search.max_run_loss is not None and any(name.startswith("weights/") for name in plan.analysis.fitted):
@@ -69,5 +69,5 @@ def plan_as_configured(
 def plan_exact(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
-    """Return the plan of a save that has to be exact; a policy."""
+    """Return a plan that stores all groups exactly; a policy."""
     return QuantizationPlan(Analysis({}, {}, sketches.nonfinite), config)

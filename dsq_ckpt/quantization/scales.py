@@ -1,9 +1,10 @@
-"""Scales of tensors before they are quantized, from the octaves of their values and of their gradients.
+"""Scales of tensors for quantization, from the octaves of their values and of their gradients.
 
-A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. In k-means groups it only moves
-outliers into their group's range. Momentum, and first moments over the roots of second ones, are measured by the size
-of their own tensor. On a lattice it sets the step: rate theory wants it proportional to one over the root of the
-curvature, for which the root of the mean squared gradient stands in (docs/design.md has the measurements).
+The `exponent` of a tensor is log2 of the factor that it is divided by, a multiple of 1/4. In k-means groups it only
+moves outliers into the range of their group. Momentum, and first moments over the square roots of second moments, are
+scaled by the size of their own tensor. On a lattice the exponent sets the step. Rate theory asks for a step in inverse
+proportion to the square root of the curvature, which the root mean square of the gradient approximates (measurements:
+docs/design.md).
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from dsq_ckpt.quantization.numbered_state import is_numbered_name, match_state_t
 OCTAVES = 256
 OCTAVE_CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
-_WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
+_WIDEST = 1.0  # log2: a unit is at most two root mean squares of the tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
 _UPDATE = -2.0  # log2: the usual root mean square of Adam's m / sqrt(v), of noise: sqrt((1 - b) / (1 + b)), b = 0.9
 _NO_UPDATE = 127 + 3  # biased exponent from which m / sqrt(v) cannot be Adam's: v is zero, or was
-_FEW = 1000  # one value of so many may be far larger than all others
-_LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps loses by rounding
-_COARSEST = 32.0  # twice the largest step that may be set, in units: if the parent's is larger, its unit was
+_FEW = 1000  # one value in so many may be far larger than all others
+_LOST = 2.0**-8  # fraction of a tensor's energy that rounding may lose in a base layer with fine steps
+_COARSEST = 32.0  # in units, twice the largest configurable step: a larger step of the parent means a larger unit
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
-_OWN_DRIFT = 0.25  # of a tensor measured by its own size: a bound on its error depends on it
-_MOST = 100.0  # of an exponent, by the format
+_OWN_DRIFT = 0.25  # same, for a tensor scaled by its own size: a bound on its error depends on it
+_MOST = 100.0  # largest magnitude of an exponent in the format
 
 
 class Gauge(NamedTuple):
-    """A tensor whose values are squared gradients of a weight (power 1), or gradients (power 2)."""
+    """A tensor that measures the gradients of a weight: squared gradients (power 1) or gradients (power 2)."""
 
     name: str
     power: int
@@ -50,10 +51,10 @@ class Scales:
 
     Attributes:
         exponents: exponents by tensor; 0 for tensors that are absent.
-        refit: groups to be fitted on full sketches, without their parent.
-        rescaled: groups whose exponents changed, so that their joint sketch must be computed again.
+        refit: groups to fit on full sketches, without their parent.
+        rescaled: groups whose exponents changed; their joint sketch must be computed again.
         units: unit of a lattice's step by group; the group's root mean square for groups that are absent.
-        beyond: tensors whose scale no exponent can tell, which cannot be quantized with their group.
+        beyond: tensors whose scale is outside the range of exponents; they cannot be quantized with their group.
     """
 
     exponents: dict[str, float] = field(default_factory=dict)
@@ -67,18 +68,22 @@ def choose_scales(
     octaves: dict[str, Counts], layout: Layout, books: dict[str, Codebook], before: dict[str, float],
     outlier_octaves: int,
 ) -> Scales:
-    """Return the scales of all tensors; they are the same on every rank, since the octaves are global.
+    """Return the scales of all tensors. They are the same on every rank, since the octaves are global.
 
-    A group is refit without its parent if it has none; if a tensor of the group, as it was normalised, has come to
-    differ from the group by as much as an outlier does; or if most of its energy lies below the resolution of its
-    window, or, where the common unit of tensors has fallen, more than a little of that of any tensor. Without a refit,
-    values that shrink, or tensors that were zero before, would all be zero to the codebook.
+    A group is refit without its parent if one of these holds:
+
+    * It has no parent.
+    * A scaled tensor of the group now differs from the group by as much as an outlier does.
+    * Most of the energy of the group is below the resolution of its window. If the common unit of tensors has fallen,
+      a small part of the energy of any tensor is enough.
+
+    Without a refit, values that shrink, or tensors that were zero before, would all be coded as zero.
 
     Args:
-        octaves: number of elements by biased exponent, int64[256], of every tensor and gauge.
+        octaves: number of elements by biased exponent, int64[256], for every tensor and gauge.
         layout: the lossy tensors and their groups.
-        books: the parent's codebooks, of groups that have one.
-        before: the parent's exponents.
+        books: codebooks of the parent, by group; groups without one are absent.
+        before: exponents of the parent, by tensor.
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
     tensors, groups = layout.tensors, layout.groups
@@ -105,7 +110,7 @@ def choose_scales(
             rescaled |= {group} if moved - beyond else set()
             continue
         distances = _distances(octaves, names)
-        if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have units of their own
+        if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have their own units
             distances = {}
         wanted |= {fqn: float(round(d)) for fqn, d in distances.items() if abs(d) >= outlier_octaves}
         moved = {fqn for fqn, d in distances.items() if abs(d - before.get(fqn, 0.0)) >= outlier_octaves}
@@ -134,9 +139,9 @@ def choose_scales(
 
 
 def find_gauges(layout: Layout) -> dict[str, Gauge]:
-    """Return, by weight, the tensor of a save from which the size of the weight's gradients is known, where one is.
+    """Return the gauge of the gradients of each weight that has one.
 
-    Averages of gradients are preferred. State by the numbers of an optimizer's own state dict is found by its shapes.
+    Averages of gradients are preferred. Optimizer state keyed by parameter number is matched by shape.
     """
     weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
     if layout.has_gradients:
@@ -159,7 +164,7 @@ def find_gauges(layout: Layout) -> dict[str, Gauge]:
 def _scale_by_gradient(
     octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge]
 ) -> tuple[set[str], float, dict[str, float]]:
-    """Return the groups scaled by gradients, the unit of their steps, and the exponents of their tensors."""
+    """Return the groups scaled by gradients, the unit of their steps and the exponents of their tensors."""
     strength = {
         group: config.codebook.gradient_power for group, config in groups.items() if config.codebook.gradient_power > 0
     }
@@ -174,7 +179,7 @@ def _scale_by_gradient(
     if not known:
         return set(), 0.0, {}
     held = sum(size[fqn] for fqn in known)
-    # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not own it.
+    # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not dominate it.
     unit = float(2.0 ** (sum(0.5 * np.log2(energy[fqn]) * size[fqn] for fqn in known) / held))
     logs = {fqn: float(np.log2(gradient[fqn])) for fqn in known}
     middle = sum(logs[fqn] * size[fqn] for fqn in known) / held
@@ -193,7 +198,7 @@ def _scale_by_gradient(
 
 
 def mean_squares(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
-    """Return the mean square of each tensor, without its largest few values."""
+    """Return the mean square of each tensor, without its few largest values."""
     if not names:
         return {}
     means = _mean_power(_without_largest(np.stack([octaves[fqn] for fqn in names])), 2)
@@ -201,9 +206,9 @@ def mean_squares(octaves: dict[str, Counts], names: list[str]) -> dict[str, floa
 
 
 def _without_largest(octaves: Counts) -> Counts:
-    """Return counts by octave, [..., 256], without the largest few values, which must not set the scale of all others.
+    """Return counts by octave, [..., 256], without the few largest values, which must not set the scale of all others.
 
-    One value 10,000 times the others, as of a bug or of an attention sink, is protected anyway.
+    A single value 10,000 times the others, for example of a bug or an attention sink, is protected in any case.
     """
     kept, held = octaves.copy(), octaves[..., 254:0:-1]  # the largest first
     larger = np.cumsum(held, axis=-1) - held
@@ -221,16 +226,16 @@ def _mean_power(octaves: Counts, power: int) -> F64:
 def _is_unresolved(
     octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook, each: bool
 ) -> bool:
-    """Return whether most of a group's energy lies below the resolution of its window.
+    """Return whether most of the energy of a group is below the resolution of its window.
 
-    With `each`, it is enough if a little of the energy of any tensor does: the unit that tensors are scaled to has
-    fallen, as beside one that has collapsed, and a new tensor is scaled to that unit alone.
+    With `each`, a small part of the energy of any tensor is enough. It is set if the common unit of tensors has fallen,
+    for example because one of them has collapsed; a new tensor is scaled to that unit alone.
     """
     names = [fqn for fqn in names if not octaves[fqn][-1]]
     if not names:
         return False
     first = book.window.lo // KEYS_PER_OCTAVE
-    if each:  # an octave that the window begins in is not whole
+    if each:  # the octave in which the window begins is only partly resolved
         first += 1
     exponent = np.arange(1, 255) - np.array([exponents[fqn] for fqn in names])[:, None]
     parts = _without_largest(np.stack([octaves[fqn] for fqn in names]))[:, 1:255] * 4.0 ** (exponent - 127.0)
@@ -241,9 +246,9 @@ def _is_unresolved(
 
 
 def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
-    """Return log2 of each tensor's root mean square over that of its group; empty for a group of one tensor.
+    """Return log2 of the ratio of each tensor's root mean square to that of its group; empty for a group of one tensor.
 
-    The value of a group is the median over its elements, which one outlier does not change. Tensors of zeros have no
+    The value of a group is the median over its elements, which one outlier does not change. All-zero tensors have no
     entry.
     """
     names = [fqn for fqn in names if not octaves[fqn][-1] and octaves[fqn][1:255].any()]
@@ -261,7 +266,7 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
 
 
 def count_octaves(bins: Counts, counts: Counts) -> Counts:
-    """Return the elements by biased exponent, int64[256]: 0 for zeros and subnormals, 255 for Inf and NaN."""
+    """Return the number of elements by biased exponent, int64[256]; 0: zeros and subnormals, 255: Inf and NaN."""
     place = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
     exponent = np.where(place == FULL.n - 1, 255, (place + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)
     return np.bincount(exponent, weights=counts, minlength=OCTAVES).astype(np.int64)

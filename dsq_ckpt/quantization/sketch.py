@@ -1,4 +1,4 @@
-"""The sketch: a log histogram of signed values that answers quantiles and merges by addition.
+"""Sketches: logarithmic histograms of signed values that answer quantiles and merge by addition.
 
 The guarantee.  For any q in [0, 1], ``quantile(q)`` is within a factor ``1 +- ALPHA`` of the element of rank
 ``floor(q * (n - 1))`` among the n finite elements in ascending order, with ``ALPHA = 1/129 = 0.775 %``, if
@@ -29,7 +29,7 @@ from dsq_ckpt.core.arrays import F32, F64, I64
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements converted to fp32 at a time: what an addition needs in memory beyond its input."""
+"""Elements converted to fp32 at a time; bounds the memory that an addition needs besides its input."""
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -49,7 +49,7 @@ def _blocks(x: Any) -> Iterator[Any]:
 
 def _fp32_blocks(x: Any) -> Iterator[F32]:
     """Yield the elements of a NumPy array or torch tensor as flat fp32 blocks, in any order."""
-    # A tensor can only exist where torch was imported, so this never imports it.
+    # A tensor can only exist if torch was imported, so torch is not imported here.
     torch = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(x, torch.Tensor)
     if not is_tensor:
@@ -66,18 +66,18 @@ def _fp32_blocks(x: Any) -> Iterator[F32]:
 
 
 class Sketch:
-    """Counts per bin of a window, and what can be read from them.
+    """Counts per bin of a window, with estimates of quantiles and the mean square.
 
     Args:
-        window: the magnitudes that are resolved.
-        counts: int64[window.size], kept and not copied; all zero if not given.
+        window: range of magnitudes that are resolved.
+        counts: int64[window.size], used without a copy. Default: all zero.
 
     Raises:
         ValueError: ``counts`` has another dtype or shape.
     """
 
     window: KeyWindow
-    """The magnitudes that are resolved."""
+    """Range of magnitudes that are resolved."""
     counts: I64
     """int64[window.size].  Summing these over processes merges their sketches."""
 
@@ -110,7 +110,7 @@ class Sketch:
             kernels.sketch(block, self.window.lo, self.window.hi, 1.0, self.counts)
 
     def merge(self, other: Sketch) -> None:
-        """Add the counts of ``other``, which stays as it is.
+        """Add the counts of ``other``, which is unchanged.
 
         Raises:
             ValueError: the windows differ.
@@ -120,24 +120,24 @@ class Sketch:
         self.counts = self.counts + other.counts
 
     def __add__(self, other: Sketch) -> Sketch:
-        """Return the merged sketch, as a new one; raises ``ValueError`` where ``merge`` does."""
+        """Return a new sketch, merged from both; raises ``ValueError`` if ``merge`` does."""
         merged = Sketch(self.window, self.counts.copy())
         merged.merge(other)
         return merged
 
     @property
     def count(self) -> int:
-        """Elements counted, non-finite ones included."""
+        """Number of elements, including non-finite elements."""
         return int(self.counts.sum())
 
     @property
     def zeros(self) -> int:
-        """Elements below the window: zeros and subnormals, and for a narrow window small normal numbers."""
+        """Number of elements below the window: zeros, subnormals and, for a narrow window, small normal numbers."""
         return int(self.counts[0] + self.counts[self.window.n])
 
     @property
     def nonfinite(self) -> int:
-        """Infinities and NaN."""
+        """Number of infinities and NaN."""
         return int(self.counts[self.window.n - 1] + self.counts[-1])
 
     def quantile(self, q: float) -> float:
@@ -153,7 +153,7 @@ class Sketch:
         return _at_rank(ascending, estimates, q)
 
     def magnitude_quantile(self, q: float) -> float:
-        """Estimate as ``quantile``, of absolute values."""
+        """Estimate a quantile of absolute values; see ``quantile``."""
         finite = self.window.n - 1
         magnitudes = self.counts.reshape(2, self.window.n)[:, :finite].sum(axis=0)
         return _at_rank(magnitudes, self.window.values()[:finite], q)
