@@ -45,7 +45,7 @@ class LocalChunks(NamedTuple):
     Attributes:
         chunks: lossy chunks, and chunks that are measured without being stored.
         undefined: number of other tensors that hold NaN.
-        uneven: number of weights with rows that a common step rounds to zero, if the user is to be warned.
+        uneven: number of weights with rows that one step for all loses (`lost_rows`), if the user is to be warned.
         loads, loads_of_moments: see `GlobalSketch.loads`.
     """
 

@@ -1,4 +1,4 @@
-"""Fitted codebooks: the meaning of the codes of one group, independent of how it was fitted. Files hold them."""
+"""Fitted codebooks, which files hold: the meaning of the codes of a group, whatever the method of the fit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import KeyWindow
 
 MAX_REFINEMENT_BITS = 8
-"""Of the refinement layer, per element, at most."""
+"""Largest width of a refinement symbol."""
 
 
 @dataclass(frozen=True)
 class SensitivitySplit:
-    """Elements whose code does not follow from their value alone, because their sensitivity decides.
+    """Elements whose code is decided by their sensitivity, besides their value.
 
     Attributes:
-        pruned, protected: int64[rows, bins], their joint sketch.
+        pruned, protected: int64[rows, bins], joint sketches of these elements.
         limits: sensitivity below which an element is pruned, and from which it is protected.
     """
 
@@ -31,12 +31,12 @@ class SensitivitySplit:
 
 @dataclass(frozen=True)
 class PartitionTurn:
-    """The part of every chunk that is protected because it is its turn, whatever its values (SCAR).
+    """The part of every chunk that is protected by turns, whatever its values (SCAR).
 
     Attributes:
-        parts: how many there are.
-        number: of the part in its turn, 0 <= number < parts.
-        elements: in their turn, over all chunks of the group.
+        parts: number of parts.
+        number: index of the protected part, 0 <= number < parts.
+        elements: number of protected elements over all chunks of the group.
     """
 
     parts: int
@@ -44,24 +44,24 @@ class PartitionTurn:
     elements: int = 0
 
     def slice_of(self, elements: int) -> slice:
-        """Return the slice of a chunk of so many elements; the parts cover the chunk and have nearly equal sizes."""
+        """Return the protected slice of a chunk of that many elements; parts cover a chunk and have similar sizes."""
         return slice(elements * self.number // self.parts, elements * (self.number + 1) // self.parts)
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
+    """Levels of the codes of a group, in the units of the group (the scale of a tensor multiplies them).
 
-    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (its value is stored
+    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (the value is stored
     apart from the codes, in bf16).
 
     Attributes:
         levels: float64, k + 1 entries; levels[0] = 0.
-        window: magnitudes the sketch of this group resolves, also for the next checkpoint of the chain.
-        domain: where distance and refinement are measured: "linear" (x) or "log" (the float's bits).
+        window: magnitudes that the sketch of this group resolves, also for the next checkpoint of the chain.
+        domain: axis of distance and refinement: "linear" (x) or "log" (the bits of the float).
         step: distance of evenly spaced levels, 0 for others.
-        cell_low, cell_high: float64, k + 1 entries; the values a code stands for lie between them, in x for
-            "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine. The
+        cell_low, cell_high: float64, k + 1 entries, bounds of the values that each code represents, in x for "linear"
+            and in bits(|x|) / 2^23 for "log" (the interpolated log2). A cell with equal bounds is not refined. The
             refinement layer divides a cell evenly, and values decode to the middle of a part.
     """
 
@@ -74,7 +74,7 @@ class Codebook:
 
     @property
     def symbols(self) -> int:
-        """Codes in the alphabet, pruned and protected included (at most 256)."""
+        """Size of the alphabet, including pruned and protected (at most 256)."""
         return len(self.levels) + 1
 
     @property
@@ -83,13 +83,13 @@ class Codebook:
         return len(self.levels)
 
     def divided(self, bits: int) -> Codebook:
-        """Return the same levels with linear cells that a refinement layer of other bits divides."""
+        """Return the same levels with linear cells, divided by a refinement layer of another width."""
         low, high = self.cell_low.copy(), self.cell_high.copy()
         centre_zero(low, high, 2.0**bits)
         return replace(self, cell_low=low, cell_high=high)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain numbers; float64 values survive JSON exactly."""
+        """Return the codebook as plain numbers; float64 values are exact in JSON."""
         return {
             "levels": self.levels.tolist(),
             "window": [self.window.lo, self.window.hi],
@@ -118,10 +118,10 @@ class Codebook:
 
 
 def float_array(tree: Any) -> F64:
-    """Return numbers of JSON, nested in arrays of equal lengths, as float64.
+    """Return JSON numbers, nested in arrays of equal lengths, as float64.
 
     Raises:
-        TypeError, ValueError: They are no numbers; NumPy would take strings for such.
+        TypeError, ValueError: an entry is not a number; NumPy would convert strings.
     """
     found = np.asarray(tree)
     if found.dtype.kind not in "iuf":
@@ -130,10 +130,10 @@ def float_array(tree: Any) -> F64:
 
 
 def centre_zero(low: F64, high: F64, parts: float) -> None:
-    """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
+    """Widen cells that contain zero, in place, so that zero is the middle of one of their `parts`.
 
-    Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
-    0, over a second moment that is 0, would be an update hundreds of times the learning rate.
+    Values are decoded to the middle of a part, and zeros must be restored as zeros. A first moment of 1e-6 instead of
+    0, over a second moment of 0, would make an update of hundreds of times the learning rate.
     """
     width = high - low
     around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))

@@ -1,4 +1,4 @@
-"""From a group's sketch to its codebook, its table and the exact counts of the codes to come."""
+"""Fit of a group on its sketch: codebook, table of codes, and exact counts of the codes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, Sensiti
 from dsq_ckpt.quantization.codebook.table import OccupiedBins, code_counts, entropy_bits, rate_distortion_table
 
 _OCTAVE = 64  # keys per power of two
-_PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
-_CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
+_PAYS = 0.98  # a delta must be at most this fraction of a keyframe to be worth the dependency
+_CLEARLY_PAYS = 0.7  # at most this fraction: taken without a fit of the alternative
 
 
 def pad_codes(per_code: F64) -> F64:
-    """Return the array that kernels take for every code: float64[256]."""
+    """Pad an array with an entry per code to all 256 codes, as kernels take it: float64[256]."""
     full = np.zeros(256)
     full[: len(per_code)] = per_code
     return full
@@ -32,19 +32,19 @@ def pad_codes(per_code: F64) -> F64:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What quantizing and coding one group needs; the same on every rank, since it follows from global counts.
+    """Fit with which a group is quantized and coded; the same on every rank, since counts are global.
 
     Attributes:
-        codebook: the meaning of the codes.
-        window: the window the sketch (and so `table`) was made with.
-        table: uint8[rows, window.size]; row = previous code, the last row for elements without one.
-        counts: int64[rows, symbols], how often each code follows each previous code, over all ranks.
-        uses_parent: False if the previous codes do not pay (then there is one row).
+        codebook: meaning of the codes.
+        window: key window of the sketch and of `table`.
+        table: uint8[rows, window.size]; one row per previous code, the last row for elements without one.
+        counts: int64[rows, symbols], number of times each code follows each previous code, over all ranks.
+        uses_parent: False if previous codes do not pay; then there is one row.
         bits: expected size of all codes of the group, over all ranks.
-        mean_square: of the group's finite values, in the group's units.
-        error: mean squared error of the base layer over the elements not protected.
-        refinement_bits: into how many parts (2**bits) the refinement layer divides the cells; 0: there is none.
-        update_error: relative error of the optimizer's next update after a restore, of first moments in units of it.
+        mean_square: mean square of the finite values of the group, in the units of the group.
+        error: mean squared error of the base layer over elements that are not protected.
+        refinement_bits: the refinement layer divides cells into 2**bits parts; 0: there is none.
+        update_error: relative error of the next optimizer update after a restore, for first moments in its units.
     """
 
     codebook: Codebook
@@ -58,57 +58,57 @@ class GroupFit:
     refinement_bits: int
     update_error: float | None = None
     limits: tuple[float, float] | None = None
-    """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
+    """Sensitivity below which elements are pruned, and from which they are protected."""
     turn: PartitionTurn | None = None
-    """Elements that are protected because of their place."""
+    """Elements that are protected by their position."""
 
     @cached_property
     def cells(self) -> tuple[F64, F64]:
-        """The beginning of the cell of each code and one over its width (0 where it has none), as kernels take them."""
+        """Lower edge and one over the width (0 for no width) of the cell of each code, as kernels take them."""
         width = self.codebook.cell_high - self.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
         return pad_codes(self.codebook.cell_low), pad_codes(inverse)
 
     @property
     def refined_error(self) -> float:
-        """The mean squared error with the refinement layer, in the units of `mean_square`.
+        """Mean squared error with the refinement layer, in the units of `mean_square`.
 
-        Values are taken as spread evenly over the parts of their cells; protected ones have no error.
+        Values are assumed to be uniform in the parts of their cells. Protected values have no error.
         """
         book = self.codebook
         part = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
-        if book.domain == "log":  # cells are in log2 there
+        if book.domain == "log":  # cells are in log2
             part = part * np.log(2) * book.levels
         held = self.counts.sum(0)[: len(part)]
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
     def refined(self, bits: int) -> GroupFit:
-        """Return the same codes with more refinement bits; of linear cells."""
+        """Return the same codes with more refinement bits; only for linear cells."""
         fine = replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
         known = self.update_error is not None and self.mean_square > 0
         return replace(fine, update_error=math.sqrt(fine.refined_error / self.mean_square)) if known else fine
 
     def recounted(self, counts: Counts, error: float) -> GroupFit:
-        """Return the same codebook for codes that were chosen otherwise than by the table alone.
+        """Return the same codebook for codes that were not chosen by the table alone.
 
         Args:
-            counts: of these codes.
-            error: their mean squared error.
+            counts: counts of the codes.
+            error: mean squared error of the codes.
         """
         return replace(self, counts=counts, bits=entropy_bits(counts), error=error)
 
 
 @dataclass(frozen=True)
 class GroupSketch:
-    """Counts of one group's elements over all ranks, from which its codebook is fitted.
+    """Counts of the elements of a group over all ranks, on which its codebook is fitted.
 
     Attributes:
-        joint: int64[rows, window.size]: (previous code, key) pairs, the last row for elements without a previous
-            code. One row where there is no parent.
-        window: the key window of `joint`.
-        unit: the unit of a lattice's step; 0: the group's root mean square.
-        split: elements that are not in `joint`, because their sensitivity decides about them.
-        turn: elements of `joint` that are protected because of their place; only where all others become zero.
+        joint: int64[rows, window.size], counts of (previous code, key) pairs; the last row for elements without a
+            previous code. One row if there is no parent.
+        window: key window of `joint`.
+        unit: unit of the step of a lattice; 0: root mean square of the group.
+        split: elements that are decided by sensitivity, and not in `joint`.
+        turn: elements of `joint` that are protected by their position; only if all others become zero.
     """
 
     joint: Counts
@@ -131,19 +131,19 @@ def fit_group(
     sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
     deltas: int = 0,
 ) -> GroupFit:
-    """Fit one group on its joint sketch.
+    """Fit a group on its joint sketch.
 
     Args:
-        sketch: counts of the group's elements.
-        config: which codebook.
-        parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
-        refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
-            bound takes as few as keep it.
-        deltas: since the keyframe, before this one. Where the coarser codebook that `config` may name was taken,
-            previous codes tell too little for the finer one, up to the next keyframe.
+        sketch: counts of the elements of the group.
+        config: settings of the codebook.
+        parent: codebook of the group in the parent checkpoint; a lattice keeps its step.
+        refinement_bits: largest width of refinement symbols, which divide cells into 2**bits parts; a codebook with a
+            bound takes the least width that keeps the bound.
+        deltas: number of deltas since the keyframe, before this one. Once the coarser codebook of `config` was chosen,
+            it stays up to the next keyframe, because its codes say too little about codes of the finer one.
 
     Raises:
-        ConfigError: the codebook proposes what is no codebook.
+        ConfigError: the proposal of the codebook is invalid.
     """
     fitted = _fit_with_or_without_parent(sketch, config, parent, refinement_bits)
     if parent is None or config.coarser is None:
@@ -158,7 +158,7 @@ def fit_group(
 def _fit_with_or_without_parent(
     sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int
 ) -> GroupFit:
-    """Fit with the previous codes, or without them where they do not pay."""
+    """Fit with the previous codes, or without them if they do not pay."""
     fitted = _fit(sketch, config, parent, refinement_bits)
     if (turn := sketch.turn) is not None:
         counts = fitted.counts.copy()
@@ -175,7 +175,7 @@ def _fit_with_or_without_parent(
 def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> GroupFit:
     joint, window, split = sketch.joint, sketch.window, sketch.split
     occupied, total = OccupiedBins.from_joint(joint), joint.sum(0)
-    if split is not None:  # fractions are of all elements
+    if split is not None:  # fractions refer to all elements
         total = total + split.pruned.sum(0) + split.protected.sum(0)
     values = window.values()
     finite = np.isfinite(values)
@@ -231,7 +231,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     if not 1 <= widened < 256:
         raise ConfigError(f"codebook '{config.fit}' widens cells {widened} times, expected a factor from 1 on")
     low, high = _widen(low, high, widened)
-    if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
+    if refinement_bits and not log:  # on a log axis zero is code 0, which is not refined
         centre_zero(low, high, 2.0**refinement_bits)
     wanted = _next_window(held, window, real_levels, log, most if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
@@ -242,7 +242,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
 
 
 def _check_proposal(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> None:
-    """Refuse what would be stored wrongly, or could not be read."""
+    """Raise `ConfigError` if a proposal could not be stored or read correctly."""
     levels = np.asarray(proposal.levels)
     masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
     if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MOST_LEVELS:
@@ -267,14 +267,14 @@ def _check_proposal(config: CodebookConfig, proposal: LevelFit, window: KeyWindo
 def _refined_error(
     occupied: OccupiedBins, table: Codes, values: F64, base: float, low: F64, high: F64
 ) -> Callable[[int, float], float]:
-    """Return the function from bits and the widening of cells to the mean squared error, relative to the mean square.
+    """Return a function that maps bits and a widening of cells to the mean squared error relative to the mean square.
 
-    Protected values count for nothing: first moments that large, which no run of Adam has, would own the energy.
+    Protected values are ignored: first moments that large, which no run of Adam has, would dominate the energy.
 
     Args:
-        occupied, table, values: The sketch, the codes of its entries, and the values of its bins.
-        base: Mean squared error of the base layer over the elements not protected.
-        low, high: Bounds of the cells.
+        occupied, table, values: entries of the sketch, table of codes, and values of bins.
+        base: mean squared error of the base layer over elements that are not protected.
+        low, high: bounds of the cells.
     """
     @cache
     def held() -> tuple[Codes, F64, F64, float]:
@@ -298,7 +298,7 @@ def _refined_error(
 
 
 def _sort_levels(levels: F64, log: bool) -> tuple[F64, Codes]:
-    """Return the levels in ascending order with zero among them, except on a log axis, and the code of each."""
+    """Return the levels, including zero except on a log axis, in ascending order, and the code of each."""
     if log:
         return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
     positions = np.concatenate([[0.0], levels])
@@ -312,7 +312,7 @@ def _bits_to_floats(levels: F64) -> F64:
 
 
 def _centre_levels(occupied: OccupiedBins, table: Codes, values: F64, levels: F64, step: float) -> F64:
-    """Return levels at the means of their values, half a step from where they were at most: none passes the next."""
+    """Return levels moved to the means of their values, by half a step at most, so that their order is kept."""
     codes = occupied.codes(table)
     kept = (codes > 0) & (codes <= len(levels))
     codes, (_, bins, counts) = codes[kept] - 1, occupied.where(kept)
@@ -320,12 +320,12 @@ def _centre_levels(occupied: OccupiedBins, table: Codes, values: F64, levels: F6
     held = np.bincount(codes, weight, len(levels))
     means = np.bincount(codes, weight * values[bins], len(levels)) / np.maximum(held, 1)
     octave = np.floor(np.log2(np.where(held > 0, means, 1.0)))
-    bits = octave + 127 + means / np.exp2(octave) - 1  # the bits of a float are a bent copy of the logarithm
+    bits = octave + 127 + means / np.exp2(octave) - 1  # bits of a float approximate its logarithm piecewise linearly
     return np.where(held > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
 
 
 def _cells(occupied: OccupiedBins, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
-    """Return the bounds of the values of each code, over all occupied table entries."""
+    """Return the bounds of the values of each code over all occupied entries of the table."""
     if log:
         n = window.n
         keys = np.concatenate([[0], np.arange(window.lo, window.hi + 1), [window.hi + 1]]).astype(np.float64)
@@ -345,16 +345,16 @@ def _cells(occupied: OccupiedBins, table: Codes, window: KeyWindow, protected: i
 
 
 def _widen(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
-    """Return new bounds of cells `factor` times as wide, around the same centres."""
+    """Return the bounds of cells `factor` times as wide, with the same centres."""
     more = (factor - 1) / 2 * (high - low)
     return low - more, high + more
 
 
 def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:
-    """Return the window for the next save: the magnitudes seen, with three octaves to grow into.
+    """Return the window for the next save: the magnitudes seen, with a margin of three octaves for growth.
 
-    Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
-    fall under the window, and where the sketch decides on refinement, which is `finer` by so many bits.
+    Magnitudes below a 64th of the smallest level are usually not resolved. They are on a log axis, where only true
+    zeros may be below the window, and where the sketch decides on refinement, which is finer by `finer` bits.
     """
     n = window.n
     resolved = held[1 : n - 2] + held[n + 1 : 2 * n - 2]
@@ -375,7 +375,7 @@ def _base_error(
     occupied: OccupiedBins, table: Codes, window: KeyWindow, levels: F64, protected: int,
     split: SensitivitySplit | None, unforced: Mask,
 ) -> float:
-    """Return the mean squared error of unprotected values, taken as spread evenly over their bins."""
+    """Return the mean squared error of unprotected values, assumed to be uniform in their bins."""
     values, (low, high) = window.values(), window.edges()
     codes = occupied.codes(table)
     kept = codes != protected

@@ -1,4 +1,4 @@
-"""The table (previous code, key) -> code: nearest level, or the choice that minimises distortion + lambda * bits."""
+"""Tables from (previous code, key) to code: nearest levels, or the minimum of distortion + lambda * bits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsq_ckpt.kernels.jit import jit
 
 
 class OccupiedBins(NamedTuple):
-    """The entries of a joint sketch that are not zero, by row and bin; a few thousand of some hundred thousand.
+    """Nonzero entries of a joint sketch; a few thousand of some hundred thousand.
 
     Attributes:
-        rows, bins: int64[n], the place of each.
+        rows, bins: int64[n], row and bin of each entry.
         counts: int64[n].
     """
 
@@ -24,30 +24,30 @@ class OccupiedBins(NamedTuple):
 
     @classmethod
     def from_joint(cls, joint: Counts) -> OccupiedBins:
-        """Return the entries of int64[rows, bins]."""
+        """Return the nonzero entries of int64[rows, bins]."""
         flat = joint.reshape(-1)
-        places = np.flatnonzero(flat != 0)  # three times as fast as of int64
+        places = np.flatnonzero(flat != 0)  # three times as fast as on int64
         return cls(*np.divmod(places, joint.shape[1]), flat[places])
 
     def codes(self, table: Codes) -> Codes:
-        """Return the code of each entry by a table, uint8[rows, bins]."""
+        """Look up the code of each entry in a table, uint8[rows, bins]."""
         found: Codes = table[self.rows, self.bins]
         return found
 
     def where(self, kept: Mask) -> OccupiedBins:
-        """Return some of the entries."""
+        """Return the entries selected by a mask."""
         return OccupiedBins(self.rows[kept], self.bins[kept], self.counts[kept])
 
 
 def code_counts(held: OccupiedBins, table: Codes, symbols: int) -> Counts:
     """Count how often each code follows each previous code: int64[rows, symbols]; table: uint8[rows, bins]."""
     counts = np.zeros(len(table) * symbols, np.int64)
-    np.add.at(counts, held.rows * symbols + held.codes(table), held.counts)  # several times as fast as by two indices
+    np.add.at(counts, held.rows * symbols + held.codes(table), held.counts)  # several times as fast as with two indices
     return counts.reshape(len(table), symbols)
 
 
 def code_bits(counts: Counts) -> F64:
-    """Return -log2 of each code's frequency in its row; codes absent from a row count as half an occurrence."""
+    """Return -log2 of the frequency of each code in its row; absent codes count as half an occurrence."""
     smoothed = np.maximum(counts, 0.5)
     return np.log2(smoothed.sum(1, keepdims=True)) - np.log2(smoothed)
 
@@ -64,19 +64,19 @@ def rate_distortion_table(
     held: OccupiedBins, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
     codes: Codes, price: float, iterations: int = 3,
 ) -> Codes:
-    """Refine a nearest-level assignment: each entry minimises (point - level)^2 + price * bits(code | row).
+    """Refine a nearest-level assignment, so that each entry minimises (point - level)^2 + price * bits(code | row).
 
-    Only the nearest level and its two neighbours compete, so that no value moves further than one level: the cells
-    stay narrow and the refinement layer precise. The bits come from the assignment itself, iterated to a fixed
-    point (entropy-constrained quantization: Chou, Lookabaugh and Gray, 1989, section III).
+    Only the nearest level and its two neighbours compete, so that no value moves by more than one level. Cells stay
+    narrow, and the refinement layer precise. The bits follow from the assignment itself, iterated to a fixed point
+    (entropy-constrained quantization: Chou, Lookabaugh and Gray, 1989, section III).
 
     Args:
-        held: occurrences.
-        rows: previous codes.
-        points: float64[bins], the value of each bin in the domain where distance is measured.
+        held: occupied entries of the sketch.
+        rows: number of rows of the table.
+        points: float64[bins], value of each bin on the axis of distance.
         base: uint8[bins], code of the nearest level.
         movable: bool[bins], False where the code is forced (protected).
-        positions, codes: float64[k], uint8[k], the levels in ascending order and their codes.
+        positions, codes: float64[k], uint8[k], levels in ascending order and their codes.
         price: lambda in squared units of `points`.
 
     Returns:

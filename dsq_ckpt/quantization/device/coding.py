@@ -22,14 +22,14 @@ from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
 from dsq_ckpt.quantization.step_lengths import StepLengths, sum_step_lengths_on_device, unpack_sums
 
-_PIECE = 1 << 25  # codes packed together, to bound the memory of packed ones
-_CHANGED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
+_PIECE = 1 << 25  # codes packed at a time, to bound the memory of packed codes
+_CHANGED = 5 * 8  # bits of an element that is copied by itself: position and code
 _PROTECTED = 4  # bytes of a protected value
 _SPARE = 1 << 20  # protected values of a chunk for which memory is allocated before their number is known
 
 
 class _HostResults(NamedTuple):
-    """What came to the host: of the codes those that changed, or all of them, packed."""
+    """Results on the host; codes are either the changed codes alone, or all codes, packed."""
 
     changed: tuple[Array, Codes] | None
     packed: Codes
@@ -39,11 +39,11 @@ class _HostResults(NamedTuple):
 
 
 class DeviceTables:
-    """What kernels need to quantize a group, on the device.
+    """Tables with which kernels quantize a group, in device memory.
 
     Args:
-        fitted: the group.
-        device: where to.
+        fitted: fit of the group.
+        device: device of the tables.
     """
 
     def __init__(self, fitted: GroupFit, device: torch.device) -> None:
@@ -52,23 +52,23 @@ class DeviceTables:
         self.table = torch.from_numpy(fitted.table).to(device)
         self.low, self.inverse = (torch.from_numpy(part).to(device) for part in fitted.cells)
         self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
-        """Bits that the largest code in use takes."""
+        """Width of the largest code in use, in bits."""
         self._protected = int(fitted.counts[:, book.protected].sum())
-        known = fitted.counts[:-1]  # the last row is of elements without a previous code
+        known = fitted.counts[:-1]  # the last row counts elements without a previous code
         self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
 
     def protected_capacity(self, n: int) -> int | None:
-        """Return the capacity for protected values of n elements: those of a group may all be in one chunk.
+        """Return the capacity for protected values of n elements; one chunk may have all those of the group.
 
-        None: so many that it is better to wait for their number.
+        None if there may be so many that it is better to wait for their number.
         """
         most = min(n, self._protected)
         return most if most <= _SPARE else None
 
     def change_capacity(self, n: int) -> int:
-        """Return the capacity for changed codes of n elements; 0: copying them alone does not pay.
+        """Return the capacity for changed codes of n elements; 0 if copying changed codes alone does not pay.
 
-        Twice their average in the group: where a chunk has more, its codes travel whole.
+        The capacity is twice the average of the group. If a chunk has more, all its codes are copied.
         """
         most = n * self.width // _CHANGED
         return min(most, int(2 * self._changing * n) + 1) if self._changing * n < most else 0
@@ -76,7 +76,7 @@ class DeviceTables:
     def quantize(
         self, backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, exponent: float, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return codes and, with `bits`, refinement symbols, uint8[n], and the tally that `gather_protected` takes."""
+        """Return codes, refinement symbols (with `bits`), uint8[n] each, and the tally for `gather_protected`."""
         fitted, window = self.fitted, self.fitted.window
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         symbols = torch.empty_like(codes) if bits else None
@@ -91,27 +91,27 @@ class DeviceTables:
 
 
 class DeviceTableCache:
-    """The tables of one save, made when a chunk first asks for them."""
+    """Device tables of one save, made on first use."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device], DeviceTables] = {}
 
     def get(self, fitted: GroupFit, device: torch.device) -> DeviceTables:
         """Return the tables of a group on a device."""
-        key = id(fitted), device  # which DeviceTables keeps alive
+        key = id(fitted), device  # DeviceTables keeps `fitted` alive, so that its id is unique
         if key not in self._made:
             self._made[key] = DeviceTables(fitted, device)
         return self._made[key]
 
 
 class DeviceChunk:
-    """A chunk that was quantized on its device; its codes arrive on the host in the background.
+    """A chunk that is quantized on its device; its codes arrive on the host in the background.
 
-    When this is made, everything that reads the tensor is queued on the current stream: what is queued after it, such
-    as an optimizer's step, may write to the tensor.
+    The constructor queues everything that reads the tensor on the current stream. Work queued after it, such as an
+    optimizer step, may write to the tensor.
 
     Attributes:
-        device_codes: uint8[n] on the device: the codes, for the next save to be coded against.
+        device_codes: uint8[n], the codes on the device, as previous codes of the next save.
     """
 
     def __init__(self, chunk: Chunk, tables: DeviceTables) -> None:
@@ -135,9 +135,9 @@ class DeviceChunk:
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
             scales, levels = self.scales, fitted.codebook.levels
             lengths = None if scales is None else sum_step_lengths_on_device(x, codes, levels, scales)
-            # Both are allocated before their numbers are known, so that the host does not wait for the device here.
+            # Allocated before the numbers of elements are known, so that the host does not wait for the device here.
             protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
-            # Here and not in the background, so that the previous codes can go at once.
+            # Here and not in the background, so that the previous codes can be freed at once.
             changed = backend.changed_codes(codes, known, changes) if known is not None and changes else None
         except BaseException:
             transfer.release(size)
@@ -175,7 +175,7 @@ class DeviceChunk:
         return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
 
     def _arrived(self) -> tuple[_HostResults, I64]:
-        """Return the results, with `codes` filled by the first caller, and the positions of protected elements."""
+        """Return the results and the positions of protected elements; the first call fills `codes`."""
         with self._lock:
             arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
             if isinstance(arrived, Exception):
@@ -196,7 +196,7 @@ class DeviceChunk:
             return self._arrival, self._positions
 
     def block(self, where: slice) -> BlockData:
-        """Return the data beside `codes[where]`, once all has arrived; `where` begins at a multiple of 8 elements."""
+        """Wait for the results and return the other data of a block; `where` starts at a multiple of 8 elements."""
         arrived, positions = self._arrived()
         first, last = np.searchsorted(positions, [where.start, where.stop])
         bits = self.refinement_bits
@@ -204,7 +204,7 @@ class DeviceChunk:
         return BlockData(arrived.protected[first:last], packed.data, None if where.start else arrived.steps)
 
     def staged(self, workers: Workers) -> CodeSource:
-        """Return self: it no longer depends on the tensor."""
+        """Return self, which no longer depends on the tensor."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class DeviceChunk:
 
 
 def decode(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
-    """Return a chunk as a reader decodes it, on its device, float32[n]; `bits` 0: from the base layer."""
+    """Return a chunk as a reader decodes it, float32[n], on its device; with `bits` 0, from the base layer."""
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
     codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)

@@ -1,4 +1,4 @@
-"""GlobalSketch of chunks in device memory."""
+"""Sketches of chunks in device memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk, scale_of
 
-_TOGETHER = 64  # full sketches of 254 KiB that cross to the host at once
+_TOGETHER = 64  # full sketches of 254 KiB that are copied to the host at once
 
 
 def parent_on_device(chunk: Chunk) -> torch.Tensor:
-    """Return the previous codes, uint8[n], on the chunk's device; copied there if they are not."""
+    """Return the previous codes, uint8[n], on the device of the chunk; copied if they are elsewhere."""
     if chunk.device_codes is not None and chunk.device_codes.device == chunk.tensor.device:
         return chunk.device_codes
     assert chunk.parent is not None
@@ -24,7 +24,7 @@ def parent_on_device(chunk: Chunk) -> torch.Tensor:
 
 
 def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
-    """Return the counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
+    """Yield the counts of every chunk in the full window, unscaled, int64[FULL.size] each, in order."""
     for start in range(0, len(chunks), _TOGETHER):
         some = chunks[start : start + _TOGETHER]
         rows = {
@@ -40,10 +40,10 @@ def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
 
 
 def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:
-    """Add chunks of one group to its joint counts, int64[rows, window.size]; without parent, to the last row.
+    """Add chunks of one group to its joint counts, int64[rows, window.size]; without a parent, to the last row.
 
     Raises:
-        torch.OutOfMemoryError: nothing was added.
+        torch.OutOfMemoryError: device memory is full; nothing was added.
     """
     found = np.zeros_like(counts)
     for device in {chunk.tensor.device for chunk in chunks}:

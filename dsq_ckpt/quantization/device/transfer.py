@@ -1,7 +1,7 @@
-"""Bytes on their way from a device to the host: a side stream, two pinned buffers, and a thread that empties them.
+"""Transfer of bytes from a device to the host: a side stream, two pinned buffers and a thread that empties them.
 
-What is computed from codes before the trip (packing, the search for those that have changed) runs on the side stream
-too, so that the training thread only queues what reads the tensors themselves.
+Work on codes before the copy (packing, the search for changed codes) runs on the side stream too, so that the training
+thread only queues work that reads the tensors themselves.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _T = TypeVar("_T")
 SLOT = 32 << 20
 """Bytes of each of the two pinned buffers."""
 IN_FLIGHT = 256 << 20
-"""Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
+"""Bytes that may wait on the device for their copy, besides the codes, which stay there; a larger piece goes alone."""
 FREE_SHARE, MOST = 4, 1 << 30
-"""More may wait where the device has memory that training did not need so far: a quarter of that, up to these bytes."""
+"""Limits of further bytes that may wait: one in `FREE_SHARE` of the memory that training has not used, up to `MOST`."""
 _QUEUED, QUEUED_TOGETHER = 1 << 20, 64 << 20
-"""Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
+"""Bytes of a tensor, and of several, up to which copies from a GPU are queued; PyTorch keeps the memory it pins."""
 
 
 class Transfer:
-    """The way from one device to the host.
+    """Queue of copies from one device to the host.
 
     Args:
-        device: where the tensors are; on the CPU copies are made at once, by the same steps.
+        device: device of the tensors; on the CPU copies are made at once, by the same steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Transfer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsq-transfer")
 
     def reserve(self, size: int) -> None:
-        """Wait until so many bytes may be in flight; the work they are for gives them back when it is done."""
+        """Wait until `size` more bytes may be in flight, and reserve them; `submit` releases them after its work."""
         with self._room:
             self._room.wait_for(lambda: not self._waiting or self._fits(self._waiting + size))
             self._waiting += size
@@ -80,13 +80,13 @@ class Transfer:
 
         try:
             return self._thread.submit(run)
-        except RuntimeError:  # the interpreter is exiting, and starts no threads any more: do it here
+        except RuntimeError:  # at exit the interpreter starts no threads: run here
             done: Future[_T] = Future()
             done.set_result(run())
             return done
 
     def release(self, size: int) -> None:
-        """Give reserved bytes back."""
+        """Release reserved bytes."""
         with self._room:
             self._waiting -= size
             self._room.notify_all()
@@ -105,7 +105,7 @@ class Transfer:
             slot = self._slots[number % 2][: where.stop - where.start]
             slot.copy_(raw[where], non_blocking=True)
             under_way.append((self._arrival(), slot, where))
-            if len(under_way) == 2:  # the other buffer fills while this one is emptied
+            if len(under_way) == 2:  # one buffer is filled while the other is emptied
                 _empty(*under_way.pop(0), target)
         for one in under_way:
             _empty(*one, target)
@@ -114,7 +114,7 @@ class Transfer:
     def _buffer(self) -> torch.Tensor:
         try:
             return torch.empty(SLOT, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
-        except RuntimeError as error:  # memory may be locked up to a limit
+        except RuntimeError as error:  # the limit of locked memory is reached
             warn(f"copies from {self._device} will be slow, without pinned memory: {error}")
             return torch.empty(SLOT, dtype=torch.uint8, device="cpu")
 
@@ -150,7 +150,7 @@ def transfer_from(device: torch.device) -> Transfer:
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
+    """Return copies of tensors on the CPU; copies of small GPU tensors are queued together, with a single wait."""
     copies, room = [], QUEUED_TOGETHER
     for tensor in tensors:
         queued = tensor.is_cuda and tensor.nbytes <= min(room, _QUEUED)
