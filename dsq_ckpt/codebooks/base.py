@@ -1,4 +1,4 @@
-"""The contract of a codebook's configuration: its settings, and how levels follow from a histogram.
+"""Interface of codebook configurations: settings, and the fit of levels to a histogram.
 
 A codebook is added by one class:
 
@@ -35,32 +35,33 @@ from dsq_ckpt.core.arrays import F64, U8, Mask
 from dsq_ckpt.core.strict_model import StrictModel
 
 MOST_LEVELS = 254
-"""Codes are bytes: zero, the levels, and what is protected."""
+"""Largest number of levels: codes are bytes, and two are reserved for zero and protected elements."""
 
 
 FINER_COSTS = (float("inf"), 1.15, 0.9, 0.8, 0.7)
-"""Bits per element that a codebook may cost more than its `coarser` one, in the first, second, ... delta of a chain.
+"""Extra bits per element that a codebook may cost over its `coarser` one, in the first, second, ... delta of a chain.
 
-The last one is for all later deltas too; about a quarter of an average is new then. Twice as many levels cost 1.2 to
-1.4 where all is. The first deltas may cost more, since in a young run a half, a third, ... of an average is new.
+The last entry also applies to all later deltas, in which about a quarter of an average is new. Twice as many levels
+cost 1.2 to 1.4 bits if all is new. The first deltas may cost more, since in a young run a half, a third, ... of an
+average is new.
 """
 
 
 @dataclass(frozen=True)
 class LevelFit:
-    """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
+    """Levels and codes that a codebook chooses for a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
 
     Attributes:
-        levels: float64[k], 1 <= k <= 254, ascending, on the axis where distance is measured. Zero is among them only
-            if `zero_is_level` is False.
+        levels: float64[k], 1 <= k <= 254, ascending, on the axis of distance. They include zero only if `zero_is_level`
+            is False.
         forced: bool[bins], protected (kept in bf16) whatever their distance. Bins past the window always are.
         pruned: bool[bins], stored as zero whatever their distance.
         step: Distance of evenly spaced levels, 0 for others.
-        zero_is_level: Whether zero competes for the values near it. False where `levels` serve all values, or where
-            `pruned` says which become zero.
-        codes: uint8[bins], where values are assigned otherwise than to the nearest level.
-        centred: Whether each level then moves, by half a step at most, to the mean of the values that were assigned
-            to it; on the logarithmic axis alone. A bias counts far more than the same error at random.
+        zero_is_level: Whether zero competes for values near it. False if `levels` serve all values, or if `pruned`
+            selects the values that become zero.
+        codes: uint8[bins], code of each bin; None: code of the nearest level.
+        centred: Whether each level then moves, by half a step at most, to the mean of its values; only on the
+            logarithmic axis. A bias does far more harm than a random error of the same size.
     """
 
     levels: F64
@@ -73,15 +74,15 @@ class LevelFit:
 
 
 NOTHING = LevelFit(np.array([1.0]))
-"""For a group without a value: any level does."""
+"""Fit of a group without values, for which any level will do."""
 
 
 class RefinementFit(NamedTuple):
-    """How cells are refined.
+    """Refinement of cells.
 
     Attributes:
-        bits: Of a symbol: a cell has 2**bits parts.
-        widened: Factor, at least 1, by which a cell is wider than its values. Its parts are too, and fewer are in use.
+        bits: Width of a symbol; a cell has 2**bits parts.
+        widened: Factor, at least 1, by which a cell is wider than its values. Parts are wider too, and fewer are used.
         error: Relative error of the optimizer's next update, None if it is not known.
     """
 
@@ -91,7 +92,7 @@ class RefinementFit(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """Fractions of a group that sensitivity, the size of averaged gradients, decides about element by element.
+    """Fractions of a group whose codes are decided element by element, by sensitivity to averaged gradients.
 
     Attributes:
         prune: Elements of least sensitivity that are stored as zero.
@@ -106,71 +107,71 @@ class Weighing(NamedTuple):
 
 Coordinates = Literal["values", "update", "octaves", "relative"]
 ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq", "relative": "momentum"}
-"""The kind of tensors that coordinates other than the values themselves exist for."""
+"""Kind of tensors for which coordinates other than the values exist."""
 
 
 class CodebookConfig(StrictModel, ABC):
     """Settings of one kind of codebook; `register_codebook` makes a subclass known to configurations.
 
     A subclass declares `fit`, a `Literal` of its name, and one field for each setting; values are those that JSON has.
-    It implements `propose`. The properties say what the engine has to provide; their defaults ask for nothing.
+    It implements `propose`. Properties request features of the engine; their defaults request none.
     """
 
     coordinates: ClassVar[Coordinates] = "values"
-    """Coordinates that are quantized: the values, first moments in units of Adam's update, second moments over
-    scales of their rows and columns, or values in root mean squares of their tensor."""
+    """Coordinates that are quantized: values, first moments in units of Adam's update, second moments over scales of
+    their rows and columns, or values in root mean squares of their tensor."""
 
     fit: str
 
     @abstractmethod
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Return the levels for a group; the same on every rank, so it may depend on nothing but its arguments."""
+        """Return the levels of a group. They must be the same on every rank, so depend on the arguments only."""
 
     @property
     def price(self) -> float:
-        """Squared steps (without steps: 12 x mean squared errors) of distortion that one bit is worth; 0: nearest."""
+        """Distortion that one bit is worth, in squared steps (without steps: 12 x mean squared errors); 0: nearest."""
         return 0.0
 
     @property
     def coarser(self) -> CodebookConfig | None:
-        """The configuration for deltas where these levels cost too much more (`FINER_COSTS`); None: always this one."""
+        """Configuration for deltas in which these levels cost too much (`FINER_COSTS`); None: always this one."""
         return None
 
     @property
     def logarithmic(self) -> bool:
-        """Whether distance is measured on the logarithmic axis, `Histogram.window.bit_values()`: positive values."""
+        """Whether distance is measured on the logarithmic axis, `Histogram.window.bit_values()`; for values > 0."""
         return False
 
     @property
     def gradient_power(self) -> float:
-        """Scale tensors by (mean squared gradient)**-power before they are quantized; 0: not by gradients."""
+        """Exponent of the scale of tensors, (mean squared gradient)**-power; 0: not scaled by gradients."""
         return 0.0
 
     @property
     def weighing(self) -> Weighing | None:
-        """What is decided element by element, by averaged gradients; None: nothing. See `Histogram.rest`."""
+        """Fractions decided element by element by averaged gradients; None: none. See `Histogram.rest`."""
         return None
 
     @property
     def turns(self) -> int:
-        """In how many deltas each element is protected once, by its place; 0: never. Only for differences."""
+        """Number of deltas in which each element is protected once, by position; 0: never. Only for differences."""
         return 0
 
     @property
     def update_bound(self) -> float:
-        """Relative error of the optimizer's next update that the refinement layer is to keep; 0: no bound."""
+        """Bound on the relative error of the next optimizer update, which the refinement layer keeps; 0: no bound."""
         return 0.0
 
     def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
-        """Choose how many bits refine a code.
+        """Choose the refinement of cells.
 
         Args:
-            most: Bits that are configured, at most.
-            squared_error: Mean squared error with so many bits, in cells wider than their values by a factor; relative
-                to the mean square of the values.
+            most: Largest number of bits, as configured.
+            squared_error: Function of a number of bits and of a factor by which cells are wider than their values.
+                It returns the mean squared error relative to the mean square of the values.
         """
         return RefinementFit(most)
 
     def as_fine_as(self, other: CodebookConfig) -> bool:
-        """Return whether no value is stored with a larger error than by `other`; tied tensors take the finest."""
+        """Return whether no value has a larger error than with `other`; tied tensors take the finest configuration."""
         return self == other

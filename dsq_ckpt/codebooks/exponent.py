@@ -51,8 +51,8 @@ def exponent_buckets(
 ) -> tuple[F64, U8]:
     """Return LC-Checkpoint's levels and the code of every bin.
 
-    A bucket holds what has one sign and one exponent, floor(log2 |x|).  It stands for the average of its smallest and
-    largest value; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
+    A bucket holds values of one sign and one exponent, floor(log2 |x|).  It represents the average of its smallest and
+    largest values; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
     the value itself.  Priority promotion keeps the 2**bits - 1 buckets of largest exponent, whatever their sign.
     The paper does not say which of two buckets of one exponent goes first, and with an odd number of them kept
     this often matters: here the one with more elements, and with equally many the positive one.  All other
@@ -62,8 +62,8 @@ def exponent_buckets(
         values, counts: the histogram, see ``as_histogram``.
         low_edges, high_edges: [n], the real interval of each bin, low <= value <= high (``KeyWindow.edges``).  A
             bin other than that of zero must lie in one bucket; the edge away from zero may be the next power of two,
-            which is excluded.  The bins that collect what lies over a window do not: they are to be left out.
-        bits: of an index, 1 to ``MAX_BITS``.
+            which is excluded.  Leave out bins of values over a window, which span several buckets.
+        bits: width of an index, 1 to ``MAX_BITS``.
 
     Returns:
         Levels, float64[k], ascending and not zero, k < 2**bits; and codes, uint8[n]: 0 for the value 0, j for

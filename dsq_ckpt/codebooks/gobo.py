@@ -62,13 +62,13 @@ def gobo_outliers(
         log_threshold: natural logarithm of a density.
 
     Returns:
-        bool[n].  None is an outlier where all elements are equal: their density is unbounded.
+        bool[n].  There are no outliers if all elements are equal, since their density is unbounded.
 
     Raises:
-        ValueError: the histogram is not as ``as_histogram`` wants it.
+        ValueError: the histogram is not valid for ``as_histogram``.
     """
     v, c = as_histogram(values, counts)
-    offsets = v - v[0]  # from a value, so that equal elements have no deviation at all
+    offsets = v - v[0]  # from one of the values, so that equal elements have exactly no deviation
     offsets -= (c * offsets).sum() / c.sum()
     deviation = math.sqrt((c * np.square(offsets)).sum() / c.sum())
     if deviation == 0.0:

@@ -1,4 +1,4 @@
-"""The input of every fit: how many values of a group lie in each bin of its sketch."""
+"""Histograms of groups, the input of every fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dsq_ckpt.core.arrays import F64, I64, Mask
 
-if TYPE_CHECKING:  # it brings Numba, which reading a configuration does not need
+if TYPE_CHECKING:  # it imports Numba, which is not needed to read a configuration
     from dsq_ckpt.kernels.keys import KeyWindow
 
 
@@ -24,9 +24,9 @@ class Histogram:
         counts: int64[window.size], elements by bin; 0 in bins of infinities and NaN.
         window: Maps values to bins (`KeyWindow`): `window.values()` are the representatives, `window.edges()` the real
             interval of each bin, `window.bit_values()` the representatives on the logarithmic axis.
-        unit: Unit of steps where tensors are scaled by their gradients; 0: none, the group's root mean square serves.
+        unit: Unit of steps if tensors are scaled by their gradients; 0: the root mean square of the group.
         parent_step: Step of the parent checkpoint's codebook; 0 if it has none.
-        rest: `counts` without the elements that are pruned or protected by their sensitivity; None where none are.
+        rest: `counts` without elements that are pruned or protected by sensitivity; None if there are none.
     """
 
     counts: I64
@@ -42,7 +42,7 @@ class Histogram:
 
     @cached_property
     def beyond(self) -> Mask:
-        """Bins of values past the window, which no level can serve: they are protected in any case."""
+        """Mask of bins past the window, whose values are always protected."""
         n = self.window.n
         beyond = np.zeros(self.window.size, bool)
         beyond[[n - 2, n - 1, 2 * n - 2, 2 * n - 1]] = True
@@ -90,6 +90,6 @@ def nearest(points: F64, levels: F64) -> I64:
 
 
 def top(counts: I64, fraction: float) -> Mask:
-    """Return which of the last bins, in the order given, hold together at most `fraction` of all elements."""
+    """Return a mask of the last bins that together hold at most `fraction` of all elements."""
     from_top = np.cumsum(counts[::-1])[::-1]
     return (from_top <= fraction * max(int(counts.sum()), 1)) & (counts > 0)

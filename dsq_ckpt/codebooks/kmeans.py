@@ -60,7 +60,7 @@ class KMeans(CodebookConfig):
         if not log:
             chosen &= histogram.values != 0
         levels = self._levels(points[chosen], rest[chosen])
-        # With pruning, the pruned fraction is the configured one: zero is not a level beside it.
+        # With pruning, the configured fraction is pruned, and zero is not an additional level.
         zero_is_level = not self.prune if by_sensitivity else log or not pruned.any()
         return LevelFit(levels, forced, pruned, zero_is_level=zero_is_level)
 
@@ -76,7 +76,7 @@ class KMeans(CodebookConfig):
 
     @property
     def weighing(self) -> Weighing | None:
-        """As configured, with the half of `protect` that goes by sensitivity; None on the logarithmic axis."""
+        """As configured, with the half of `protect` decided by sensitivity; None on the logarithmic axis."""
         return None if self.logarithmic else Weighing(self.prune, self.protect / 2, self.metric == "sensitivity")
 
     def _thresholds(self, histogram: Histogram, prune: float, protect: float) -> tuple[Mask, Mask]:

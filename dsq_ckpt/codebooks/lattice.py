@@ -12,7 +12,7 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64, I64
 
-_KEEP_STEP = 2**0.25  # a lattice keeps its parent's step while the fresh one is this near; a search moves it by more
+_KEEP_STEP = 2**0.25  # the step of the parent is kept within this ratio of the fitted one; a search moves it by more
 
 
 @register_codebook
@@ -39,7 +39,7 @@ class Lattice(CodebookConfig):
         return self
 
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Return multiples of the step; a step near that of the parent stays that, so that codes mean the same."""
+        """Return multiples of the step. A step near the parent's is replaced by it, so that codes mean the same."""
         fresh = self.step * (histogram.unit or _body(histogram.counts, histogram.values)) or 1.0
         before = histogram.parent_step
         kept = before and 1 / _KEEP_STEP < fresh / before < _KEEP_STEP
@@ -63,7 +63,7 @@ class Lattice(CodebookConfig):
 
 
 def multiples(step: float, half: int, histogram: Histogram) -> LevelFit:
-    """Return levels at `half` multiples of a step on each side of zero; what is beyond them is protected."""
+    """Return levels at `half` multiples of a step on each side of zero; values past them are protected."""
     levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
     return LevelFit(levels, forced=np.abs(histogram.values) > (half + 0.5) * step, step=step)
 
@@ -75,7 +75,7 @@ def _body(held: I64, values: F64) -> float:
     kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
     weight = held[kept]
     body = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
-    if body == 0.0:  # all zeros, or too few distinct values to leave any out
+    if body == 0.0:  # all zero, or too few distinct values to leave any out
         finite = np.isfinite(values)
         body = float((held[finite] * values[finite] ** 2).sum() / max(int(held.sum()), 1)) ** 0.5
     return body

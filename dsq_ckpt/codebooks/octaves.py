@@ -1,4 +1,4 @@
-"""Levels at powers of two and between them: second moments, on a logarithmic grid that no fit has to choose."""
+"""Levels at powers of two and between them, for second moments: a fixed logarithmic grid, which needs no fit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64
 
-_LOOSER = 4.0  # times the price of a bit, where there is one level per octave
-_LEAST, _MOST = 2.0, 253.0  # on the axis of bits: normal and finite, also half an octave away
+_LOOSER = 4.0  # factor of the price of a bit with one level per octave
+_LEAST, _MOST = 2.0, 253.0  # on the axis of bits; half an octave further is still normal and finite
 
 
 @register_codebook
@@ -33,9 +33,9 @@ class Octaves(CodebookConfig):
     )
 
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Return the levels that are nearest to some value, to be moved to the mean of their values.
+        """Return the levels that are nearest to some value; they then move to the means of their values.
 
-        Negative values, which no second moment is, are protected.
+        Negative values, which cannot be second moments, are protected.
         """
         n, size = histogram.window.n, histogram.window.size
         zero, forced = np.zeros(size, bool), np.zeros(size, bool)
@@ -56,9 +56,9 @@ class Octaves(CodebookConfig):
 
     @property
     def coarser(self) -> Octaves | None:
-        """One level per octave: where previous levels tell little, second moments are renewed between checkpoints.
+        """One level per octave, for chains whose second moments are mostly renewed between checkpoints.
 
-        What a restore loses of them is forgotten as soon.
+        Previous codes then predict little, and training soon forgets the error of a restore.
         """
         if self.per_octave == 1:
             return None
@@ -75,5 +75,5 @@ class Octaves(CodebookConfig):
         return self.rate_distortion
 
     def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
-        """Return none: a first moment goes by the root of what history keeps, and both are to fit each other."""
+        """Return no refinement: first moments are decoded with base layers of second moments, and must match them."""
         return RefinementFit(0)

@@ -20,7 +20,7 @@ class Partition(CodebookConfig):
     parts: int = Field(20, ge=1, le=100_000, description="parts, of nearly equal size")
 
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Prune all: which elements are protected is decided by their place."""
+        """Prune all; the protected elements are chosen by position."""
         return LevelFit(np.array([1.0]), pruned=~histogram.beyond)
 
     @property

@@ -1,4 +1,4 @@
-"""Codebooks by the value of `fit`, and the type that a configuration's field `codebook` has."""
+"""Registry of codebooks by their `fit`, and the type of the field `codebook` of a configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _C = TypeVar("_C", bound=type[CodebookConfig])
 
 
 def register_codebook(cls: _C) -> _C:
-    """Make a codebook known to configurations, by the name or names of its field `fit`; a decorator.
+    """Register a codebook under the name or names of its field `fit`; a decorator.
 
-    A package that is installed names the class as an entry point of `dsq_ckpt.codebooks`, by its `fit`: then it is
-    found without an import, also in processes of this package.
+    An installed package can instead declare the class as an entry point of `dsq_ckpt.codebooks`, named by its `fit`.
+    It is then found without an import, also in processes of this package.
 
     Raises:
         ConfigError: `fit` is not a `Literal` of its name, `propose` is missing, or the name is taken.
@@ -52,4 +52,4 @@ def _validated(value: Any, usual: Any) -> Any:
 
 
 AnyCodebook = Annotated[SerializeAsAny[CodebookConfig], WrapValidator(_validated)]
-"""Any registered codebook: which one, its `fit` says."""
+"""Any registered codebook, selected by `fit`."""

@@ -49,7 +49,7 @@ def uniform_levels(low: float, high: float, bins: int) -> F64:
 
     The ends of the range are levels, so the step is ``(high - low) / (bins - 1)``: this is the affine quantizer of
     Guan et al. 2019 as PyTorch has it (``choose_qparams_optimized``: scale = range / (2**bits - 1)), and what
-    ``adaptive_range`` measures.  What lies within the range is off by at most half a step.
+    ``adaptive_range`` measures.  Values in the range have an error of at most half a step.
 
     Args:
         low, high: ends of the range, finite, ``low <= high``.
@@ -81,13 +81,13 @@ def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, ma
 
     Args:
         values, counts: the layer's histogram, see ``as_histogram``.
-        min_bins, max_bins: ends of what may come out, 1 <= ``min_bins`` <= ``max_bins``.
+        min_bins, max_bins: bounds of the result, 1 <= ``min_bins`` <= ``max_bins``.
 
     Returns:
         2**ceil(H), but no less than ``min_bins`` and no more than ``max_bins``.
 
     Raises:
-        ValueError: the histogram or the ends are not as above.
+        ValueError: the histogram or the bounds are not as above.
     """
     v, c = as_histogram(values, counts)
     if not 1 <= min_bins <= max_bins:

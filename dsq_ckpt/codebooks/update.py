@@ -48,7 +48,7 @@ class _ByError(CodebookConfig, ABC):
         return self.error
 
     def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
-        """Choose the widest parts that keep the bound, by the error of what is quantized, which is the update."""
+        """Choose the widest parts that keep the bound. The quantized values are the update, so their error counts."""
         for bits in range(0 if self.error else most, most + 1):
             error, widened = squared_error(bits, 1.0) ** 0.5, 1.0
             if error <= self.error:

@@ -1,8 +1,8 @@
 """Entropy coding of codes given the codes of the parent checkpoint, and exact storage of floats.
 
-A `Coder` is a model fitted on the joint counts of (previous code, code); every chunk of a group is encoded
-with the same model. `rans` reaches the conditional entropy; `changes` does where few codes change, and is faster there;
-`huffman` is the coder of the papers behind the same interface.
+A `Coder` is a model fitted on the joint counts of (previous code, code). All chunks of a group are encoded with one
+model. `rans` reaches the conditional entropy. `changes` does too if few codes change, and is then faster. `huffman` is
+the coder of the papers, with the same interface.
 """
 
 from __future__ import annotations

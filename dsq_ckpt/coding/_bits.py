@@ -1,7 +1,7 @@
 """Bits in a byte array, least significant bit first: bit i is bit i % 8 of byte i // 8.
 
-Writers expect a zeroed array that is long enough. Readers never read outside theirs: past its end there are
-zeros, and callers compare the position with the length when they are done. A number v >= 0 is written as an
+Writers expect a zeroed array that is long enough. Readers never read outside their array. They return zeros past its
+end, and callers compare the final position with the length. A number v >= 0 is written as an
 Exp-Golomb code: with k = bit_length(v + 1) - 1, k zeros, a one, then the k low bits of v + 1.
 """
 

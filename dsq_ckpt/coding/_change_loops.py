@@ -1,7 +1,7 @@
-"""Blocks that list changes encoded and decoded by Numba, where there is no compiled library.
+"""Numba coder of blocks that list changes, used without the compiled library.
 
-`native/changes.c` has the same, and gives the same bytes. The caller has checked that codes and previous codes are in
-range, and that tables are of one model.
+`native/changes.c` implements the same and writes the same bytes. The caller checks that codes and previous codes are in
+range, and that tables belong to one model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their
 
 @jit
 def _read_head(block: Array, n: int, counts: Array) -> tuple[int, int]:
-    """Read how many tokens each class has; return the place after that, or an error, and whether there are lanes."""
+    """Read the token count of each class; return the position after it, or an error, and whether there are lanes."""
     at, uses_lanes = 0, 0
     for k in range(counts.size):
         value, i = _i64(0), 0
@@ -45,7 +45,7 @@ def _read_head(block: Array, n: int, counts: Array) -> tuple[int, int]:
 
 @jit
 def _read_states(block: Array, at: int, uses_lanes: int, states: Array) -> tuple[int, int]:
-    """Read the first states; return the place after them, or an error, and the number of codes of the tail."""
+    """Read the initial states; return the position after them, or an error, and the number of codes of the tail."""
     tail = 0
     if block.size - at < (HEAD if uses_lanes else 4) or (block.size - at) % 2:
         return BAD_SIZE, 0
@@ -61,7 +61,7 @@ def _read_states(block: Array, at: int, uses_lanes: int, states: Array) -> tuple
 
 @jit
 def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
-    """Return how many elements of a class come before its next change, -1 without one, and the place after it."""
+    """Return the number of elements of a class before its next change, or -1, and the position after the change."""
     gap = _i64(0)
     while tokens[at] >= limit:
         gap, at = gap + limit, at + 1
@@ -72,7 +72,7 @@ def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
 
 @jit
 def _listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
-    """Write which elements are listed; return how many, or an error."""
+    """Write the positions of listed elements; return their number, or an error."""
     classes, found = limits.size, 0
     ends = np.cumsum(counts)
     at, gaps = ends - counts, np.full(classes + 2, -1, np.int64)  # -1: no more changes

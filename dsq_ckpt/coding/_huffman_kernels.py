@@ -24,12 +24,11 @@ _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their
 
 @jit
 def huffman_lengths(counts: Array) -> Array:
-    """Lengths of an optimal prefix code with at most MAX_LENGTH bits, for 2 <= len(counts) <= 2**15 positive
-    counts.
+    """Return lengths of an optimal prefix code of at most MAX_LENGTH bits; 2 <= len(counts) <= 2**15, counts > 0.
 
     Package-merge: L. Larmore, D. Hirschberg, "A fast algorithm for optimal length-limited Huffman codes"
     (1990). A level's list merges the leaves with the pairs of the list below it; the 2n - 2 cheapest items of
-    the top list stand for the code, and a leaf's length is the number of levels in which it is among the
+    the top list define the code: the length of a leaf is the number of levels in which it is among the
     items taken.
     """
     n = counts.size
@@ -65,8 +64,7 @@ def huffman_lengths(counts: Array) -> Array:
 
 @jit
 def canonical_codes(lengths: Array) -> Array:
-    """Codes of a complete prefix code as the bit stream wants them, first bit lowest, lengths in
-    1..MAX_LENGTH.
+    """Return the codes of a complete prefix code for the bit stream, first bit lowest; lengths in 1..MAX_LENGTH.
 
     Shorter codes first, then ascending tokens; each code is the one before plus 1, with zeros appended.
     """
@@ -84,7 +82,7 @@ def canonical_codes(lengths: Array) -> Array:
 
 @jit
 def tokenize(values: Array, n_values: int, run_length: bool, tokens: Array) -> int:
-    """Tokens of a group, in tokens, uint16, at least as long as values; return their number.
+    """Write the tokens of a group to `tokens`, uint16, at least as long as values; return their number.
 
     A value is its own token. The length of a run of two or more follows its value as tokens that add up to
     it, largest first: n_values + r - 1 for r <= 256, n_values + 247 + k for 2**k, k >= 9.
@@ -134,11 +132,10 @@ def group_starts(parent: Array, n_groups: int) -> Array:
 def group_values(
     codes: Array, parent: Array, row_offset: int, modulus: int, support: Array, starts: Array, values: Array
 ) -> bool:
-    """Cyclic deltas (parent - code) mod modulus, or the codes if modulus is 0, element by element into the
-    group of the parent's code, whose next free index is starts[parent] (Algorithm 5); False if a code is
-    unknown.
+    """Write deltas to the groups of their previous codes (Algorithm 5); return False if a code is unknown.
 
-    One group, with all elements in order, if starts has one entry.
+    Deltas are cyclic, (parent - code) mod modulus, or the codes themselves if modulus is 0. The next free index of a
+    group is starts[parent]. There is one group, with all elements in order, if starts has one entry.
     """
     one_group = starts.size == 1
     for i in range(codes.size):

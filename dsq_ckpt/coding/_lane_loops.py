@@ -1,6 +1,6 @@
-"""Blocks of the 32-lane coder encoded and decoded by Numba, where there is no compiled library.
+"""Numba implementation of the 32-lane coder, used without the compiled library.
 
-`native/lanes.c` has the same, and gives the same bytes; its header explains the tables. The caller has checked that
+`native/lanes.c` implements the same and writes the same bytes; its header explains the tables. The caller checks that
 codes and previous codes are in range.
 """
 
@@ -35,7 +35,7 @@ def load(block: Array, at: int, size: int) -> int:
 
 @jit
 def _refill(x: int, block: Array, at: int) -> tuple[int, int]:
-    """Return a state after a step, and the place of the next word, or an error in its place."""
+    """Return a state after a step, and the position of the next word, or an error instead."""
     if x >= LOW:
         return x, at
     if at + 2 > block.size:
@@ -47,7 +47,7 @@ def _refill(x: int, block: Array, at: int) -> tuple[int, int]:
 def _decode_group(
     tables: Any, parent: Array, out: Array, first: int, count: int, states: Array, block: Array, at: int
 ) -> int:
-    """Decode a code of each of `count` lanes from out[first] on; return the place of the next word, or an error."""
+    """Decode one code of each of `count` lanes to out[first:]; return the position of the next word, or an error."""
     rows, counts, escaped, entries = tables
     escapes = False
     for j in range(count):
@@ -101,7 +101,7 @@ def _decode_single(tables: Any, parent: Array, out: Array, first: int, states: A
 
 @jit
 def decode_one(tables: Any, parent: Array, out: Array, n: int, states: Array, block: Array, at: int) -> int:
-    """Decode the first n codes with the first lane; return the place of the next word, or an error."""
+    """Decode the first n codes with the first lane; return the position of the next word, or an error."""
     for i in range(n):
         at = _decode_group(tables, parent, out, i, 1, states, block, at)
         if at < 0:
@@ -111,7 +111,7 @@ def decode_one(tables: Any, parent: Array, out: Array, n: int, states: Array, bl
 
 @jit
 def decode_turns(tables: Any, parent: Array, out: Array, n: int, states: Array, block: Array, at: int) -> int:
-    """Decode the first n codes, which the lanes take in turn; return the place of the next word, or an error."""
+    """Decode the first n codes with the lanes in turn; return the position of the next word, or an error."""
     for first in range(0, n, LANES):
         at = _decode_group(tables, parent, out, first, min(n - first, LANES), states, block, at)
         if at < 0:
@@ -121,7 +121,7 @@ def decode_turns(tables: Any, parent: Array, out: Array, n: int, states: Array, 
 
 @jit
 def decode_tail(tables: Any, parent: Array, out: Array, start: int, states: Array) -> int:
-    """Decode the codes from `start` on, which are in what the lanes end with; return 0 or an error."""
+    """Decode the codes from `start` on, which the final states of the lanes hold; return 0 or an error."""
     words = np.empty(2 * LANES, np.uint8)
     for j in range(LANES):
         if states[j] >> 16 != 1:
@@ -193,7 +193,7 @@ def _encode_group(
 
 @jit
 def encode_tail(tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array) -> tuple[int, bool]:
-    """Encode the last of n codes into states, LOW + a word each; return how many, and whether these are certain."""
+    """Encode the last of n codes into states, LOW + a word each; return their number, and whether they are certain."""
     x = np.full(1, LOW, np.int64)
     words, tail = np.zeros(2 * _TAIL_WORDS, np.uint8), 0
     place, most = words.size, min(max(n // 64, _MAX_TAIL), 65535, n)
@@ -216,7 +216,7 @@ def encode_tail(tables: Any, shift: int, parent: Array, codes: Array, n: int, st
 def encode_one(
     tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array, buffer: Array, at: int
 ) -> int:
-    """Encode the first n codes with the first lane in front of `at`; return the new place, or an error."""
+    """Encode the first n codes with the first lane, before `at`; return the new position, or an error."""
     for i in range(n - 1, -1, -1):
         at = _encode_group(tables, shift, parent, codes, i, 1, states, buffer, at)
         if at < 0:
@@ -228,7 +228,7 @@ def encode_one(
 def encode_turns(
     tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array, buffer: Array, at: int
 ) -> int:
-    """Encode the first n codes, which the lanes take in turn, in front of `at`; return the new place, or an error."""
+    """Encode the first n codes with the lanes in turn, before `at`; return the new position, or an error."""
     for first in range((n - 1) // LANES * LANES, -1, -LANES):
         at = _encode_group(tables, shift, parent, codes, first, min(n - first, LANES), states, buffer, at)
         if at < 0:
@@ -238,7 +238,7 @@ def encode_turns(
 
 @jit
 def store_state(state: int, buffer: Array, at: int) -> int:
-    """Write a state in front of `at`; return the new place."""
+    """Write a state before `at`; return the new position."""
     for i in range(4):
         buffer[at - 4 + i] = state >> (8 * i) & 0xFF
     return at - 4
@@ -246,7 +246,7 @@ def store_state(state: int, buffer: Array, at: int) -> int:
 
 @jit
 def store_states(tail: int, states: Array, buffer: Array, at: int) -> int:
-    """Write the lanes' states, after the number of codes of the tail, in front of `at`; return the new place."""
+    """Write the number of codes of the tail and the states of the lanes before `at`; return the new position."""
     for j in range(LANES - 1, -1, -1):
         at = store_state(states[j], buffer, at)
     buffer[at - 2], buffer[at - 1] = tail & 0xFF, tail >> 8

@@ -1,6 +1,6 @@
-"""Models of the 32-lane coder fitted, written and read by Numba, where there is no compiled library.
+"""Numba functions that fit, write and read models of the 32-lane coder, used without the compiled library.
 
-`native/model.c` has the same line by line and gives the same models; its comments hold here too.
+`native/model.c` has the same code line by line and makes the same models; its comments apply here too.
 """
 
 from __future__ import annotations

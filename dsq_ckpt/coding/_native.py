@@ -1,7 +1,7 @@
-"""The compiled paths of the 32-lane coder, and the choice between them and Numba's.
+"""Compiled paths of the 32-lane coder, and the choice between them and the Numba path.
 
-The C sources in `native/` need no header of Python, so any C compiler builds them, `setup.py` does, one library serves
-all versions of Python, and a fuzzer can be linked with the very files. Calls of `ctypes` release the GIL.
+`setup.py` builds the C sources in `native/`. They need no Python headers, so any C compiler can build them, one library
+serves all versions of Python, and a fuzzer can be linked with the same files. Calls through `ctypes` release the GIL.
 
 Every path writes the same bytes. The environment variable DSQ_CODER forces one, by a name in `PATHS`.
 """
@@ -29,7 +29,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 VARIABLE = "DSQ_CODER"
 
 _INTERFACE = 5
-"""Of the functions called here."""
+"""Version of the interface of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -53,13 +53,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def _sources() -> str | None:
-    """Return the hash of the C sources beside this file, as setup.py makes it; None where there are none."""
+    """Return the hash of the C sources next to this file, as in setup.py; None if there are none."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
 
 def _load(file: Path) -> Any:
-    """Load a library; raise OSError or AttributeError if it is of another system or of other sources."""
+    """Load a library; raise OSError or AttributeError if it is for another system or from other sources."""
     library = ctypes.CDLL(str(file))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -71,7 +71,7 @@ def _load(file: Path) -> Any:
 
 @cache
 def _library() -> Any:
-    """Return the compiled library, or None where it was not built; say so where it is there and of no use."""
+    """Return the compiled library, or None if there is none that can be used; log if a library cannot be used."""
     wrong = None
     for suffix in EXTENSION_SUFFIXES:
         file = Path(__file__).with_name(f"_lanes{suffix}")
@@ -98,10 +98,10 @@ def _checked(name: str) -> str:
 
 
 def force(name: str | None) -> None:
-    """Use a path from now on in this process; None: the one that DSQ_CODER names, or the fastest.
+    """Use a path from now on in this process; None: the path in DSQ_CODER, or the fastest.
 
     Raises:
-        ConfigError: There is no such path, or not here.
+        ConfigError: The path does not exist, or is not available here.
     """
     global _path
     _path = _checked(name or os.environ.get(VARIABLE) or available()[-1])
@@ -126,10 +126,10 @@ def _address(array: Array | None) -> int | None:
 
 
 class Tables:
-    """Tables of a decoder, whose addresses are looked up once: to ask for nine takes as long as 10,000 codes."""
+    """Tables of a decoder. Their addresses are looked up once: nine look-ups take as long as decoding 10,000 codes."""
 
     def __init__(self, rows: U32, counts: U16, escaped: U8, entries: U32, *classes: U8) -> None:
-        """Make tables; `classes`, of lists of changes, are kinds and limits."""
+        """Make tables; for lists of changes, `classes` are kinds and limits."""
         self._kept: tuple[Array, ...] = (rows, counts, escaped, entries, *classes)
         self.arguments: tuple[int | None, ...] = (
             _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
@@ -138,7 +138,7 @@ class Tables:
             self.arguments += _address(each), each.size
 
     def __reduce__(self) -> tuple[type[Tables], tuple[Array, ...]]:
-        """Make a copy, in this process or another one, look up addresses of its own."""
+        """Return the constructor and its arguments, so that a copy in any process looks up its own addresses."""
         return Tables, self._kept
 
 
@@ -151,7 +151,7 @@ def decode(level: int, tables: Tables, parent: U8 | None, out: U8, block: U8) ->
 
 
 class Given(NamedTuple):
-    """A block that is to be decoded, as `decode` takes it."""
+    """Arguments of `decode` for one block."""
 
     tables: Tables
     parent: U8 | None
@@ -161,7 +161,7 @@ class Given(NamedTuple):
 
 @cache
 def takes_two(level: int) -> bool:
-    """Return whether a path decodes two blocks in turns in less time than one after the other."""
+    """Return whether a path decodes two blocks faster in turns than one after the other."""
     return level >= 0 and bool(_library().dsq_takes_two(level))
 
 
@@ -259,7 +259,7 @@ def read_rows(data: U8, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -
 
 
 def _logarithms() -> I64:
-    """Return 2**24 log2 of 1 to 2**15, after a 0, by squaring: integers only, so that all machines have the same."""
+    """Return 0, then 2**24 log2 of 1 to 2**15, by squaring integers, so that all machines have the same numbers."""
     numbers = np.maximum(np.arange((1 << 15) + 1, dtype=np.int64), 1)
     result = np.searchsorted(np.int64(1) << np.arange(16, dtype=np.int64), numbers, side="right") - 1
     rest = (numbers << (31 - result)).astype(np.uint64)
@@ -274,5 +274,5 @@ def _logarithms() -> I64:
 LOG2 = _logarithms()
 """Logarithms of frequencies, for both fits."""
 
-# Chosen at import, where a wrong DSQ_CODER is an error of its own. During a load it would be one of the file.
+# Chosen at import, so that a wrong DSQ_CODER is its own error. During a load it would look like an error of the file.
 _path = _checked(os.environ.get(VARIABLE) or available()[-1])

@@ -1,9 +1,9 @@
-"""The contract of an entropy coder: one model, many blocks.
+"""Interface of entropy coders: one model, many blocks.
 
-A model is fitted once per group on counts[p, c], how often code c followed the previous code p, and then
-encodes any number of blocks. Fitted coders never change, so threads may share one and work on different
-blocks at once; the compiled kernels release the GIL. The bytes a coder writes are a promise: a change of them
-is a change of the format.
+A model is fitted once per group on counts[p, c], the number of times code c followed the previous code p, and
+then encodes any number of blocks. Fitted coders are immutable, so threads may share one and work on different
+blocks at once; the compiled kernels release the GIL. The bytes that a coder writes are part of the format: to
+change them is to change the format.
 
     >>> coder = RansCoder.fit(counts)                       # int64 (contexts + 1, symbols)
     >>> data = coder.encode(codes, parent)                  # uint8 (n,) each
@@ -29,9 +29,9 @@ class Coder(ABC):
 
     Attributes:
         name: name of the coder in the registry and in files.
-        contexts: size of the alphabet of the parent's codes, 0 to 256.
+        contexts: size of the alphabet of previous codes, 0 to 256.
         symbols: size of the alphabet of the codes, 1 to 256.
-        in_place: `update` needs no copy of the codes, and less time than `decode`.
+        in_place: whether `update` needs no copy of the codes, and less time than `decode`.
     """
 
     name: ClassVar[str]
@@ -55,9 +55,9 @@ class Coder(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the model, as `from_bytes` reads it; a coder read back writes identical blocks.
+        """Serialize the model for `from_bytes`; the coder read back writes identical blocks.
 
-        Of the present model version only: coders of former ones are read, and decode, but write nothing.
+        Only for the current model version. Coders of earlier versions decode, but write nothing.
         """
 
     @classmethod
@@ -71,13 +71,13 @@ class Coder(ABC):
 
     @abstractmethod
     def expected_bits(self, counts: Array) -> float:
-        """Return the bits this model spends on codes with these counts, without the few bytes of each block's frame.
+        """Return the bits that this model spends on codes with these counts, without the small frame of each block.
 
-        Infinite if a code is counted that the model cannot encode.
+        Infinite if the model cannot encode one of the counted codes.
         """
 
     def encode(self, codes: U8, parent: U8 | None) -> bytes:
-        """Encode codes, uint8 (n,), given the parent's codes, uint8 (n,), or None for a keyframe.
+        """Encode codes, uint8 (n,), given previous codes, uint8 (n,), or None for a keyframe.
 
         Raises:
             CodingError: a code has no count in the row of its previous code, or the arrays do not fit.
@@ -88,13 +88,13 @@ class Coder(ABC):
         return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
 
     def decode(self, data: bytes | memoryview, parent: U8 | None, out: U8) -> None:
-        """Decode one block into out, uint8 (n,), contiguous and apart from the parent that it was encoded with.
+        """Decode one block into `out`, uint8 (n,), contiguous; `out` must not share memory with `parent`.
 
-        After an error the contents of `out` are undefined. Damaged bytes raise an error or give wrong codes,
-        nothing worse; checksums are the container's.
+        `parent` holds the codes that the block was encoded with. After an error the contents of `out` are undefined.
+        Damaged bytes raise an error or yield wrong codes, but do no other harm; the container has the checksums.
 
         Raises:
-            CodingError: the bytes end early, have a remainder, or are no block of this model.
+            CodingError: the bytes end early, have a remainder, or are not a block of this model.
         """
         check_vector("out", out)
         if not (out.flags.c_contiguous and out.flags.writeable):
@@ -109,7 +109,7 @@ class Coder(ABC):
             raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
 
     def update(self, data: bytes | memoryview, codes: U8) -> None:
-        """Decode one block into the array of the previous codes, as `decode` does into another one.
+        """Decode one block in place of the previous codes; otherwise like `decode`.
 
         Raises:
             CodingError: see `decode`.
@@ -118,7 +118,7 @@ class Coder(ABC):
         self.decode(data, previous, codes)
 
     def in_lanes(self, parent: U8 | None) -> Coder | None:
-        """Return the coder of 32 lanes that decodes blocks given `parent`, or without; None: another one does."""
+        """Return the 32-lane coder that decodes blocks with this `parent`; None if another kind of coder does."""
         return None
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Coder(ABC):
 
 
 def check_counts(counts: Array) -> I64:
-    """Return counts as contiguous int64; raise `CodingError` if they are no counts."""
+    """Return counts as contiguous int64; raise `CodingError` if they are not valid."""
     if counts.ndim != 2 or counts.dtype.kind not in "iu":
         raise CodingError(f"counts must be a matrix of integers, got {counts.dtype} of shape {counts.shape}")
     rows, symbols = counts.shape
@@ -159,6 +159,6 @@ def check_counts(counts: Array) -> I64:
 
 
 def check_vector(what: str, array: U8) -> None:
-    """Raise `CodingError` unless an array is one of codes."""
+    """Raise `CodingError` unless an array is a valid vector of codes."""
     if array.dtype != np.uint8 or array.ndim != 1:
         raise CodingError(f"{what} must be a uint8 vector, got {array.dtype} of shape {array.shape}")

@@ -1,10 +1,10 @@
-"""Blocks that list the codes that change, for codes that nearly all stay what they were: `ChangesCoder`.
+"""Coder of blocks as lists of changed codes, for groups in which few codes change: `ChangesCoder`.
 
-A lane of `RansCoder` takes the same time for a code that stays as for one that changes. Here, previous codes fall into
-up to four classes, by how often their codes change; the gaps between changes within a class, and what codes change to,
-are coded by the 32 lanes of `RansCoder`. A decoder takes a few instructions for 64 codes and a few nanoseconds for each
-that changes, in place of the previous codes. Gaps cost what `RansCoder` spends on codes that stay, to 0.2 %: codes of a
-class change at one rate, and by that their gaps have the frequencies of a geometric distribution.
+A lane of `RansCoder` takes the same time for an unchanged code as for a changed one. Here, previous codes are divided
+into up to four classes, by the rate at which their codes change. The gaps between changes within a class, and the new
+codes, are coded by the 32 lanes of `RansCoder`. A decoder takes a few instructions for 64 codes and a few nanoseconds
+for each change, in place of the previous codes. Gaps cost as much as `RansCoder` spends on unchanged codes, to 0.2 %:
+the codes of a class change at one rate, so that gaps have a geometric distribution.
 
 docs/format.md, section 10, has the bytes of models and blocks.
 """
@@ -39,21 +39,21 @@ MAX_CLASSES = 4
 NEVER = 7
 """The class, in a model, of previous codes that never change."""
 UNIT = 1 << 20
-"""Of rates of changes."""
+"""Denominator of rates of change."""
 _VERSION = 1
 _HEADER = struct.Struct("<BBH")
 _RATE = 3  # bytes
-_LISTED = 4  # of a previous code of which one in so many changes, or more, all codes are listed
-_WORTH = 8  # lists hold one code in so many at most, or lanes are as fast
-_FINE = 4  # slots of a token: as few of a row as tell frequencies apart
-_TOLERANCE = 0.002  # of the bits of gaps, for fewer classes
-_DEARER = 1.005  # than lanes, at most; of blocks of fewer than a million codes lists have the smaller frame
+_LISTED = 4  # if one in so many codes of a previous code changes, or more, all of them are listed
+_WORTH = 8  # lists hold at most one code in so many; with more, lanes are as fast
+_FINE = 4  # slots of a token: as few per row as distinguish frequencies
+_TOLERANCE = 0.002  # fraction of the bits of gaps that fewer classes may cost
+_DEARER = 1.005  # largest cost relative to lanes; below a million codes per block, lists have the smaller frame
 
 
 class ChangesCoder(Coder):
-    """Lists of the codes that change (docs/format.md, section 10: the format).
+    """Coder of lists of changed codes (format: docs/format.md, section 10).
 
-    Codes without previous ones are coded as by a `RansCoder`.
+    Codes without previous codes are coded as by a `RansCoder`.
     """
 
     name: ClassVar[str] = "changes"
@@ -63,10 +63,10 @@ class ChangesCoder(Coder):
         """Make a coder.
 
         Args:
-            symbols: the coder of codes that are listed, given the previous ones.
-            kinds: of each previous code its class: the place of a rate; or their number, and then all codes after it
-                are listed; or `NEVER`.
-            rates: changes in `UNIT` codes of each class.
+            symbols: coder of listed codes, given previous codes.
+            kinds: class of each previous code: an index of `rates`; or `len(rates)`, if all codes after it are listed;
+                or `NEVER`.
+            rates: number of changes in `UNIT` codes of each class.
         """
         super().__init__(symbols.contexts, symbols.symbols)
         self._listed, self._kinds, self._rates = symbols, kinds, rates
@@ -135,7 +135,7 @@ class ChangesCoder(Coder):
         return cls(listed, kinds, rates)
 
     def update(self, data: bytes | memoryview, codes: U8) -> None:
-        """See `Coder.update`; after an error the codes are as they were."""
+        """See `Coder.update`; after an error the codes are unchanged."""
         check_vector("codes", codes)
         if not (codes.flags.c_contiguous and codes.flags.writeable):
             raise CodingError("codes must be a contiguous, writeable array")
@@ -171,7 +171,7 @@ class ChangesCoder(Coder):
             self._update(data, out)
 
     def _unknown(self, codes: U8, parent: U8) -> str:
-        """Return which change has no count, in a class whose codes never change or among those that are listed."""
+        """Return a message about the first change without a count, in a class without changes or among listed codes."""
         never = np.flatnonzero((self._kinds[parent] == NEVER) & (codes != parent))
         if not never.size:
             listed = np.flatnonzero((self._kinds[parent] == len(self._rates)) | (codes != parent))
@@ -183,7 +183,7 @@ class ChangesCoder(Coder):
         if self.contexts <= self.symbols:
             self._decode_into(data, codes)
             return
-        own = codes.copy()  # of codes that stay, not every one has to be a code of the model
+        own = codes.copy()  # unchanged codes need not be codes of the model
         self._decode_into(data, own)
         if int(own.max()) >= self.symbols:
             raise CodingError(f"damaged block of changes: code {int(own.max())}, the model has {self.symbols} symbols")
@@ -192,7 +192,7 @@ class ChangesCoder(Coder):
     def _decode_into(self, data: U8, codes: U8) -> None:
         level, data = _native.level(), np.ascontiguousarray(data)
         error = BAD_TABLES
-        if level >= 0:  # looks at all codes itself
+        if level >= 0:  # the compiled path checks all codes itself
             error = _native.decode_changes(level, self._addresses, codes, data)
         if error == BAD_TABLES and int(codes.max()) >= self.contexts:
             raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
@@ -212,7 +212,7 @@ class ChangesCoder(Coder):
 
     @cached_property
     def _rows(self) -> Model:
-        """The rows of symbols, but for codes without previous ones, and those of the tokens of each class."""
+        """Rows of symbols, without the row for no previous code, then the rows of the tokens of each class."""
         own, gaps = self._listed.model, [gap_row(rate) for rate in self._rates]
         model = Model.empty(self.contexts + len(gaps), max(self.symbols, *(len(freqs) for _, freqs in gaps)))
         model.freqs[: self.contexts, : self.symbols] = own.freqs[:-1]
@@ -238,7 +238,7 @@ class ChangesCoder(Coder):
 
 
 def fit_fastest(counts: Array) -> Coder:
-    """Fit a `ChangesCoder` to counts if few codes change and it is no larger, to 0.5 %; else a `RansCoder`."""
+    """Fit a `ChangesCoder` if few codes change and its size is within 0.5 % of a `RansCoder`; else a `RansCoder`."""
     counts = check_counts(counts)
     lanes = RansCoder.fit(counts)
     if not 1 <= lanes.contexts <= 256 - MAX_CLASSES:
@@ -254,9 +254,9 @@ def fit_fastest(counts: Array) -> Coder:
 
 @lru_cache(64)
 def gap_row(rate: int) -> tuple[int, tuple[int, ...]]:
-    """Return the first symbol of the row of a class, and the frequencies of its tokens, by the rate of its changes.
+    """Return the first symbol of the row of a class, and the frequencies of its tokens, for a rate of changes.
 
-    Token t says that t codes stay and the next one changes; the last token, that so many codes stay.
+    Token t means t unchanged codes and then a change. The last token means that many unchanged codes.
     """
     stay, left = UNIT - rate, [1 << 32]
     while len(left) <= 254 and left[-1] * 20 > 1 << 32:
@@ -285,7 +285,7 @@ def _totals(counts: I64) -> tuple[I64, I64]:
 
 
 def _of_lists(counts: I64, kinds: U8, classes: int) -> I64:
-    """Return the counts of what is listed."""
+    """Return the counts of the listed codes."""
     counts = counts.copy()
     seldom = np.flatnonzero(kinds != classes)
     counts[seldom[seldom < counts.shape[1]], seldom[seldom < counts.shape[1]]] = 0
@@ -293,7 +293,7 @@ def _of_lists(counts: I64, kinds: U8, classes: int) -> I64:
 
 
 def _log2(numbers: I64) -> F64:
-    """Return logarithms of positive integers to 2**-28, the same on every machine; 0 of 0."""
+    """Return log2 of positive integers with an error of 2**-28, the same on every machine; 0 for 0."""
     mantissas, exponents = np.frexp(np.maximum(numbers, 1).astype(np.float64))
     scaled = mantissas * (1 << 15)
     places = scaled.astype(np.int64)
@@ -302,13 +302,13 @@ def _log2(numbers: I64) -> F64:
 
 
 def _partition(totals: I64, changed: I64, most: int) -> list[slice]:
-    """Return classes of previous codes, which are in order of their rates: as few as cost little more than `most`."""
+    """Return classes of previous codes sorted by rate: as few as cost little more than `most` classes."""
     n = len(totals)
     if n == 0:
         return []
     total, change = (np.concatenate(([0], np.cumsum(own))) for own in (totals, changed))
     all_, own = total[None] - total[:, None], change[None] - change[:, None]
-    # of gaps, from one place to another
+    # cost of gaps, from one position to another
     bits = all_ * _log2(all_) - own * _log2(own) - (all_ - own) * _log2(all_ - own)
     bits[np.tril_indices(n + 1)] = np.inf
     costs, before = [bits[0]], [np.zeros(n + 1, np.int64)]

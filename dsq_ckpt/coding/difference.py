@@ -1,9 +1,9 @@
-"""Numbers coded exactly given earlier numbers: differences of their bit patterns, each byte given the earlier exponent.
+"""Lossless coding of numbers given earlier numbers: differences of bit patterns, with the earlier exponent as context.
 
-Weights that train for some steps move by about the same amount, whatever their size. As bit patterns in the order of
-the values, a number moves by that amount over the distance between neighbours, which its exponent tells; so the bytes
-of a difference are coded by rANS, with a table for each exponent that the earlier numbers have. What is no float has no
-exponent, but is coded as well: every step can be undone, whatever the bits mean.
+In some steps of training, weights move by about the same amount, whatever their size. The bit pattern of a number, in
+the order of values, moves by that amount over the distance between neighbours, which depends on its exponent. So the
+bytes of a difference are coded by rANS, with a table for each exponent of the earlier numbers. Items that are not
+floats are coded as well: every step is invertible, whatever the bits mean.
 
 Block, of n items of 1, 2, 4 or 8 bytes: for each byte of an item, from the lowest on, uint32 m and uint32 b; then, for
 each, m bytes of a model of rANS and b bytes that it coded, given the exponents, or given none if it has no contexts.
@@ -26,17 +26,17 @@ from dsq_ckpt.errors import CodingError
 
 ITEM_SIZES = (1, 2, 4, 8)
 _SIZES = struct.Struct("<II")
-_STEP = 1 << 15  # items worked on together, so that what lies between is in the cache
+_STEP = 1 << 15  # items processed together, so that intermediate results stay in the cache
 _COUNTED = 1 << 18
 _EACH = 1.5  # bytes of a model for each of its frequencies, about
-_NOISE = 0.98  # of the bits of a byte: what is to be won by less than that is left
+_NOISE = 0.98  # of the bits of a byte; smaller gains are not worth coding
 
 
 def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
-    """Code items given as many earlier ones.
+    """Encode items given the same number of earlier items.
 
     Raises:
-        CodingError: the sizes do not fit each other, or there are no items of this size.
+        CodingError: the sizes do not match, or this size of items is not supported.
     """
     now, earlier = _items(data, itemsize), _items(before, itemsize)
     if now.size != earlier.size:
@@ -52,10 +52,10 @@ def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, 
 
 
 def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int) -> bytes:
-    """Recover the items that `encode` was given, from the same earlier ones.
+    """Decode a block of `encode`, given the same earlier items.
 
     Raises:
-        CodingError: the block is damaged, or of another number of items.
+        CodingError: the block is damaged, or has another number of items.
     """
     earlier, block = _items(before, itemsize), memoryview(block).cast("B")
     if tells_nothing(block, earlier.nbytes, itemsize):
@@ -72,12 +72,12 @@ def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int)
 
 
 def tells_nothing(block: bytes | memoryview, size: int, itemsize: int) -> bool:
-    """Return whether a block is that of `size` bytes which are all as before."""
+    """Return whether a block encodes `size` bytes that are all unchanged."""
     return size > 0 and block == _unchanged(size // itemsize, itemsize)
 
 
 def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
-    """Return the model and the coded bytes of a plane, in the smallest of its forms."""
+    """Return the model and the coded bytes of a plane in its smallest form."""
     forms = [(b"", plane.tobytes())]
     if len(frame := zstandard.ZstdCompressor(level=level).compress(plane.data)) < plane.size:
         forms.append((b"", frame))
@@ -91,7 +91,7 @@ def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
 
 @lru_cache(8)
 def _unchanged(size: int, itemsize: int) -> bytes:
-    """Return the block of items that are all as before, whatever these were: each plane of zeros, without contexts."""
+    """Return the block of unchanged items, whatever their values: planes of zeros, without contexts."""
     coder = RansCoder.fit(np.array([[size]]))
     return _packed([(coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None))] * itemsize)
 
@@ -107,9 +107,9 @@ def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:
 
 
 def _joint_counts(plane: U8, context: U8) -> I64:
-    """Count bytes by the exponent they come after, as `Coder.fit` takes counts; none is without one."""
+    """Count bytes by the earlier exponent, for `Coder.fit`; every byte has one."""
     rows, symbols = int(context.max(initial=0)) + 1, int(plane.max(initial=0)) + 1
-    counts = np.zeros((rows + 1) * symbols, np.int64)  # the last row is that without an exponent
+    counts = np.zeros((rows + 1) * symbols, np.int64)  # the last row is for bytes without an exponent
     for start in range(0, plane.size, _COUNTED):
         where = slice(start, start + _COUNTED)
         places = context[where].astype(np.uint16) * np.uint16(symbols) + plane[where]
@@ -118,7 +118,7 @@ def _joint_counts(plane: U8, context: U8) -> I64:
 
 
 def _expected_bytes(rows: I64) -> float:
-    """Return about what a model of these counts and the bytes coded by it will take."""
+    """Estimate the size of a model of these counts and of the bytes that it codes."""
     totals, used = rows.sum(1), rows[rows > 0]
     bits = (totals[totals > 0] * np.log2(totals[totals > 0])).sum() - (used * np.log2(used)).sum()
     return float(bits) / 8 + _EACH * used.size
@@ -133,7 +133,7 @@ def _parts(block: memoryview, itemsize: int) -> Iterator[tuple[memoryview, memor
     """Yield the model and the coded bytes of each plane.
 
     Raises:
-        CodingError: the block does not have the size that its head tells.
+        CodingError: the block does not have the size in its header.
     """
     at = itemsize * _SIZES.size
     if len(block) < at:
@@ -157,7 +157,7 @@ def _steps(count: int) -> Iterator[slice]:
 
 
 def _changes(now: Array, before: Array) -> Array:
-    """Return differences of places in the order of values, modulo 2**bits, the sign in the lowest bit."""
+    """Return differences of ranks in the order of values, modulo 2**bits, with the sign in the lowest bit."""
     difference = _ordered(now) - _ordered(before)
     return difference << _one(now) ^ _all_if_set(difference)
 
@@ -170,14 +170,14 @@ def _changed(changes: Array, before: Array) -> Array:
 
 
 def _ordered(bits: Array, back: bool = False) -> Array:
-    """Map the bits of floats to integers in the order of their values, or back: all bits of negative ones turn over."""
+    """Map bits of floats to integers in the order of values, or back, by inversion of all bits of negative numbers."""
     top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     negative = _all_if_set(~bits if back else bits)
     return bits ^ (negative | top)
 
 
 def _contexts(bits: Array) -> U8:
-    """Return the place of each exponent among those that occur."""
+    """Return the index of each exponent among the exponents that occur."""
     exponents = np.empty(bits.size, np.uint8)
     for where in _steps(bits.size):
         exponents[where] = _exponents(bits[where])
@@ -186,13 +186,13 @@ def _contexts(bits: Array) -> U8:
 
 
 def _exponents(bits: Array) -> U8:
-    """Return the eight bits below the sign: the exponents of float32 and bfloat16, about that of other floats."""
+    """Return the eight bits below the sign: the exponent of float32 and bfloat16, roughly that of other floats."""
     rotated = bits << _one(bits) | bits >> bits.dtype.type(8 * bits.itemsize - 1)
     return (rotated >> bits.dtype.type(8 * bits.itemsize - 8)).astype(np.uint8)
 
 
 def _all_if_set(bits: Array) -> Array:
-    """Return, for each number, as many ones as it has bits if the highest is set, else zeros."""
+    """Return all ones for each number whose highest bit is set, else zero."""
     width = 8 * bits.itemsize
     filled: Array = (bits.view(f"<i{bits.itemsize}") >> np.dtype(f"<i{bits.itemsize}").type(width - 1)).view(bits.dtype)
     return filled

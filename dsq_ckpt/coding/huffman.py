@@ -71,9 +71,8 @@ class HuffmanCoder(Coder):
     def expected_bits(self, counts: Array) -> float:
         """Estimate the bits of one block with these counts, tables included.
 
-        Exact but for the tables with `run_length=False`. Otherwise expected run lengths stand for the real
-        ones, as if the codes of a group were drawn independently of each other; it is then right to about 10
-        %.
+        With `run_length=False` only the size of the tables is approximate. Otherwise run lengths are estimated as if
+        the codes of a group were independent; the result is then within about 10 %.
         """
         counts = self._checked_counts(counts)
         if np.any(counts[~self._support[:, : self.symbols]]):
@@ -87,7 +86,7 @@ class HuffmanCoder(Coder):
         return float(sum(_group_bits(row, n, self.run_length) for row, n in groups if row.any()))
 
     def _layout(self, parent: U8 | None, n: int) -> tuple[U8, int, int, int, Array]:
-        """(parent, modulus, n_values, row offset, starts of the groups) of a block."""
+        """Return (parent, modulus, n_values, row offset, starts of the groups) of a block."""
         if parent is None:
             return np.zeros(n, np.uint8), 0, self.symbols, self.contexts, np.array([0, n], np.int64)
         modulus = max(self.contexts, self.symbols)
@@ -172,7 +171,7 @@ _REASONS = {
 
 
 def huffman_bits(symbols: Array) -> int:
-    """Bits of the Huffman code of an array of integers made for it, without table or limit of length.
+    """Return the bits of an array of integers in its own Huffman code, without table and limit of length.
 
     An array with one distinct value takes 0 bits.
     """
@@ -187,7 +186,7 @@ def huffman_bits(symbols: Array) -> int:
 
 
 def _group_bits(counts: Array, n_values: int, run_length: bool) -> float:
-    """Expected bits of a group with these counts, int64 (n_values,), in random order; its table included."""
+    """Return the expected bits of a group with these counts, int64 (n_values,), in random order, with its table."""
     total = int(counts.sum())
     expected = np.zeros(n_values + kernels.RUN_TOKENS)
     expected[:n_values] = counts

@@ -1,7 +1,7 @@
-"""Blocks of a refinement layer: packed bits, or the same symbols coded given the codes that they refine.
+"""Blocks of a refinement layer: packed bits, or symbols coded given the codes that they refine.
 
-Weights fill their cells evenly, and packed bits are as small as anything. A first moment is nearly always in the middle
-of its cell; its symbols take a fraction of their bits when a static table for each code tells how often each occurs.
+Weights fill their cells evenly, so that packed bits cannot be made smaller. A first moment is nearly always in the
+middle of its cell. Its symbols take a fraction of their bits if they are coded by a table of frequencies per code.
 
 Block, with n elements of `bits` bits: ceil(n * bits / 8) bytes are packed symbols. Any other number begins with a byte:
 
@@ -27,18 +27,18 @@ from dsq_ckpt.errors import CodingError
 
 _RANS = 1
 _HEADER = struct.Struct("<BI")
-_FEW = 3  # bits: the symbols of so many always may depend on the codes; more are first looked at alone
-_SAMPLE = 4096  # symbols that tell whether coding all may pay; a multiple of 8: they end with a byte
+_FEW = 3  # bits: up to this width, symbols may always depend on codes; wider ones are first examined alone
+_SAMPLE = 4096  # symbols sampled to decide whether coding may pay; a multiple of 8, so that they end with a byte
 _PAYS = 0.97
 
 
 def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memoryview:
-    """Return a block of refinement in the smaller of its forms.
+    """Return a block of refinement symbols in its smaller form.
 
     Args:
-        packed: The symbols, packed.
+        packed: The packed symbols.
         codes: uint8[n], the codes that they refine.
-        bits: Of a symbol.
+        bits: Width of a symbol.
     """
     data, symbols = np.frombuffer(packed, np.uint8), np.empty(len(codes), np.uint8)
     if not len(codes) or (bits > _FEW and _entropy(data, bits, symbols[:_SAMPLE]) > _PAYS * bits):
@@ -54,7 +54,7 @@ def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memor
 
 
 def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
-    """Unpack the first symbols, and return their entropy, in bits for each."""
+    """Unpack the first symbols and return their entropy in bits per symbol."""
     kernels.unpack(packed[: -(-len(symbols) * bits // 8)], bits, symbols)
     counts = np.bincount(symbols)
     shares = counts[counts > 0] / len(symbols)
@@ -64,18 +64,18 @@ def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
 def symbols_of(
     block: bytes | memoryview, codes: Codes, bits: int, scratch: Scratch
 ) -> Generator[Wanted | None, None, tuple[Codes, bool]]:
-    """Decode the symbols of a block, as `turns.Steps` do; return them and whether they are packed.
+    """Decode the symbols of a block, as `turns.Steps`; return the symbols and whether they are packed.
 
-    Others have a byte each, in memory of the thread.
+    Symbols that are not packed have a byte each, in memory of the thread.
 
     Args:
-        block: As `encode` made it, or as format version 2 has it.
-        codes: uint8[n], the codes that are refined.
-        bits: Of a symbol.
+        block: Block of `encode` or of format version 2.
+        codes: uint8[n], the refined codes.
+        bits: Width of a symbol.
         scratch: Memory of the threads.
 
     Raises:
-        CodingError: The block is not of these codes, or damaged.
+        CodingError: The block does not belong to these codes, or is damaged.
     """
     whole = -(-len(codes) * bits // 8)
     if len(block) != whole and block[:1] == bytes([_RANS]):
@@ -90,7 +90,7 @@ def symbols_of(
         symbols = scratch.array("symbols", len(codes), np.uint8)
         try:
             yield Wanted(coder, block[_HEADER.size + size :], codes, symbols)
-        except CodingError as error:  # the coder, which looks at all codes, calls them previous ones
+        except CodingError as error:  # the coder calls its contexts previous codes
             if (needed := int(codes.max(initial=0)) + 1) <= coder.contexts:
                 raise
             raise CodingError(

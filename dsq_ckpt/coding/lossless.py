@@ -1,8 +1,7 @@
-"""Exact storage of numbers: bytes of equal significance together, then zstd.
+"""Lossless compression of numbers: bytes of equal significance are stored together and compressed by zstd.
 
-Byte k of every item is plane k. Signs and exponents, which repeat, thus come together, apart from the noise
-of the low bits. zstd has one table of literals for 128 KiB, so planes only gain if each is compressed by
-itself:
+Byte k of every item is plane k. This separates signs and exponents, which repeat, from the noise of the low bits.
+zstd has one table of literals for 128 KiB, so planes only gain if each is compressed by itself:
 
 * size < 4096 or itemsize 1: one zstd frame of the planes one after the other. Frames of their own would cost
   more.
@@ -43,7 +42,7 @@ def shuffle_compress(raw: bytes | memoryview, itemsize: int, level: int = 3) -> 
 
 
 def shuffle_decompress(data: bytes | memoryview, itemsize: int, size: int) -> bytes:
-    """Undo `shuffle_compress`, giving exactly `size` bytes.
+    """Invert `shuffle_compress`; return exactly `size` bytes.
 
     Raises:
         CodingError: the frames are damaged, truncated, followed by other bytes, or hold another number of
@@ -51,7 +50,7 @@ def shuffle_decompress(data: bytes | memoryview, itemsize: int, size: int) -> by
     """
     _check_itemsize(itemsize, size)
     data = memoryview(data).cast("B")
-    if size > len(data) * _EXPANDS:  # before memory is asked for
+    if size > len(data) * _EXPANDS:  # before memory is allocated
         raise CodingError(f"{len(data)} bytes of shuffled data cannot hold {size}")
     if itemsize == 1:
         return _decompress(data, size).tobytes()

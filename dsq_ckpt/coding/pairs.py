@@ -1,4 +1,4 @@
-"""How often each symbol follows from each context: what a model of rANS is fitted to."""
+"""Counts of symbols by context, to which a model of rANS is fitted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from dsq_ckpt.core.arrays import I64, Codes
 from dsq_ckpt.kernels.jit import jit
 
-_TABLES = 4  # counted into in turn: of equal pairs in a row, none waits for the sum of the one before
-_APART = 16  # entries between tables, so that they do not lie on multiples of a page from each other
+_TABLES = 4  # used in turn, so that a run of equal pairs does not wait for each previous increment
+_APART = 16  # entries between tables, so that their distances are not multiples of a page
 
 
 @jit
@@ -24,14 +24,14 @@ def _count(contexts, symbols, bits, counts):  # type: ignore[no-untyped-def]
 
 
 def count_pairs(contexts: Codes, symbols: Codes) -> I64:
-    """Return int64[256, 256]: of each context, how often it has each symbol.
+    """Count the symbols of each context: int64[256, 256].
 
     Args:
         contexts: uint8[n], n below 2**32.
         symbols: uint8[n].
 
     Raises:
-        ValueError: there are not as many of both.
+        ValueError: their lengths differ.
     """
     if contexts.shape != symbols.shape:
         raise ValueError(f"{contexts.shape} contexts and {symbols.shape} symbols, expected as many of both")

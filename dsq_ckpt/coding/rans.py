@@ -1,13 +1,13 @@
 """Range asymmetric numeral systems with one static table per previous code, in 32 lanes: `RansCoder`.
 
 J. Duda, "Asymmetric numeral systems" (arXiv:1311.2540), section 3, as a stack of 16-bit words with 32-bit states; F.
-Giesen, "Interleaved entropy coders" (arXiv:1402.3392), for the lanes. A code that is nearly always the same costs close
-to nothing, which no code with whole bits per symbol (Huffman) can do; that is what codes given previous codes are like.
+Giesen, "Interleaved entropy coders" (arXiv:1402.3392), for the lanes. Codes given previous codes
+are nearly always the same. Such a code costs close to nothing, which Huffman codes, of whole bits, cannot achieve.
 
-docs/format.md, section 10, has the bytes of models and blocks. Vectors of a processor do the lanes at once: the row of
-each code is known before, so no lane waits for another. A row has 2**10 to 2**15 slots, as few as cost next to nothing.
-At most 4095 of them are not of its first symbol, so that an entry of its table has 32 bits; there is one for each of
-these slots and one for the first symbol. So tables of skewed rows are small, and stay in the cache.
+docs/format.md, section 10, has the bytes of models and blocks. Vector instructions process the lanes at once: the row
+of each code is known in advance, so no lane waits for another. A row has 2**10 to 2**15 slots, as few as cost next to
+nothing. At most 4095 of them do not belong to its first symbol, so that an entry of its table has 32 bits. There is one
+entry for each of these slots and one for the first symbol. So tables of skewed rows are small, and stay in the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRONG = {
     LEFT: "bytes are left at its end, or its final states are wrong",
     BAD_SIZE: "no block of so many codes has this size",
 }
-"""What is wrong with a block, by error."""
+"""Descriptions of errors of blocks, by number."""
 
 
 class Model(NamedTuple):
@@ -43,7 +43,7 @@ class Model(NamedTuple):
         freqs: (rows, symbols), -1 if escaped, 0 if absent.
         firsts: (rows,), the first symbol, -1 in a row without symbols.
         escape_freqs: (rows,), 0 without escapes.
-        bits: (rows,), the row has 2**bits slots.
+        bits: (rows,), a row has 2**bits slots.
     """
 
     freqs: I32
@@ -61,7 +61,7 @@ class Model(NamedTuple):
 
 
 class RansCoder(Coder):
-    """Interleaved rANS, one static table per previous code (docs/format.md, section 10: the format)."""
+    """Interleaved rANS with one static table per previous code (format: docs/format.md, section 10)."""
 
     name: ClassVar[str] = "rans"
 
@@ -76,8 +76,8 @@ class RansCoder(Coder):
 
     @classmethod
     def fit(cls, counts: Array) -> RansCoder:
-        """See `Coder.fit`. Spends 0.1 % over the conditional entropy of the counts, if a row's codes are not
-        all but certain: the least a code can cost is 2**-15 * log2(e) bits, unless its row has no other.
+        """See `Coder.fit`. The model spends 0.1 % over the conditional entropy of the counts, unless the codes of a row
+        are nearly certain: a code costs at least 2**-15 * log2(e) bits, except the only code of a row.
         """
         counts = check_counts(counts)
         model = Model.empty(*counts.shape)
@@ -92,14 +92,14 @@ class RansCoder(Coder):
             return float("inf")
         escaped, slots = freqs < 0, (1 << row_bits.astype(np.int64))
         shares = slots // np.maximum(escaped.sum(axis=1), 1)
-        logs = _native.LOG2 / (1 << 24)  # as the fit has them: the same on every machine
+        logs = _native.LOG2 / (1 << 24)  # logarithms of the fit, the same on every machine
         bits = (counts * (row_bits[:, None] - logs[np.maximum(freqs, 0)]))[~escaped].sum()
         each = 2 * row_bits - logs[escape_freqs] - logs[shares]
         return float(bits + (np.where(escaped, counts, 0).sum(axis=1) * each).sum())
 
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         tables = self._encoder_alone if parent is None else self._encoder
-        buffer = np.empty(4 * codes.size + 1024, np.uint8)  # it is filled from its end: most pages are never touched
+        buffer = np.empty(4 * codes.size + 1024, np.uint8)  # filled from its end, so that most pages are never touched
         level = _native.level()
         if level < 0:
             size = _lane_loops.encode(*tables, parent, codes, buffer)
@@ -130,11 +130,11 @@ class RansCoder(Coder):
         return self
 
     def addresses(self, parent: U8 | None) -> _native.Tables:
-        """Return the tables of a decoder of codes given previous ones, or without."""
+        """Return the tables of a decoder of codes with or without previous codes."""
         return self._addresses_alone if parent is None else self._addresses
 
     def unknown_symbol(self, codes: U8, parent: U8 | None, indices: I64 | None = None) -> str:
-        """Return a text about the first code that the model has no count for; `indices` are those of the codes."""
+        """Return a message about the first code without a count in the model; `indices` are positions of the codes."""
         known = np.zeros((self.contexts + 1, MAX_SYMBOLS), bool)
         known[:, : self.symbols] = self._model.freqs != 0
         at = int(np.argmin(known[self.contexts if parent is None else parent, codes]))
@@ -152,7 +152,7 @@ class RansCoder(Coder):
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Coder:
-        """See `Coder.from_bytes`. Models of version 1 make a coder that only decodes."""
+        """See `Coder.from_bytes`. A model of version 1 yields a coder that only decodes."""
         if len(data) < _HEADER.size:
             raise CodingError(f"an rANS model has {len(data)} bytes, expected at least {_HEADER.size}")
         version, contexts, symbols = _HEADER.unpack(bytes(data[: _HEADER.size]))
@@ -210,7 +210,7 @@ class EncoderTables(NamedTuple):
 
 
 def _places(model: Model) -> tuple[I64, I64, I64]:
-    """Return the slots (rows, symbols + 1) of all symbols but the first, the escape last; their starts; their sum."""
+    """Return slots (rows, symbols + 1) of all symbols except the first, escape last; their starts; their sum."""
     slots = np.concatenate((np.maximum(model.freqs, 0), model.escape_freqs[:, None]), axis=1).astype(np.int64)
     full = np.flatnonzero(model.firsts >= 0)
     slots[full, model.firsts[full]] = 0
@@ -230,7 +230,7 @@ def decoder_tables(model: Model) -> DecoderTables:
     names = np.append(np.arange(symbols), ESCAPE)
     values = starts << 20 | slots << 8 | names
     last = np.where(model.firsts < 0, ESCAPE, model.firsts).astype(np.int64) | left << 20
-    # of each row: its symbols, as often as they have slots; the first symbol, once; zeros up to a multiple of 16
+    # per row: each symbol once per slot; the first symbol once; zeros up to a multiple of 16
     values = np.concatenate((values, last[:, None], np.zeros((rows, 1), np.int64)), axis=1)
     repeats = np.concatenate((slots, np.ones((rows, 1), np.int64), (sizes - left - 1)[:, None]), axis=1)
     entries = np.repeat(values.ravel(), repeats.ravel()).astype(np.uint32)
@@ -259,7 +259,7 @@ def encoder_tables(model: Model) -> EncoderTables:
 
 
 def _decode_certain(tables: DecoderTables, firsts: Array, parent: U8 | None, out: U8) -> int:
-    """Decode a block without bytes: every code is the only one of its row."""
+    """Decode a block without bytes, in which every code is the only code of its row."""
     certain = (tables.rows >> 4 & 0xFFF == 0) & (tables.counts == 0)
     if parent is None:
         out[:] = firsts[-1:].astype(np.uint8)

@@ -1,6 +1,6 @@
-"""Range asymmetric numeral systems of format versions 1 to 3, only read: `Rans1Coder`.
+"""Decoder of range asymmetric numeral systems of format versions 1 to 3: `Rans1Coder`.
 
-docs/format.md, section 10, has the bytes of models and blocks, there "model version 1".
+docs/format.md, section 10, has the bytes of models and blocks, as "model version 1".
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SINGLE_LANE, _FOUR_LANES = 4096, 65536
 
 
 def lanes(n: int) -> int:
-    """Return how many states take turns."""
+    """Return the number of interleaved states."""
     return 1 if n < _SINGLE_LANE else 4 if n < _FOUR_LANES else 8
 
 
 class Rans1Coder(Coder):
-    """Interleaved rANS of model version 1, which decodes only.
+    """Interleaved rANS of model version 1, only for decoding.
 
-    The model is, for each row: `freqs[row, symbol]`, int32, the frequency, -1 if escaped, 0 if absent;
+    The model has for each row: `freqs[row, symbol]`, int32, the frequency, -1 if escaped, 0 if absent;
     `firsts[row]`, the first symbol or -1 in an empty row; `escape_freqs[row]`, 0 without escapes.
     """
 
@@ -70,7 +70,7 @@ class Rans1Coder(Coder):
             states = data[:head].view("<u4").astype(np.uint64)
         if np.any(states < INITIAL_STATE):
             raise CodingError("damaged rANS block: an initial state is out of range")
-        words = np.append(data[head:].view("<u2").astype(np.uint16), np.uint16(0))  # one to spare for the kernel
+        words = np.append(data[head:].view("<u2").astype(np.uint16), np.uint16(0))  # one extra for the kernel
         if parent is None:
             position = decode_loop(words, states, np.zeros(out.size, np.uint8), self._last_row, out)
         else:
@@ -106,7 +106,7 @@ class Rans1Coder(Coder):
 
 @jit
 def _read_rows(bits: Array, freqs: Array, firsts: Array, escape_freqs: Array) -> int:
-    """Fill the arrays of a model; return the position after the rows, or -1 if they are no model."""
+    """Fill the arrays of a model; return the position after the rows, or -1 if they are invalid."""
     position = 0
     for r in range(freqs.shape[0]):
         n_symbols, position = _bits.read_number(bits, position)

@@ -1,6 +1,6 @@
-"""Elements of a matrix times or over scales of its rows and columns, in one pass over the data.
+"""Multiplication and division of a matrix by scales of its rows and columns, in one pass over the data.
 
-A scale is the entry of a table at the sum of a row's and a column's number, which are eighths of an octave.
+A scale is an entry of a table, at the sum of the numbers of the row and the column, in eighths of an octave.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
 
 ONE = 127 << 3
-"""Eighths of an octave up to 1.0."""
+"""Index of the scale 1.0 in `FACTORS`."""
 FACTORS: F32 = np.exp2(np.arange(256 << 3).clip(1 << 3, (255 << 3) - 1) / 8 - 127).astype(np.float32)
-"""float32[2048]: scales by ONE plus the numbers of row and column; from the smallest normal number to a finite one."""
+"""float32[2048]: scales, by ONE plus the numbers of row and column; all are normal and finite."""
 TINY = float(np.finfo(np.float32).tiny)
 """The smallest normal number."""
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _MANTISSAS = FACTORS[ONE : ONE + 8].view(np.int32) - (127 << 23)
-_ITEM_ONE = 1 << 14  # of a pack, for number 0: items are in the order of numbers then, differences small
-_PIECE = 1 << 10  # elements of a row whose scales are made at once
+_ITEM_ONE = 1 << 14  # item of number 0 in a pack: items are then in the order of numbers, with small differences
+_PIECE = 1 << 10  # elements of a row whose scales are computed at once
 
 
 def divide(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -> F32:
-    """Return elements over their scales; zero for zero and subnormal numbers.
+    """Return elements divided by their scales; zero for zero and subnormal numbers.
 
     Args:
-        values: flat elements of the matrix, row by row, from the one at `start` on.
-        start: how many elements of the matrix come before.
+        values: consecutive elements of the matrix, flat, row by row.
+        start: index of the first of them in the flat matrix.
         columns: elements of a row.
-        by_row: int16[rows], or one for all rows.
-        by_column: int16[columns], or one for all columns.
+        by_row: int16[rows], or int16[1] for all rows.
+        by_column: int16[columns], or int16[1] for all columns.
     """
     out = np.empty(len(values), np.float32)
     _scale(values, start, columns, by_row, by_column, FACTORS, True, out)
@@ -49,7 +49,7 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
         values, start, columns, by_row, by_column: see `divide`.
 
     Raises:
-        ValueError: they are no flat float32, or not all of the matrix.
+        ValueError: the values are not flat float32, or reach past the matrix.
     """
     check_array("values", values, np.float32, (len(values),))
     level = _native.level()
@@ -60,10 +60,10 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
 
 
 def items_of_scales(numbers: I16) -> bytes:
-    """Return numbers of rows and columns as the items of a pack, two bytes each.
+    """Convert numbers of rows and columns to the items of a pack, two bytes each.
 
     Raises:
-        CodingError: a number is none of those that scales have, as in an altered file of format version 7 or before.
+        CodingError: a number is out of range for scales, as in an altered file of format version 7 or before.
     """
     items = numbers.astype(np.int32) + _ITEM_ONE
     if items.size and not 0 <= items.min() <= items.max() < 1 << 15:
@@ -75,7 +75,7 @@ def scales_of_items(items: bytes) -> I16:
     """Invert `items_of_scales`.
 
     Raises:
-        CodingError: an item stands for no such number.
+        CodingError: an item is out of range.
     """
     found = np.frombuffer(items, "<u2")
     if found.max(initial=0) >= 1 << 15:
@@ -85,9 +85,9 @@ def scales_of_items(items: bytes) -> I16:
 
 @jit
 def _patterns(numbers: Any, out: Any) -> None:
-    """Write bits of the scales of 8 neighbouring numbers of a row and each number of a column, but for the octave.
+    """Write the bits of the scales of 8 neighbouring row numbers with each column number, except for an octave.
 
-    A scale has few mantissas, so the octave that is left to add is the same for a whole row: one sum for each element.
+    Scales have 8 mantissas, so the octave to add is the same for a whole row, and each element takes one sum.
     """
     for eighth in range(8):
         for j in range(len(numbers)):
@@ -110,7 +110,7 @@ def _apply(values: Any, factors: Any, divides: bool, out: Any) -> None:
 def _scale(
     values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, divides: bool, out: Any
 ) -> None:
-    """Divide or multiply elements by their scales; `out` may be `values`. One number serves all rows, or columns."""
+    """Divide or multiply elements by their scales; `out` may be `values`. One number may serve all rows or columns."""
     factors = np.empty(_PIECE, np.float32)
     bits = factors.view(np.int32)
     stop, width = start + len(values), min(columns, _PIECE)

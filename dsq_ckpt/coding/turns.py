@@ -1,7 +1,7 @@
-"""Two blocks decoded by one thread in turns: groups of one fill the waits of the other, which takes half the time.
+"""Decoding of two blocks by one thread in turns: each fills the wait times of the other, which halves the time.
 
-What decodes a block is written as a generator, which yields each `Wanted` and goes on when that was decoded. So any two
-blocks can be decoded side by side, whatever they are part of.
+Functions that decode blocks are generators. They yield each `Wanted` and are resumed after it was decoded. So any two
+blocks can be decoded together, whatever they are part of.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsq_ckpt.core.arrays import U8
 
 
 class Wanted(NamedTuple):
-    """A block that is to be decoded: arguments of `Coder.decode`; with `in_place`, of `Coder.update`."""
+    """A block to decode: arguments of `Coder.decode` or, with `in_place`, of `Coder.update`."""
 
     coder: Coder
     data: bytes | memoryview
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     in_place: bool = False
 
     def decode(self) -> None:
-        """Decode it; raises what the coder raises."""
+        """Decode the block alone; raise the errors of the coder."""
         if self.in_place:
             self.coder.update(self.data, self.out)
         else:
@@ -35,19 +35,19 @@ class Wanted(NamedTuple):
 
 
 Steps = Generator["Wanted | None", None, None]
-"""Work that yields each block which it needs decoded, and None where it is about to wait for other work: it is resumed
-when the block was decoded, or no other work of the same thread is left. Errors are raised where it has yielded."""
+"""Work that yields each block that it needs, and None before it waits for other work. It is resumed when the block was
+decoded, or when no other work of the thread is left. Errors of decoding are raised at the yield."""
 
 
 def run(work: Steps) -> None:
-    """Do work, block by block."""
+    """Run one work, block by block."""
     [error] = run_in_turns([work])
     if error is not None:
         raise error
 
 
 def run_in_turns(works: list[Steps]) -> list[BaseException | None]:
-    """Do up to two works, of which blocks are decoded in turns, and return what each has raised."""
+    """Run up to two works, decoding their blocks in turns; return the exception of each, or None."""
     errors: list[BaseException | None] = [None] * len(works)
     wanted: dict[int, Wanted | None] = {}
 
@@ -70,7 +70,7 @@ def run_in_turns(works: list[Steps]) -> list[BaseException | None]:
 
 
 def decode_blocks(blocks: list[Wanted]) -> list[BaseException | None]:
-    """Decode up to two blocks, and return what is wrong with each."""
+    """Decode up to two blocks; return the exception of each, or None."""
     errors, level = [-1] * len(blocks), _native.level()
     if len(blocks) == 2 and _native.takes_two(level):
         first = _arguments(blocks[0])
@@ -81,7 +81,7 @@ def decode_blocks(blocks: list[Wanted]) -> list[BaseException | None]:
 
 
 def _decoded(block: Wanted) -> BaseException | None:
-    """Decode a block alone: one that failed with another one fails again, by the coder that says why."""
+    """Decode a block alone. A block that failed in a pair fails again, with the message of the coder."""
     try:
         block.decode()
     except BaseException as error:
@@ -90,7 +90,7 @@ def _decoded(block: Wanted) -> BaseException | None:
 
 
 def _arguments(block: Wanted) -> _native.Given | None:
-    """Return the arguments of a block of 32 lanes; None if it is none, or it is wrong."""
+    """Return the arguments of a 32-lane block; None for other or invalid blocks."""
     coder, data, parent, out, in_place = block
     lanes = None if in_place else coder.in_lanes(parent)
     if not isinstance(lanes, RansCoder) or not len(data):

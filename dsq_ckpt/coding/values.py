@@ -1,4 +1,4 @@
-"""Values of codes by a table with an entry for each code and refinement symbol, in one pass over the data."""
+"""Look-up of values in a table by code and refinement symbol, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dsq_ckpt.kernels.cpu_decode import count_code, look_up, look_up_refined
 def values_of(
     table: F32, codes: U8, symbols: U8 | None, packed: bool, wanted: int, out: F32, last: bool = False
 ) -> int:
-    """Look up the value of each code and symbol; return how many codes are `wanted`.
+    """Look up the value of each code and symbol; return the number of codes equal to `wanted`.
 
     Args:
         table: float32[rows, 2**bits].
         codes: uint8[n].
-        symbols: uint8[n], or of bits, as `kernels.pack` packs them; None without refinement, and then bits is 0.
-        packed: which of the two.
-        wanted: a code.
+        symbols: uint8[n], or packed by `kernels.pack`; None without refinement, in which case `bits` is 0.
+        packed: whether symbols are packed.
+        wanted: code to count.
         out: float32[n]; undefined after an error.
-        last: nothing reads the values soon, so that they need not pass through the cache.
+        last: whether the values are not read again soon, so that they may bypass the cache.
 
     Raises:
-        ValueError: a code or a symbol has no entry, or arrays do not fit.
+        ValueError: a code or a symbol has no entry, or arrays do not match.
     """
     rows, bits = table.shape[0], table.shape[1].bit_length() - 1
     size = codes.size if not packed else (codes.size * bits + 7) // 8
