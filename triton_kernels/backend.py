@@ -18,10 +18,12 @@ from .sketch import joint_sketch, sketch
 
 
 class TritonBackend:
-    """Operations queue their work on the current stream; values past the end of a table show in ``check``.
+    """Triton kernels on the tensors of a device, queued on the current stream.
+
+    Values past the end of a table are reported by ``check``.
 
     Args:
-        device: of all tensors; a CUDA device, or the CPU where kernels are interpreted.
+        device: device of all tensors; a CUDA device, or the CPU if kernels are interpreted.
     """
 
     name = "triton"

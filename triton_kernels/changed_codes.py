@@ -1,4 +1,4 @@
-"""Elements whose code differs from the previous checkpoint: if they are few, fewer bytes are copied to the host."""
+"""Elements whose code differs from the previous checkpoint; if they are few, fewer bytes are copied to the host."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -62,7 +62,7 @@ def apply_changes(
         faults: where positions past the end are marked.
 
     Raises:
-        ValueError: a shape, dtype or device is another; without ``faults`` also a position past the end.
+        ValueError: a shape, dtype or device is wrong; without ``faults`` also a position past the end.
     """
     check_flat("parent", parent, torch.uint8)
     check_tensor("out", out, torch.uint8, parent.shape, like=parent)

@@ -1,7 +1,8 @@
 """Selection of elements that satisfy a condition, in their order: shared by ``protected`` and ``changed_codes``.
 
-First every tile counts its own, then a running sum says where each tile's end, then each tile writes them there.
-Nothing depends on which program comes first.  Tiles without any, most of them, are not read again.
+First every tile counts its selected elements. A running sum of the counts is the end of each tile in the output. Then
+each tile writes its elements there.  The result does not depend on the order of programs.  Tiles without selected
+elements, which are most of them, are not read again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,13 +22,13 @@ def tally_like(codes: torch.Tensor) -> torch.Tensor:
 
 
 def ends_of(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the end of each tile's selected elements, int64[tiles], and their number in all, int64[]."""
+    """Return the end of the selected elements of each tile, int64[tiles], and their total number, int64[]."""
     ends = tally.cumsum(0, dtype=torch.int64)
     return ends, ends[-1] if len(ends) else tally.sum(dtype=torch.int64)
 
 
 def count_chosen(codes: torch.Tensor, parent: torch.Tensor | None, wanted: int) -> torch.Tensor:
-    """Count each tile's ``codes``, uint8[n], that are ``wanted``, or with ``parent`` differ from it: int32[tiles]."""
+    """Count the ``codes`` of each tile that are ``wanted`` or, with ``parent``, differ from it: int32[tiles]."""
     tally = tally_like(codes)
     for part in parts(codes.numel()):
         other = None if parent is None else parent[part.where]

@@ -35,14 +35,14 @@ class Plan(NamedTuple):
     """Assignment of histograms to programs."""
 
     bins: int
-    """Of one histogram, a power of two; 0: there are none, only atomics."""
+    """Bins of one histogram, a power of two; 0: no histograms, only atomics."""
     splits: int
-    """Histograms side by side, or 1."""
+    """Number of histograms side by side; at least 1."""
     tile: int
     programs: int
-    """At most, without splits."""
+    """Largest number of programs, without splits."""
     copies: int
-    """Of the counts, at most; programs without histograms share them."""
+    """Largest number of copies of the counts, which programs without histograms share."""
 
 
 def plan_for(bins: int, device: torch.device) -> Plan:
@@ -71,10 +71,10 @@ def count(
     """Run a counting kernel on all parts of n elements and add its counts.
 
     Args:
-        kernel: its arguments are those of a part, its elements, copies of the counts, how many there are and the length
-            of each, and the constants ``BINS`` and ``TILE``.
-        plan: for the bins of ``counts``.
-        arguments: of a part, a tensor first.
+        kernel: its arguments are the arguments of a part, the number of elements, copies of the counts, the number of
+            copies and the length of each, and the constants ``BINS`` and ``TILE``.
+        plan: plan for the bins of ``counts``.
+        arguments: function that returns the arguments of a part, a tensor first.
         counts: int64, contiguous.
     """
     bins = counts.numel()

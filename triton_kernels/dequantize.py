@@ -1,8 +1,7 @@
 """Dequantization of codes, and of refinement symbols if there are any, to values.
 
-A value follows from its code and symbol alone, so there is a table of all values, made by a few operations on at most
-64 K numbers: in fp64, rounded to fp32, scaled in fp32, then rounded to the dtype that is asked for.  The pass over the
-elements is a lookup.
+A value depends on its code and symbol only. So a few operations on at most 64 K numbers make a table of all values: in
+fp64, rounded to fp32, scaled in fp32, then rounded to the output dtype.  The pass over the elements is a lookup.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,8 +38,8 @@ def dequantize(
         faults: where codes past the levels are marked.
 
     Returns:
-        How many codes were ``protected_code``, int64[] on the device; reading it waits.  The caller compares it to
-        ``m``: where it is larger, the last elements found no value and hold ``levels[protected_code] * scale``.
+        Number of codes equal to ``protected_code``, int64[] on the device; reading it waits.  The caller compares it
+        to ``m``: if it is larger, the last elements had no value left and hold ``levels[protected_code] * scale``.
 
     Raises:
         ValueError: a shape, dtype or device is another; without ``faults`` also a code past the levels.

@@ -1,4 +1,4 @@
-"""Sensitivity of elements, and the three classes that follow from it; see ``dsq_ckpt.kernels.importance``."""
+"""Sensitivity of elements, and their classes by sensitivity; see ``dsq_ckpt.kernels.importance``."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -46,7 +46,8 @@ def classes(importance: torch.Tensor, prune_below: float, protect_from: float) -
     Args:
         importance: float32[n], not negative.
         prune_below: 0 prunes nothing.
-        protect_from: infinity protects nothing, infinite elements included.  What both thresholds claim is protected.
+        protect_from: infinity protects nothing, infinite elements included.  Elements that
+            satisfy both conditions are protected.
 
     Returns:
         uint8[n].
@@ -58,7 +59,7 @@ def classes(importance: torch.Tensor, prune_below: float, protect_from: float) -
     if math.isnan(prune_below) or math.isnan(protect_from):
         raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
     out = torch.empty(importance.numel(), dtype=torch.uint8, device=importance.device)
-    # No value compares as at or above NaN, not even infinity.
+    # No value is at or above NaN, not even infinity.
     upper = math.nan if protect_from == math.inf else float(fp32_at_or_above(protect_from))
     lower = float(fp32_at_or_above(prune_below))
     for part in parts(importance.numel()):

@@ -1,8 +1,8 @@
 """Division of tensors into launches and tiles, and numbers of programs.
 
-Offsets inside a kernel are 32 bits wide: longer tensors are worked on in pieces.  A piece is a multiple of 16
-elements, so that the compiler sees masks that are uniform over 16 elements and loads 16 bytes at once; what is left,
-fewer than 16 elements, is a launch of its own.
+Offsets inside a kernel are 32 bits wide: longer tensors are processed in pieces.  A piece is a multiple of 16
+elements, so that the compiler sees masks that are uniform over 16 elements and loads 16 bytes at once; the rest,
+of fewer than 16 elements, is a separate launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels are interpreted on the CPU (TRITON_INTERPRET=1 when triton was imported)."""
 TILE = 1 << 14 if INTERPRETED else 1 << 12
-"""Elements that one program works on together; each operation of the interpreter has a fixed cost."""
+"""Elements that one program processes together; more when interpreted, where each operation has a fixed cost."""
 PIECE = 1 << 30
 """Elements of one launch at most.  A multiple of ``ALIGNED``; with it a 32-bit count of elements cannot overflow."""
 ALIGNED = 16
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def parts(n: int, most: int | None = None) -> list[Part]:
-    """Yield the launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
+    """Return the launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
     most = most or PIECE
     whole = n - n % ALIGNED
     slices = [slice(start, min(start + most, whole)) for start in range(0, whole, most)]
@@ -77,9 +77,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, tile: int = 0, **cons
 
     Args:
         grid: programs, up to three axes.
-        args: of the kernel, the first one a tensor.
-        tile: its constant ``TILE``; ``launch.TILE`` if not given.
-        constants: its other compile-time constants.
+        args: arguments of the kernel, the first one a tensor.
+        tile: constant ``TILE`` of the kernel. Default: ``launch.TILE``.
+        constants: other compile-time constants of the kernel.
     """
     tile = tile or TILE
     warps = min(max(tile // (32 * _PER_THREAD), 1), 32)

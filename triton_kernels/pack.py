@@ -1,7 +1,7 @@
 """Packing of codes or symbols into a stream of bits, and unpacking: the bytes of ``dsq_ckpt.kernels.pack``.
 
-Each byte collects the symbols that it overlaps, each symbol the two bytes it may lie in: neighbours read the same
-bytes, which the cache serves, and all that is written is contiguous.
+Each byte is made from the symbols that overlap it, and each symbol from the two bytes that may hold it. Neighbours read
+the same bytes, from the cache, and all writes are contiguous.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +22,7 @@ from .marks import mark_if
 
 
 def _parts(n: int) -> list[launch.Part]:
-    """Return the launches for n symbols: eight are a whole number of bytes, and numbers of bits fit 32 bits."""
+    """Return the launches for n symbols, multiples of eight, so that they are whole bytes; bit counts fit 32 bits."""
     return launch.parts(n, max(launch.PIECE >> 3, launch.ALIGNED))
 
 

@@ -26,7 +26,7 @@ def gather_protected(
         protected_code: -1: none.
         tally: result of ``quantize`` for these codes, which are then not counted again.
         bf16: whether to return the nearest bf16 numbers, never rounded up to infinity.
-        capacity: entries of the result, so that nobody waits for the number m; None: wait for the device.
+        capacity: number of entries of the result, to avoid a wait for the number m; None: wait for the device.
 
     Returns:
         fp32 bits, uint32[m], or with ``bf16`` bf16 bits, uint16[m]; and m, int64[] on the device.  With ``capacity``
@@ -56,12 +56,12 @@ def gather_protected(
 def fill_protected(
     codes: torch.Tensor, protected_code: int, tally: torch.Tensor, protected: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Give the elements with ``protected_code`` the values of ``protected``, in order, as far as these go.
+    """Set the elements with ``protected_code`` to the values of ``protected``, in order, as long as there are values.
 
     Args:
         codes: uint8[n].
         protected_code: 0..255.
-        tally: of each tile, int32[tiles].
+        tally: number of such codes in each tile, int32[tiles].
         protected, out: of one dtype, [m] and [n].
     """
     ends, _ = ends_of(tally)

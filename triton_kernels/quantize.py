@@ -33,13 +33,13 @@ def quantize(
         inv_scale: multiplies ``x`` in fp32 before its key is taken.
         table: uint8[rows, size].
         codes: uint8[n], filled.
-        refinement: what to fill with refinement symbols, as ``refine`` does.
-        protected_code: what to count for ``gather_protected``; -1: nothing.
+        refinement: arguments of ``refine``, whose symbols are filled in the same pass; None: no symbols.
+        protected_code: code to count for ``gather_protected``; -1: none.
         faults: where codes past the end of a table are marked.
 
     Returns:
-        With ``protected_code``, how many elements of each tile have it: int32, for ``gather_protected`` of these codes
-        as long as nobody changes them.  Else None.
+        With ``protected_code``, the number of elements of each tile that have it, int32, for ``gather_protected`` of
+        these codes as long as they are not changed.  Else None.
 
     Raises:
         ValueError: a shape, dtype or device is another, a number is out of range, or the row is none of the table's;

@@ -43,11 +43,11 @@ def sketch_sensitivity(
     parameter: torch.Tensor, average: torch.Tensor, counts: torch.Tensor, new: torch.Tensor | None = None,
     weight: float = 0.0,
 ) -> None:
-    """Add the sensitivities ``|parameter * average|`` to ``counts``, in one pass with ``blend`` where ``new`` is given.
+    """Add the sensitivities ``|parameter * average|`` to ``counts``; with ``new``, in the same pass as ``blend``.
 
     Args:
         parameter: float32[n], bfloat16[n] or float16[n].
-        average: float32[n]; what is counted is with ``new`` blended in.
+        average: float32[n]; ``new`` is blended in before sensitivities are counted.
         counts: int64[FULL.size], added to in place.
         new, weight: as in ``blend``.
 

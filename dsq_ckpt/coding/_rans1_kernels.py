@@ -35,7 +35,7 @@ _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their
 
 
 class Tables(NamedTuple):
-    """What the loops read; r is the row (previous code) and s the symbol.
+    """Tables that the loops read; r is the row (previous code) and s the symbol.
 
     Attributes:
         rows: uint64 (rows,): index into `slots` << 16 | frequency of the first symbol - 1.

@@ -50,9 +50,9 @@ class Backend(Protocol):
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> Tensor | None:
-        """Set ``codes[i] = table[parent code, bin]``, and symbols in the same pass if they are asked for.
+        """Set ``codes[i] = table[parent code, bin]``, and with ``refinement`` its symbols in the same pass.
 
-        With ``protected_code`` the result may be its counts, an argument of ``gather_protected``.
+        With ``protected_code`` the result may be its counts, for ``gather_protected``.
         """
 
     def gather_protected(
@@ -74,7 +74,7 @@ class Backend(Protocol):
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
-        """Set ``out = levels[code] * scale``; return the number of protected codes, int64[], on the device."""
+        """Set ``out = levels[code] * scale``; return the number of protected codes, int64[] on the device."""
 
     def dequantize_refined(
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,

@@ -1,7 +1,7 @@
-"""What every implementation of the kernels demands of its arguments.
+"""Checks of arguments, shared by all implementations of the kernels.
 
-The compiled kernels index without bounds checks, and codes may come from a damaged file: a code past the
-end of a table must be an error here, before it becomes a read or write outside the table.
+The compiled kernels index without bounds checks, and codes may come from a damaged file. A code past the end of a
+table must be an error here, before it becomes a read or write outside the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int,
     """Require a C-contiguous array of this dtype and, if given, of this shape.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the array does not satisfy this.
     """
     if array.dtype != dtype or not array.flags.c_contiguous or (shape is not None and array.shape != shape):
         wanted = f"{np.dtype(dtype)}{list(shape) if shape is not None else ''}"
@@ -44,14 +44,14 @@ def check_below(name: str, symbols: Array, limit: int) -> None:
     """Require that every uint8 symbol is below ``limit``.
 
     Raises:
-        ValueError: one is not; for codes read from a file it means the file is damaged.
+        ValueError: a symbol is not; if codes were read from a file, the file is damaged.
     """
     if limit < 256 and symbols.size and int(symbols.max()) >= limit:
         raise ValueError(f"{name}: found {int(symbols.max())}, expected values below {limit}")
 
 
 def check_rows(table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int) -> None:
-    """Require a table of rows of ``size`` bins that has the row of every element.
+    """Require a table with rows of ``size`` bins and with the row of every element.
 
     Raises:
         ValueError: the table has another shape, or a parent code or ``context`` names a row it lacks.

@@ -1,4 +1,4 @@
-"""Quantization of a matrix whose rounding errors are compensated by what is rounded after them."""
+"""Quantization of a matrix in which later values compensate the rounding errors of earlier ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import KeyWindow
 
 TILE = 64
-"""Outputs that are worked on together: a tile of 1,024 inputs is a quarter of a MiB."""
+"""Outputs processed together: a tile of 1,024 inputs is a quarter of a MiB."""
 
 
 @jit
@@ -33,17 +33,17 @@ def _compensate(values, factors, lo, hi, inv_scale, table, levels):  # type: ign
 
 
 def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, table: U8, levels: F32) -> None:
-    """Shift each value so that it makes up for the errors of the values above it: the result has the codes to store.
+    """Shift each value to compensate the rounding errors of the values above it; the result has the codes to store.
 
     Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained transformers", 2023,
     Algorithm 1, with a table in place of a grid.
 
     Args:
         values: float32[inputs, outputs], of any strides; changed in place.
-        factors: float32[inputs, inputs]: by how much an error of input i is spread to input j > i.
-        lo, hi, inv_scale: as of ``reference.quantize``.
+        factors: float32[inputs, inputs], share of an error of input i that is added to input j > i.
+        lo, hi, inv_scale: as in ``reference.quantize``.
         table: uint8[bins], codes of a window's bins.
-        levels: float32[codes], values of the codes; codes from `levels.size` on are of protected values.
+        levels: float32[codes], values of the codes; codes from `levels.size` on are protected.
 
     Raises:
         ValueError: another dtype or shape.

@@ -1,15 +1,15 @@
 """Numba implementations of the kernels.  Names, signatures and results are those of ``reference``.
 
-Reasons for their speed:
+Notes on speed:
 
-* * Data is processed in blocks of a few thousand elements.  A first loop computes the table index of every
+* Data is processed in blocks of a few thousand elements.  A first loop computes the table index of every
   element of the block into a small buffer; it has no branch and no lookup, so LLVM turns it into vector code.
   A second, scalar loop does the lookups.
 * The scalar loops are bound by the number of memory operations, so they load two 32-bit indices at once.
   Indices are unsigned, so that Numba does not test for negative (wrapping) ones.
 * Equal neighbours would make each histogram increment wait for the store of the one before it.  Alternating
   between two histograms breaks most of these chains.
-* No kernel starts threads and all release the GIL: the caller decides how many cores are used.
+* No kernel starts threads, and all release the GIL: the caller decides how many cores are used.
 
 Decoding, from codes to values, is in ``cpu_decode``.
 """
@@ -41,9 +41,9 @@ __all__ = [
 BLOCK = 4096
 """Elements per block: 16 KiB of indices, half an L1 cache."""
 KEYS = 1 << (32 - SHIFT)
-"""Keys with the sign bit, whatever the window."""
+"""Number of keys with the sign bit, whatever the window."""
 WAYS = 2
-"""Histograms between which ``sketch`` alternates."""
+"""Number of histograms between which ``sketch`` alternates."""
 PIECE = 1 << 31
 """Elements counted before the uint32 histograms are emptied; they would overflow at twice that."""
 
@@ -174,7 +174,7 @@ def joint_sketch(
 
 @jit
 def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
-    """Count the top nine bits in ``ways``, int64[4, 512]: most numbers of a tensor are of a few octaves."""
+    """Count the top nine bits in ``ways``, int64[4, 512], by turns: most numbers of a tensor share few octaves."""
     first, second, third, fourth = ways[0], ways[1], ways[2], ways[3]
     shift, fours = np.uint32(23), bits.size // 4
     for i in range(fours):

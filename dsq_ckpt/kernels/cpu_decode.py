@@ -100,7 +100,7 @@ def table_of(levels: F32, scale: float) -> F32:
 def refined_table(
     bits: int, low: F64, width: F64, sign: F64, levels: F32, scale: float, log_domain: bool
 ) -> F32:
-    """Return the value of each (code, symbol), by the formula of ``reference.dequantize_refined``; as many of all."""
+    """Return the value of each (code, symbol), by the formula of ``reference.dequantize_refined``."""
     lower, spread = low[:, None].astype(np.float64), width[:, None].astype(np.float64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
@@ -127,7 +127,7 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """Implement ``reference.dequantize_refined``, with a table of its formula for every (code, symbol)."""
+    """Implement ``reference.dequantize_refined`` by a table of the value of every (code, symbol)."""
     check_bits(bits)
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
@@ -135,7 +135,7 @@ def dequantize_refined(
     check_array("out", out, np.float32, codes.shape)
     check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
     check_below("refinement", refinement, 1 << bits)
-    used = int(codes.max()) + 1 if codes.size else 0  # rows past it are never read
+    used = int(codes.max()) + 1 if codes.size else 0  # later rows are never read
     value = refined_table(bits, low[:used], width[:used], sign[:used], levels[:used], scale, log_domain)
     look_up_refined(codes, refinement, bits, value.reshape(-1), out)
     return _fill_protected(codes, protected_code, protected, out)

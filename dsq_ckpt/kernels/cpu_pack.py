@@ -1,7 +1,7 @@
 """Bit packing in Numba; see ``reference``. Eight symbols of b bits are exactly b bytes.
 
-Eight symbols are read as one word. Neighbours are moved together, then pairs of them, then fours: three steps on a
-whole word, in place of one for each symbol.
+Eight symbols are read as one word. Neighbours are joined, then pairs, then fours: three steps on a whole word instead
+of one per symbol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsq_ckpt.kernels.jit import jit
 
 @jit
 def _masks(bits):  # type: ignore[no-untyped-def]
-    """Return the masks of the lower and of the upper symbols, pairs and fours, and by how much the upper ones move."""
+    """Return the masks of the lower and upper symbols, pairs and fours, and the shifts of the upper ones."""
     one, width = np.uint64(1), np.uint64(bits)
     symbol, pair, four = (one << width) - one, (one << 2 * width) - one, (one << 4 * width) - one
     low = symbol | symbol << np.uint64(16) | symbol << np.uint64(32) | symbol << np.uint64(48)
@@ -28,7 +28,7 @@ def _masks(bits):  # type: ignore[no-untyped-def]
 
 @jit
 def _whole(groups, bits, size):  # type: ignore[no-untyped-def]
-    """Return how many groups can be accessed as eight bytes each, some of them of the next group."""
+    """Return the number of groups that can be accessed as eight bytes, including bytes of the next group."""
     return min(groups, max(0, (size - 8) // bits + 1))
 
 
@@ -41,7 +41,7 @@ def _pack(words, bits, out):  # type: ignore[no-untyped-def]
         word = word & low | word >> by & high
         word = word & low2 | word >> by2 & high2
         word = word & low4 | word >> by4 & high4
-        if group < whole:  # one store; what is too much of it is written over
+        if group < whole:  # one store; the next group overwrites its excess bytes
             for i in range(8):
                 out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
         else:

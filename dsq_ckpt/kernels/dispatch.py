@@ -1,6 +1,6 @@
-"""Which kernels run on the tensors of a device: Numba on the CPU, Triton on a GPU.
+"""Choice of kernels by device: Numba on the CPU, Triton on a GPU.
 
-Nothing here imports Triton before there is a CUDA device.
+Triton is not imported before a CUDA device is used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def backend_for(device: torch.device | str) -> Backend:
     """Return the kernels for tensors of a device.
 
     Raises:
-        ModuleNotFoundError: a CUDA device without Triton.
-        ValueError: another device than CPU or CUDA.
+        ModuleNotFoundError: Triton is missing for a CUDA device.
+        ValueError: the device is neither CPU nor CUDA.
     """
     device = torch.device(device)
     if device.type == "cpu":

@@ -1,6 +1,6 @@
 """Kernels on CPU tensors, passed as NumPy views to Numba or to the reference.
 
-bfloat16 and float16 become fp32 first, exactly.
+bfloat16 and float16 are first converted to fp32, exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostBackend:
 
     Args:
         name: "numba" or "reference".
-        operations: the module with the operations that have two implementations.
+        operations: module of the operations with two implementations.
     """
 
     def __init__(self, name: str, operations: Any) -> None:
@@ -153,7 +153,7 @@ def numba() -> HostBackend:
 
 
 def numpy() -> HostBackend:
-    """Return the reference backend, which all others are compared to."""
+    """Return the reference backend, with which all others are compared."""
     return HostBackend("reference", reference)
 
 
@@ -175,7 +175,7 @@ def _floats(tensor: Tensor) -> Array:
 
 
 def _decoded(out: Tensor) -> Tensor:
-    """Return the tensor to decode fp32 values into: `out`, or for other dtypes one that is then rounded into `out`."""
+    """Return the fp32 tensor to decode into: `out` or, for other dtypes, a tensor that is then rounded to `out`."""
     return torch.empty(out.shape, dtype=torch.float32, device="cpu") if out.dtype in _HALVES else out
 
 

@@ -1,4 +1,4 @@
-"""Sensitivity of elements, and the three classes that follow from it: pruned, normal, protected.
+"""Sensitivity of elements, and their classes by sensitivity: pruned, normal, protected.
 
 Sensitivity is the first-order change of the loss when an element is set to zero, ``|weight * gradient|``
 (Inshrinkerator, section 4.1).  Its quantiles come from a full sketch, and a threshold is always the edge of a bin:
@@ -50,8 +50,8 @@ def importance(weight: F32, average: F32) -> F32:
 def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]:
     """Return the magnitudes below which to prune, and at or above which to protect.
 
-    At most these fractions are pruned and protected, and as much of them as whole bins allow: a bin with more elements
-    than are left of its fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch counts
+    At most these fractions are pruned and protected, in whole bins: a bin with more elements than remain of its
+    fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch counts
     them in one bin.  Signs do not matter, so the function also applies to sketches of weights.
 
     Args:
@@ -127,7 +127,7 @@ def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
     if math.isnan(prune_below) or math.isnan(protect_from):
         raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
     out = np.empty(importance.size, np.uint8)
-    # No value compares as at or above NaN, not even infinity.
+    # No value is at or above NaN, not even infinity.
     upper = np.float32(np.nan) if protect_from == math.inf else fp32_at_or_above(protect_from)
     _classes(importance, fp32_at_or_above(prune_below), upper, out)
     return out

@@ -45,7 +45,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return lambda decorated: jit(decorated, **options)
     try:
         kernel = njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # no directory for caches can be written: every process compiles it
+    except RuntimeError:  # no cache directory is writable: every process compiles the kernel
         kernel = njit(nogil=True, **options)(function)
     if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
         KERNELS.append(kernel)
@@ -56,7 +56,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def compilations() -> int:
-    """Return how often this process compiled a kernel, rather than read its machine code from a file."""
+    """Return the number of kernels that this process compiled instead of reading their machine code from a file."""
     return sum(
         sum(kernel.stats.cache_misses.values()) if kernel.stats.cache_path else len(kernel.signatures)
         for kernel in KERNELS
@@ -69,14 +69,14 @@ def cache_directories() -> list[Path]:
 
 
 def load_registries() -> None:
-    """Let Numba load its own functions, as it does before the first kernel is compiled or read from a file."""
+    """Make Numba load its own functions, as before the first kernel is compiled or read from a file."""
     if KERNELS:  # else NUMBA_DISABLE_JIT is set
         with fork_waits(), no_garbage_collection():
             cpu_target.target_context.refresh()
 
 
 def fork_waits() -> AbstractContextManager[Any]:
-    """Return a context that forks and compilations of other threads wait for."""
+    """Return a context during which forks and compilations of other threads wait."""
     lock: AbstractContextManager[Any] = global_compiler_lock
     return lock
 

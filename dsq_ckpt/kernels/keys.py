@@ -7,8 +7,8 @@ octave.  This is the linearly interpolated mapping of DDSketch (Masson, Rim and 
 instead of a logarithm.
 
 With 6 mantissa bits a bucket ``[a, b)`` is at its widest, relative to its values, at the bottom of an
-octave, where ``b = a * (1 + 1/64)``.  The representative ``2ab / (a + b)`` is then off by at most
-``(b - a) / (a + b) = 1/129 = 0.775 %`` of the true value: that is ``ALPHA``.
+octave, where ``b = a * (1 + 1/64)``.  The relative error of the representative ``2ab / (a + b)`` is then
+at most ``(b - a) / (a + b) = 1/129 = 0.775 %``, which is ``ALPHA``.
 
 Magnitude keys of fp32 run from 0 to 16383:
 
@@ -49,7 +49,7 @@ def key_edges(keys: npt.ArrayLike) -> F64:
     """Return the smallest magnitude of each magnitude key.
 
     Args:
-        keys: integers in ``FIRST_NORMAL .. NON_FINITE``; for ``NON_FINITE`` itself the answer is
+        keys: integers in ``FIRST_NORMAL .. NON_FINITE``; the edge of ``NON_FINITE`` itself is
             ``2**128``, the real number just past the largest fp32.
 
     Returns:
@@ -103,12 +103,12 @@ class KeyWindow:
 
     @property
     def n(self) -> int:
-        """Bins per sign."""
+        """Number of bins per sign."""
         return self.hi - self.lo + 3
 
     @property
     def size(self) -> int:
-        """Bins of a row, both signs."""
+        """Number of bins of a row, for both signs."""
         return 2 * self.n
 
     def bin_of(self, x: F32) -> I64:
@@ -154,7 +154,7 @@ class KeyWindow:
         return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
 
     def _resolved(self) -> tuple[F64, F64]:
-        """Return the edges of the resolved bins, one more than there are, and their representatives."""
+        """Return the edges of the resolved bins, one more than bins, and their representatives."""
         edge, centre = _all_resolved()
         start, stop = self.lo - FIRST_NORMAL, self.hi - FIRST_NORMAL
         return edge[start : stop + 1], centre[start:stop]

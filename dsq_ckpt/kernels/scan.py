@@ -1,8 +1,8 @@
 """Passes over all gradients on the training thread, limited by memory bandwidth.
 
-On a CPU they are Numba loops over the bits of elements, which read each element once, allocate nothing, and take all
-parameters in one call: operations of torch allocate masks and products, and each call takes some microseconds per
-parameter. On other devices they are operations of torch.
+On a CPU they are Numba loops over the bits of elements. The loops read each element once, allocate nothing and take all
+parameters in one call. Operations of torch would allocate masks and products, and take some microseconds per parameter
+and call. On other devices, the passes are operations of torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def factor_between(
     Args:
         before: contiguous tensors on the CPU.
         scales: candidates, exact in fp32; 1 is tried for any dtype, others for fp32.
-        after: as many tensors, on any device; tensors of another shape or dtype are no multiples.
+        after: as many tensors, on any device; tensors of another shape or dtype do not match.
     """
     for one, other in zip(before, after, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -97,8 +97,8 @@ class Samples:
     A run is one cache line: reading one byte of it takes as long as reading all.
 
     Args:
-        tensors: tensors to sample; only those on the CPU and without gaps in memory are.
-        runs: approximate number of runs; fewer where there are fewer bytes.
+        tensors: tensors to sample; tensors on other devices or with gaps in memory are skipped.
+        runs: approximate number of runs; fewer if there are fewer bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
@@ -138,7 +138,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[Array, Array]:
 
 @intrinsic
 def _pointer(_context, address):  # type: ignore[no-untyped-def]
-    """Convert an address to a pointer, of which Numba's `carray` makes an array."""
+    """Convert an address to a pointer, from which Numba's `carray` makes an array."""
     signature = types.voidptr(address)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

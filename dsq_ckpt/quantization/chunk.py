@@ -65,7 +65,7 @@ class Chunk:
     frame: Frame | None = None
     """The coordinates in which values are sketched and quantized; None: the values themselves."""
     compensation: Compensation | None = None
-    """How rounding errors compensate each other; only without previous codes and without a refinement layer."""
+    """Compensation of rounding errors; only without previous codes and without a refinement layer."""
 
     def scaled(self, exponent: float, keep_parent: bool = True) -> Chunk:
         """Return the chunk with another scale, and optionally without its parent; self if nothing changes."""
