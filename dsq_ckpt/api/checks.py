@@ -154,7 +154,8 @@ def _step_failure_message(optimizer: Optimizer) -> str:
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free optimizers
         return (
             f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer "
-            f"that has not stepped yet. If {kind} has to be in train mode to step, call its train() before the load"
+            f"that has not stepped yet. If {kind} has to be in train mode to step, call its train() before the load; "
+            "else save and load {'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load"
         )
     return (
         f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer that "

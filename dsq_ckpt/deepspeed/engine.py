@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
-import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,12 +19,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, settings, why_uncompressed
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load, write_latest
+from dsq_ckpt.deepspeed.tags import agreed_tag, copy_scripts, find_tag, tag_to_load, write_latest
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import describe_base_loss
@@ -93,7 +93,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._told_uncompressed = False
         self._client: Mapping[Any, Any] = {}  # its client_state
         self._save_latest = False
-        self._script_directories: list[str] = []  # to which DeepSpeed's scripts are to be copied
+        self._scripts: list[tuple[Callable[[str], None], str]] = []  # function that copies scripts, and where to
         self._last: Path | None = None
         self._unusable: OSError | None = None
         self._looked_at: tuple[Path, str, Any] | None = None
@@ -129,6 +129,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         """Queue a file for `commit`; DeepSpeed does not change its tensors until then."""
         self._queue[Path(path).absolute()] = state_dict
 
+    @hold_signals()
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Write the queued files; collective.
 
@@ -139,14 +140,19 @@ class DSQCheckpointEngine(CheckpointEngine):
         tag, self._tag = self._tag, None
         own = Path(info.save_dir, info.tag).absolute()
         inside = any(self._comm.gather(any(path.is_relative_to(own) for path in queue)))
-        run_on_all_ranks(self._comm, self._copy_scripts)
+        run_on_all_ranks(self._comm, lambda: copy_scripts(self._scripts, self.config.storage.fsync))
         if inside:
             files = {str(path.relative_to(own)): state for path, state in queue.items()}
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             run_on_all_ranks(self._comm, lambda: _write_plain(queue))
-        if self._save_latest:
-            run_on_all_ranks(self._comm, lambda: None if self._comm.rank else write_latest(info.save_dir, info.tag))
+
+        def end() -> None:
+            if self._save_latest and self._comm.rank == 0:  # of which DeepSpeed, too, asks rank 0 alone
+                write_latest(info.save_dir, info.tag, self.config.storage.fsync)
+            run_pending_handlers()
+
+        run_on_all_ranks(self._comm, end)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -182,14 +188,18 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         In it, `commit` copies DeepSpeed's scripts and writes `latest`, if `save_latest` says so.
         """
-        self._client, self._save_latest = client_state, save_latest
-        self._script_directories.clear()
-        self._engine._copy_recovery_script = self._script_directories.append
+        outer = self._client, self._save_latest, self._scripts  # of a save that a signal's handler interrupts
+        copy, own = self._engine._copy_recovery_script, vars(self._engine).get("_copy_recovery_script")
+        scripts: list[tuple[Callable[[str], None], str]] = []
+        self._client, self._save_latest, self._scripts = client_state, save_latest, scripts
+        self._engine._copy_recovery_script = lambda directory: scripts.append((copy, directory))
         try:
             yield
         finally:
-            self._client, self._save_latest = {}, False
+            self._client, self._save_latest, self._scripts = outer
             del self._engine._copy_recovery_script  # of the instance; its class has it again
+            if own is not None:
+                self._engine._copy_recovery_script = own
 
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:
@@ -259,15 +269,6 @@ class DSQCheckpointEngine(CheckpointEngine):
         """Close the files that were read."""
         pickle_refs.close_last_checkpoint()
         self.inner.cleanup()
-
-    def _copy_scripts(self) -> None:
-        """Copy the scripts that DeepSpeed puts beside tags, each atomically."""
-        for directory in self._script_directories:
-            with tempfile.TemporaryDirectory(prefix=".", dir=directory) as hidden:
-                type(self._engine)._copy_recovery_script(self._engine, hidden)
-                for script in Path(hidden).iterdir():
-                    os.replace(script, Path(directory, script.name))
-        self._script_directories.clear()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
         found = Inventory()

@@ -1,17 +1,20 @@
-"""Agreement of all ranks on one tag, before a save and before a load."""
+"""Tags: agreement of all ranks on one, before a save and before a load, and the files that lie beside tags."""
 
 from __future__ import annotations
 
+import locale
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.storage.atomic_io import create_file
+from dsq_ckpt.storage.atomic_io import AtomicFile, hidden_name, sync_directory
 from dsq_ckpt.storage.manifest import is_complete
 
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -105,21 +108,53 @@ def tag_to_load(comm: Communicator, load_dir: str, latest: str, tag: str | None)
     return seen[comm.rank][0]
 
 
-def write_latest(save_dir: str, tag: str) -> None:
+def write_latest(save_dir: str, tag: str, fsync: bool) -> None:
     """Let `latest` name a tag; atomically, and in a new file, since a copy of the run by `cp -al` has the old one.
 
     Raises:
-        SaveFailed: it cannot be written, and is as it was.
+        SaveFailed: it cannot be written.
     """
-    file = Path(save_dir, "latest")
     try:
-        with create_file(file) as stream:
-            stream.write(tag.encode())
+        _replace(Path(save_dir, "latest"), tag.encode(locale.getpreferredencoding(False)), fsync)  # as DeepSpeed reads
     except OSError as error:
         raise SaveFailed(
-            f"rank 0: the tag '{tag}' is complete, but 'latest' does not name it: {error}; free space and save again, "
-            f"or load it by tag='{tag}'"
+            f"rank 0: the tag '{tag}' is complete, but 'latest' could not be written: {error}; mend that and save "
+            f"again, or load it by tag='{tag}'"
         ) from error
+
+
+def copy_scripts(scripts: Sequence[tuple[Callable[[str], None], str]], fsync: bool) -> None:
+    """Copy the scripts that DeepSpeed puts beside tags, each atomically, unless they are there.
+
+    Args:
+        scripts: functions that write scripts to a directory, each with the directory where the scripts belong.
+        fsync: flush them to the device.
+    """
+    for write_to, directory in scripts:
+        hidden = hidden_name(Path(directory, "scripts"))
+        hidden.mkdir()
+        try:
+            write_to(str(hidden))
+            for script in hidden.iterdir():
+                _replace(Path(directory, script.name), script.read_bytes(), fsync, script.stat().st_mode)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _replace(file: Path, content: bytes, fsync: bool, mode: int | None = None) -> None:
+    """Write a file atomically, where a symbolic link leads; keep the mode of a file that is there, else set `mode`."""
+    goal = Path(os.path.realpath(file))
+    if goal.is_file():
+        if goal.stat().st_nlink == 1 and goal.read_bytes() == content:
+            return
+        mode = goal.stat().st_mode
+    with AtomicFile(goal, fsync) as new:
+        new.stream.write(content)
+        if mode is not None:
+            os.fchmod(new.stream.fileno(), stat.S_IMODE(mode))
+        new.publish()
+    if fsync:
+        sync_directory(goal.parent)
 
 
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:

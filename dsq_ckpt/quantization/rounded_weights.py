@@ -41,8 +41,8 @@ Not Linear4bit or Linear8bitLt, whose weights are integers, and not networks suc
 _FUNCTION = re.compile(rf"{_METHOD}|(?:Sign|Round|STE)(?![a-z])")
 """Names of parametrizations, such as Ternary, WeightQuantizer, RoundSTE and Sign."""
 _TENSOR = re.compile(
-    r"(?:FakeQuant|QAT|Bit[Nn]et|Binar(?:y|i[sz]e[dr]?)|Tern(?:ary|ari[sz]e[dr]?))(?![a-z])(?!\w*Packed)"
-    r"\w*(?:Weight|Tensor)$"
+    r"(?:FakeQuant(?:i[sz]e[dr]?)?|QAT|Bit(?:[Nn]et|Linear)|Binar(?:y|i[sz]e[dr]?)|Tern(?:ary|ari[sz]e[dr]?))(?![a-z])"
+    r"(?!\w*Packed)\w*(?:Weight|Tensor|Parameter)$"
 )
 """Names of tensor subclasses, such as BitNetTrainingLinearWeight of torchao, whose operations round the weights.
 

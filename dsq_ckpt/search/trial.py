@@ -107,7 +107,8 @@ class TrialModel:
         parameters = _storage_ptrs(*self._model.parameters())  # these are put back themselves
         self._buffers = [
             (module, name, buffer, _clone(_get_local_tensors(buffer))) for module in self._model.modules()
-            for name, buffer in module._buffers.items() if buffer is not None and not _storage_ptrs(buffer) & parameters
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (_storage_ptrs(buffer) or {0}) <= parameters
         ]
         # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
         # that are not quantized are only put back if `evaluate` changes them.
@@ -396,4 +397,4 @@ def _storage_ptrs(*tensors: torch.Tensor) -> set[int]:
 
 
 def _get_place(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    return tuple((one.data_ptr(), one.numel()) for one in _get_local_tensors(tensor))
+    return tuple((t.data_ptr(), t.numel()) for t in _get_local_tensors(tensor) if t.layout is torch.strided)

@@ -167,7 +167,7 @@ def test_an_optimizer_that_steps_in_train_mode_alone_is_told_so(tmp_path):
         compressor.save(tmp_path / "a")
     model, restored = new()
     with dsq_ckpt.Compressor(model, restored) as compressor:
-        with pytest.raises(LoadFailed, match=r"call its train\(\) before the load\. It failed: Assert.*not in train"):
+        with pytest.raises(LoadFailed, match=r"call its train\(\) before the load.*Assert.*not in train"):
             compressor.load(tmp_path / "a")
         restored.train()
         compressor.load(tmp_path / "a")

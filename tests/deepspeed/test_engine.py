@@ -34,7 +34,7 @@ def test_optimizers_of_the_client(tmp_path):
 
 
 def test_mistakes_and_full_disks(tmp_path):
-    assert ranks("mistakes", 2, tmp_path).count("[ok]") == 84
+    assert ranks("mistakes", 2, tmp_path).count("[ok]") == 88
 
 
 def test_searches(tmp_path):

@@ -122,7 +122,8 @@ def test_layers_with_quantizers_of_their_weights() -> None:
 
 @pytest.mark.parametrize("name, rounded", [
     ("BitNetTrainingLinearWeight", True), ("TernaryWeight", True), ("BinaryWeightTensor", True),
-    ("FakeQuantTensor", True), ("Int8MixedPrecisionTrainingLinearWeight", False),
+    ("FakeQuantTensor", True), ("AffineFakeQuantizedTensor", True), ("FakeQuantizedWeight", True),
+    ("BitLinearWeight", True), ("TernaryParameter", True), ("Int8MixedPrecisionTrainingLinearWeight", False),
     ("BitNetPacked2bitLinearWeight", False),
     ("AffineQuantizedTensor", False), ("MyTensor", False), ("BinaryTreeNode", False),
 ])

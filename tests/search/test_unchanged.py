@@ -290,3 +290,22 @@ def test_a_search_judges_weights_inside_a_tensor(tmp_path):
     own = inner.clone()
     dsq_ckpt.Compressor(model, evaluate=loss).save(tmp_path / "a")
     assert torch.equal(inner, own) and len(seen) > 2
+
+
+def test_sparse_gradients_may_be_there_at_a_save(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 64, sparse=True), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.arange(64)
+
+    def loss():
+        return (model(rows) - 1).square().mean()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    gradient = model[0].weight.grad
+    with dsq_ckpt.Compressor(model, optimizer, {"search": {"epsilon": 0.5}}, lambda: loss().item()) as compressor:
+        compressor.save(tmp_path / "a")
+    assert gradient.is_sparse and model[0].weight.grad is gradient and is_complete(tmp_path / "a")

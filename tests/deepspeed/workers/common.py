@@ -96,11 +96,11 @@ def check(condition: bool, what: str) -> None:
         print(f"[ok] {what}", flush=True)
 
 
-def error_of(call: Any) -> Exception:
+def error_of(call: Any) -> BaseException:
     """What a call raises."""
     try:
         call()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return error
     raise AssertionError("nothing was raised")
 

@@ -185,7 +185,7 @@ def files_beside_tags(run: Path) -> None:
         raise OSError(28, "No space left on device", str(source))
 
     of_deepspeed = sys.modules["deepspeed.runtime.engine"]
-    for place, name, directory in ((of_deepspeed, "copyfile", run / "new"), (of_tags, "create_file", run)):
+    for place, name, directory in ((of_deepspeed, "copyfile", run / "new"), (of_tags, "AtomicFile", run)):
         original = getattr(place, name)
         setattr(place, name, fails)
         error = error_of(partial(engine.save_checkpoint, str(directory), tag="next"))
@@ -196,6 +196,33 @@ def files_beside_tags(run: Path) -> None:
     check(list((run / "new").iterdir()) == [] and (run / "latest").read_text() == "whole", "files are whole or absent")
     engine.save_checkpoint(str(run), "later", {}, False)
     check((run / "latest").read_text() == "whole", "save_latest=False")
+    engine.save_checkpoint(str(run), tag="of rank 0", save_latest=dist.get_rank() == 0)
+    check((run / "latest").read_text() == "of rank 0", "of save_latest rank 0 decides")
+    pointer = run / "pointer"
+    if dist.get_rank() == 0:
+        (run / "latest").rename(pointer)
+        (run / "latest").symlink_to("pointer")
+        pointer.chmod(0o664)
+        (run / "zero_to_fp32.py").write_text("of another version")
+        (run / "zero_to_fp32.py").chmod(0o775)
+    dist.barrier()
+    engine.save_checkpoint(str(run), tag="linked")
+    modes = [file.stat().st_mode & 0o777 for file in (pointer, run / "zero_to_fp32.py")]
+    whole = (run / "latest").is_symlink() and pointer.read_text() == "linked" and modes == [0o664, 0o775]
+    check(whole and (run / "zero_to_fp32.py").stat().st_size > 1000, f"modes and links stay: {modes}")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(saved: Any) -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine = engine_of(settings(2), LOSSY, on_save=interrupt)
+    train(engine, 0, 1)
+    raised = error_of(partial(engine.save_checkpoint, str(run), tag="interrupted"))
+    kind: type[BaseException] = SaveFailed if dist.get_rank() else KeyboardInterrupt
+    signal.signal(signal.SIGINT, before)
+    check(isinstance(raised, kind), f"a signal between commit and latest ends all ranks: {everywhere(repr(raised))}")
+    check((run / "latest").read_text() == "interrupted", "and the tag that is complete is the latest")
 
 
 def unreadable(run: Path) -> None:
