@@ -3,8 +3,7 @@
 Inshrinkerator, section 5: a guided exhaustive search at the first checkpoint, then the neighbourhood of the last
 choice. Candidates are ordered by the exact size of their nearest codes, which the joint sketch gives without encoding;
 only quality needs the model. There are two bounds: on the base layer, relative to the unquantized model (epsilon, as in
-the paper); and on a restore, relative to the gain of training since the last checkpoint. A second fold, `check`, may
-confirm a choice that could overfit its few batches.
+the paper); and on a restore, relative to the gain of training since the last checkpoint. `check` may confirm a choice.
 """
 
 from __future__ import annotations
@@ -397,5 +396,5 @@ class ConfigManager:
             f"{why}; this checkpoint is stored with the most conservative configuration "
             f"({save.space.describe(point, save.space.variants[0])}). {_LATER_HINT}"
         )
-        config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return QuantizationPlan(refined, config, record)
+        chosen = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
+        return QuantizationPlan(refined, chosen, record)
