@@ -53,7 +53,7 @@ _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one tensor is stored.
+    """Storage of one tensor.
 
     Attributes:
         kind: weights, exp_avg, exp_avg_sq, momentum or exact.
