@@ -306,7 +306,7 @@ def test_however_training_ends(tmp_path):
     arguments = [str(WORKERS / "ends.py"), str(tmp_path), *ways]
     status, output = processes.run(arguments, forked=True, **{forks.TEARDOWN: "1"})
     assert status == 0, output
-    found = dict(line.split() for line in output.splitlines() if line.split()[0] in ways)
+    found = dict(words for words in map(str.split, output.splitlines()) if words and words[0] in ways)
     assert {way: int(code) for way, code in found.items()} == ways
     alone = Loop(CASE)
     for number in range(6):
