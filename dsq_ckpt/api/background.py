@@ -28,7 +28,7 @@ _inherited: list[Any] = []  # keeps groups alive in a forked child: freeing one 
 def _reset_after_fork() -> None:
     """Reset a forked child, which does not have the thread of its parent's pending save."""
     global _pending, _groups
-    _inherited.append([get_group() for get_group in _groups.values()])
+    _inherited.append([reference() for reference in _groups.values()])
     _pending, _groups = None, WeakKeyDictionary()
 
 

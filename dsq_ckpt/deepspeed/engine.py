@@ -139,16 +139,19 @@ class DSQCheckpointEngine(CheckpointEngine):
         queue, self._queue = self._queue, {}
         tag, self._tag = self._tag, None
         own = Path(info.save_dir, info.tag).absolute()
-        inside = any(self._comm.gather(any(path.is_relative_to(own) for path in queue)))
-        run_on_all_ranks(self._comm, lambda: copy_scripts(self._scripts, self.config.storage.fsync))
-        if inside:
+
+        def begin() -> bool:
+            copy_scripts(self._scripts, self.config.storage.fsync)
+            return any(path.is_relative_to(own) for path in queue)
+
+        if any(gather_from_all_ranks(self._comm, begin)):
             files = {str(path.relative_to(own)): state for path, state in queue.items()}
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             run_on_all_ranks(self._comm, lambda: _write_plain(queue))
 
         def end() -> None:
-            if self._save_latest and self._comm.rank == 0:  # of which DeepSpeed, too, asks rank 0 alone
+            if self._save_latest and self._comm.rank == 0:  # rank 0 decides, as in DeepSpeed
                 write_latest(info.save_dir, info.tag, self.config.storage.fsync)
             run_pending_handlers()
 
@@ -283,7 +286,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         ranks = gather_from_all_ranks(self._comm, surveyed)
         unlike = set().union(*(one for one, _, _ in ranks))
         self._tell_of_whole(sum((left for _, left, _ in ranks), Counter()))
-        if not any(quote for _, _, quote in ranks):
+        if not any(has_slices for _, _, has_slices in ranks):
             self._tell_of_uncompressed()
 
         def state() -> LocalState:

@@ -109,7 +109,7 @@ def tag_to_load(comm: Communicator, load_dir: str, latest: str, tag: str | None)
 
 
 def write_latest(save_dir: str, tag: str, fsync: bool) -> None:
-    """Let `latest` name a tag; atomically, and in a new file, since a copy of the run by `cp -al` has the old one.
+    """Write a tag to `latest`, atomically and as a new file, since a copy of the run by `cp -al` has the old one.
 
     Raises:
         SaveFailed: it cannot be written.
