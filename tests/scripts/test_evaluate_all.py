@@ -93,11 +93,36 @@ def test_the_full_set_makes_every_file_of_the_page() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text()
     # Not made there: what needs a GPU, or packages that no extra of this one names.
     linked = set(re.findall(r"results/([\w-]+)\.json", page)) - {
-        "oneshot-torchcrepe", "online-octaves", "gpu-h100", "gpu-h100-triton39", "online-large",
+        "oneshot-torchcrepe", "gpu-h100", "gpu-h100-triton39", "online-large",
     }
     made = {step.file.stem for step in evaluate_all.steps(evaluate_all.FULL, Path()) if step.file}
     linked = {"coder" if name == "changes-llama" else name for name in linked}
     assert not {re.sub(r"-2-core-amd-epyc|-first|-again", "", name) for name in linked} - made
+
+
+def test_the_full_set_makes_every_run_of_the_files(monkeypatch) -> None:
+    """Each workload and seed, with each number of failures and system, of which a file has a row."""
+    made: set[tuple[Any, ...]] = set()
+    for words, file in evaluate_all.steps(evaluate_all.FULL, Path()):
+        if file is not None and words[:2] == ["evaluate.py", "online"]:
+            found = parse(words, monkeypatch)
+            made |= {(file.stem, found["workload"], found["seed"], found["failures"], system)
+                     for system in found["systems"].split(",")}
+        elif file is not None and words[0] == "evaluate.py" and words[1] in ("resume", "oneshot", "transfer"):
+            found = parse(words, monkeypatch)
+            made |= {(file.stem, name, seed) for name in found["workload"] for seed in found["seed"]}
+    measured: set[tuple[Any, ...]] = set()
+    for path in RESULTS.glob("*.json"):
+        document = json.loads(path.read_text())
+        if document.get("measured") == "online" and path.stem != "online-large":  # which needs a GPU
+            measured |= {(path.stem, *(row[key] for key in ("workload", "seed", "failures", "name")))
+                         for row in document["rows"]}
+        elif document.get("measured") in ("resume", "oneshot", "transfer"):
+            runs = [one["settings"] for one in document["rows"]]
+            measured |= {(path.stem, run["workload"], run["seed"]) for run in runs
+                         if run["workload"] not in ("silero", "torchcrepe")}  # of packages that are not installed
+    assert len(measured) > 100
+    assert not measured - made
 
 
 def test_files_are_made_once_but_for_those_that_keep_rows() -> None:
