@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.deepspeed import BLOCK, blocks_seen, install
+from dsq_ckpt.deepspeed import BLOCK, get_block_flags, install
 
 _USAGE = "usage: python -m dsq_ckpt.launch SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
 
@@ -41,11 +41,11 @@ def main(arguments: list[str]) -> None:
     else:
         sys.path.insert(0, str(Path(target).absolute().parent))
         runpy.run_path(target, run_name="__main__")
-    if not blocks_seen():
+    if not get_block_flags():
         warn(
             f"'{target}' made no engine of DeepSpeed, so dsq_ckpt.launch had nothing to do", rank=_rank()
         )
-    elif not any(blocks_seen()):
+    elif not any(get_block_flags()):
         warn(
             f"no engine of '{target}' had the block '{BLOCK}' in its configuration: checkpoints are DeepSpeed's own",
             rank=_rank(),

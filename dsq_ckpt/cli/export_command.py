@@ -73,7 +73,7 @@ def run(
 def _export_function(form: Format) -> Any:
     """Return the function that exports to a format. Import DeepSpeed's only for its own format."""
     if form is Format.deepspeed:
-        from dsq_ckpt.deepspeed.plain import export_deepspeed
+        from dsq_ckpt.deepspeed.export import export_deepspeed
 
         return export_deepspeed
     from dsq_ckpt.convert import export

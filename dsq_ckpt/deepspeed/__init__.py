@@ -29,7 +29,7 @@ from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_folds, expect_on_save
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.deepspeed.tags import tags_in
+from dsq_ckpt.deepspeed.tags import list_tags
 from dsq_ckpt.distributed.comm import TorchCommunicator, get_group_timeout
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 BLOCK = "dsq_checkpoint"
 """The key of the block in DeepSpeed's configuration."""
 
-_NO_BLOCK = f"the configuration has no block '{BLOCK}'"
-_CLOSE = 0.8  # as `dqs_checkpoint`, but not DeepSpeed's own `checkpoint`
-_blocks: list[bool] = []  # one item per engine since `install`: whether its configuration has the block
+_MISSING_BLOCK = f"the configuration has no block '{BLOCK}'"
+_SIMILARITY_CUTOFF = 0.8  # includes `dqs_checkpoint`, but not DeepSpeed's own `checkpoint`
+_block_flags: list[bool] = []  # for each engine since `install`: whether its configuration has the block
 Evaluate = Callable[[], float]
 
 
@@ -83,16 +83,16 @@ def initialize(
     """
     expect_folds(evaluate, check)
     expect_on_save(on_save)
-    deepspeed = _deepspeed()
+    deepspeed = _import_deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
-        block_of(tree, silent=True)  # raise errors before the engine is built
-    made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
-    tree = made[0]._config._param_dict
-    if block_of(tree, silent=True) is not None:
-        attach(made[0], evaluate=evaluate, check=check, on_save=on_save)
-    elif not _warn_of_others(tree) and tree.get(BLOCK) is None:
-        warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
-    return made
+        parse_block(tree, silent=True)  # raise errors before the engine is built
+    result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    tree = result[0]._config._param_dict
+    if parse_block(tree, silent=True) is not None:
+        attach(result[0], evaluate=evaluate, check=check, on_save=on_save)
+    elif not _warn_similar_keys(tree) and tree.get(BLOCK) is None:
+        warn(f"{_MISSING_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
+    return result
 
 
 def attach(
@@ -118,18 +118,18 @@ def attach(
     """
     expect_folds(evaluate, check)
     expect_on_save(on_save)
-    _deepspeed()
+    _import_deepspeed()
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
 
-    _warn_of_others(engine._config._param_dict)
-    chosen = block_of(engine._config._param_dict) or DSQConfig() if config is None else _as_config(config)
+    _warn_similar_keys(engine._config._param_dict)
+    dsq_config = parse_block(engine._config._param_dict) or DSQConfig() if config is None else _as_config(config)
     if engine.use_node_local_storage():
         raise ConfigError(
             f"{BLOCK} needs a directory that all nodes share, and checkpoint.use_node_local_storage is true; set it to "
             "false, and save to shared storage"
         )
-    if evaluate is not None and chosen.search.parallel_trials:
+    if evaluate is not None and dsq_config.search.parallel_trials:
         raise ConfigError(
             f"{BLOCK}.search.parallel_trials is true, but ranks of DeepSpeed hold parts of one model and evaluate it "
             "together; leave parallel_trials out"
@@ -141,13 +141,13 @@ def attach(
         group = dist.new_group(backend="gloo", timeout=get_group_timeout(dist.group.WORLD))
     check_same_functions(evaluate, check, TorchCommunicator(group), lambda: None)
     gradients = None
-    if weighs_elements(chosen) and engine.basic_optimizer is not None:
-        gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
+    if weighs_elements(dsq_config) and engine.basic_optimizer is not None:
+        gradients = FlatGradients(engine, dsq_config.search, fractions_of(dsq_config))
     engine.checkpoint_engine = DSQCheckpointEngine(
-        engine, inner, chosen, group, _policy(engine, evaluate, check), gradients, on_save
+        engine, inner, dsq_config, group, _create_policy(engine, evaluate, check), gradients, on_save
     )
-    _tell_of_client_states(engine)
-    _check_and_remember_loads(engine)
+    _wrap_save_checkpoint(engine)
+    _wrap_load_checkpoint(engine)
 
 
 def install() -> None:
@@ -155,7 +155,7 @@ def install() -> None:
 
     For scripts that call `deepspeed.initialize` themselves, or leave it to Hugging Face's Trainer or Accelerate.
     """
-    _deepspeed()
+    _import_deepspeed()
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     original = DeepSpeedEngine._configure_checkpointing
@@ -163,122 +163,123 @@ def install() -> None:
         return
 
     @functools.wraps(original)
-    def configured(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def configure_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         tree = self._config._param_dict
-        _blocks.append(tree.get(BLOCK) is not None)
-        if block_of(tree, silent=True) is not None:
+        _block_flags.append(tree.get(BLOCK) is not None)
+        if parse_block(tree, silent=True) is not None:
             attach(self)
-        elif not _warn_of_others(tree) and not _blocks[-1]:
-            _remind_when_it_saves(self)
+        elif not _warn_similar_keys(tree) and not _block_flags[-1]:
+            _warn_on_first_save(self)
         return result
 
-    configured._dsq_ckpt = True  # type: ignore[attr-defined]
-    DeepSpeedEngine._configure_checkpointing = configured
+    configure_checkpointing._dsq_ckpt = True  # type: ignore[attr-defined]
+    DeepSpeedEngine._configure_checkpointing = configure_checkpointing
 
 
-def _remind_when_it_saves(engine: Any) -> None:
-    """Warn at the first save of an engine without the block, unless another engine of this process has one."""
+def _warn_on_first_save(engine: Any) -> None:
+    """Warn at the first save of an engine without the block, unless another engine of this process has the block."""
     original = engine.save_checkpoint
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        del engine.save_checkpoint  # of the instance; its class has it again
-        if not any(_blocks):
-            warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
+        del engine.save_checkpoint  # restores the method of the class
+        if not any(_block_flags):
+            warn(f"{_MISSING_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
         return original(*args, **kwargs)
 
     engine.save_checkpoint = save_checkpoint
 
 
-def blocks_seen() -> list[bool]:
-    """Return for each engine since `install` whether its configuration has the block, enabled or not."""
-    return list(_blocks)
+def get_block_flags() -> list[bool]:
+    """Return, for each engine since `install`, whether its configuration has the block, enabled or not."""
+    return list(_block_flags)
 
 
-def _warn_of_others(tree: dict[str, Any]) -> bool:
-    """Warn about keys that resemble the block's name; return whether there are any."""
-    near = {key for key in tree if isinstance(key, str) and key != BLOCK and _is_near(key)}
+def _warn_similar_keys(tree: dict[str, Any]) -> bool:
+    """Warn about keys that resemble the block's name; return whether there are such keys."""
+    similar_keys = {key for key in tree if isinstance(key, str) and key != BLOCK and _is_similar(key)}
     inner = tree.get("checkpoint")
-    near |= {f"checkpoint.{key}" for key in inner if _is_near(key)} if isinstance(inner, dict) else set()
-    if near:
+    similar_keys |= {f"checkpoint.{key}" for key in inner if _is_similar(key)} if isinstance(inner, dict) else set()
+    if similar_keys:
         warn(
-            f"DeepSpeed's configuration has {' and '.join(map(repr, sorted(near)))}, which nothing reads; the block of "
-            f"dsq_ckpt is called '{BLOCK}' and lies at the top level"
+            f"DeepSpeed's configuration has {' and '.join(map(repr, sorted(similar_keys)))}, which nothing reads; the "
+            f"block of dsq_ckpt is called '{BLOCK}' and lies at the top level"
             + ("" if BLOCK in tree else ": checkpoints are DeepSpeed's own"), rank=dist.get_rank(),
         )
-    return bool(near)
+    return bool(similar_keys)
 
 
-def _is_near(key: str) -> bool:
-    plain = re.sub(r"[^a-z]", "", key.lower())
-    return plain.startswith("dsq") or (
-        plain != "checkpoint" and bool(difflib.get_close_matches(BLOCK.replace("_", ""), [plain], 1, _CLOSE))
-    )
+def _is_similar(key: str) -> bool:
+    letters = re.sub(r"[^a-z]", "", key.lower())
+    if letters == "checkpoint":
+        return False
+    matches = difflib.get_close_matches(BLOCK.replace("_", ""), [letters], 1, _SIMILARITY_CUTOFF)
+    return letters.startswith("dsq") or bool(matches)
 
 
 def quality(engine: Any) -> dict[str, Any] | None:
     """Return the measurements of the search for the engine's last checkpoint, or None without a search."""
-    found: DSQCheckpointEngine = engine.checkpoint_engine
-    return getattr(found, "quality", None)
+    checkpoint_engine: DSQCheckpointEngine = engine.checkpoint_engine
+    return getattr(checkpoint_engine, "quality", None)
 
 
-def _tell_of_client_states(engine: Any) -> None:
-    """Let the checkpoint engine know what of a tag's files is the user's, and write what lies beside tags.
+def _wrap_save_checkpoint(engine: Any) -> None:
+    """Let `engine.save_checkpoint` pass `client_state` to the checkpoint engine, which writes `latest` and scripts too.
 
-    DeepSpeed merges `client_state` with its own state. It writes the other files on rank 0 alone, whose failure would
-    leave the other ranks waiting.
+    DeepSpeed merges `client_state` with its own state. It writes the files beside tags on rank 0 only, where a failure
+    would leave the other ranks waiting.
     """
-    original, ours = type(engine).save_checkpoint, engine.checkpoint_engine
+    original, checkpoint_engine = type(engine).save_checkpoint, engine.checkpoint_engine
 
     def save_checkpoint(
         save_dir: str, tag: str | None = None, client_state: dict[Any, Any] | None = None, save_latest: bool = True,
         *args: Any, **kwargs: Any,
     ) -> Any:
         client_state = {} if client_state is None else client_state
-        if engine.checkpoint_engine is not ours:
+        if engine.checkpoint_engine is not checkpoint_engine:
             return original(engine, save_dir, tag, client_state, save_latest, *args, **kwargs)
-        with ours.saving(client_state, save_latest):
+        with checkpoint_engine.save_context(client_state, save_latest):
             return original(engine, save_dir, tag, client_state, False, *args, **kwargs)
 
     engine.save_checkpoint = functools.wraps(original)(save_checkpoint)
 
 
-def _check_and_remember_loads(engine: Any) -> None:
-    """Let the engine load a tag only after all ranks have verified it, and record the loaded tag."""
+def _wrap_load_checkpoint(engine: Any) -> None:
+    """Let `engine.load_checkpoint` verify a tag on all ranks before the engine loads it, and record the loaded tag."""
     original = type(engine).load_checkpoint
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
-        tag = engine.checkpoint_engine.tag_to_load(load_dir, latest, tag)
+        tag = engine.checkpoint_engine.resolve_tag(load_dir, latest, tag)
         if tag is None:
-            if found := tags_in(load_dir):
+            if tags := list_tags(load_dir):
                 warn(
-                    f"'{load_dir}' has tags ('{found[-1]}' is the last), but no '{latest}' that says which to "
+                    f"'{load_dir}' has tags ('{tags[-1]}' is the last), but no '{latest}' that says which to "
                     "load, so DeepSpeed loads nothing; pass tag=", rank=dist.get_rank(),
                 )
             return original(engine, load_dir, tag, *args, **kwargs)
-        with engine.checkpoint_engine.loading(load_dir, tag):
+        with engine.checkpoint_engine.load_context(load_dir, tag):
             return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
 
 
-def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> ConfigPolicy:
+def _create_policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> ConfigPolicy:
     if evaluate is None:
         return plan_as_configured
-    from dsq_ckpt.deepspeed.masters import refresh_of
+    from dsq_ckpt.deepspeed.weight_refresh import create_refresh
     from dsq_ckpt.search.manager import ConfigManager
 
-    return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine), check=check)
+    return ConfigManager(engine.module, evaluate, refresh=create_refresh(engine), check=check)
 
 
-def block_of(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig | None:
-    """Return the block in a DeepSpeed configuration, or None if it is missing or not enabled.
+def parse_block(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig | None:
+    """Return the parsed block of a DeepSpeed configuration, or None if the block is missing or not enabled.
 
     Args:
         settings: DeepSpeed's configuration.
-        silent: do not warn about former keys; True for every read of the block but the one that uses it.
+        silent: do not warn about former keys; False only for the call whose result is used.
 
     Raises:
         ConfigError: the block has unknown keys or wrong values, all of which are named.
@@ -312,7 +313,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'dsq_ckpt.deepspeed' has no attribute {name!r}")
 
 
-def _deepspeed() -> Any:
+def _import_deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import traceback
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,23 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_url
+from dsq_ckpt.deepspeed.flat_buffers import (
+    Inventory,
+    count_uncompressed_bytes,
+    get_optimizer_settings,
+    get_parameter_name,
+    get_uncompressed_reason,
+    take_inventory,
+)
 from dsq_ckpt.deepspeed.gradients import FlatGradients
-from dsq_ckpt.deepspeed.partition import Inventory, inventory, left_whole, parameter_in, settings, why_uncompressed
-from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, copy_scripts, find_tag, tag_to_load, write_latest
+from dsq_ckpt.deepspeed.tags import agree_on_tag, copy_scripts, find_tag_directory, resolve_tag, write_latest
+from dsq_ckpt.deepspeed.tensor_substitution import find_diverged_parameters, get_nesting, iter_shards, write_substituted
 from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.history import ChunkCache, default_history
-from dsq_ckpt.engine.local_state import Attachment, LocalState
+from dsq_ckpt.engine.local_state import LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
@@ -51,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 
 class DSQCheckpointEngine(CheckpointEngine):
-    """A checkpoint engine that writes compressed tags, and reads compressed tags and DeepSpeed's own.
+    """A checkpoint engine that writes compressed tags, and reads compressed and plain tags.
 
-    DeepSpeed calls `save` on some ranks only and in turns, so `save` only queues files. All collective work is done in
-    `commit`, on a separate process group, before DeepSpeed updates `latest`.
+    DeepSpeed calls `save` on some ranks only, and on one rank after the other, so `save` only queues files. `commit`
+    does all collective work, on a process group of its own.
 
     Args:
         engine: DeepSpeed engine.
@@ -88,45 +94,46 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._gradients = gradients
         self._on_save = on_save
         self._queue: dict[Path, Any] = {}
-        self._tag: str | None = None  # of the save that is under way
-        self._whole = set[str]()  # keys of state that is not compressed, of which was warned
-        self._told_uncompressed = False
-        self._client: Mapping[Any, Any] = {}  # its client_state
+        self._tag: str | None = None  # of the current save, as `_client_state`, `_save_latest` and `_scripts`
+        self._client_state: Mapping[Any, Any] = {}
         self._save_latest = False
-        self._scripts: list[tuple[Callable[[str], None], str]] = []  # function that copies scripts, and where to
-        self._last: Path | None = None
-        self._unusable: OSError | None = None
-        self._looked_at: tuple[Path, str, Any] | None = None
+        self._scripts: list[tuple[Callable[[str], None], str]] = []  # functions that copy scripts, and their arguments
+        self._warned_state_keys = set[str]()  # keys of uncompressed state for which a warning was issued
+        self._warned_uncompressed = False
+        self._last_tag: Path | None = None  # directory of the tag that was saved or loaded last
+        self._directory_error: OSError | None = None
+        self._preloaded: tuple[Path, str, Any] | None = None  # file, save ID and content
 
-    # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
+    # DeepSpeed passes arguments by keyword, so their names are those of the base class.
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a checkpoint; collective.
 
         Raises:
             ConfigError: on all ranks, if the directory is a URL.
-            SaveFailed: on all ranks, if it cannot be created, or see `agreed_tag`.
+            SaveFailed: on all ranks, if the directory cannot be created, or see `agree_on_tag`.
         """
         self._queue.clear()
         self._tag = None
-        unusable, self._unusable = self._unusable, None
-        validated = self._engine.checkpoint_tag_validation_enabled() and self._engine.checkpoint_tag_validation_fail()
-        self._tag = agreed_tag(self._comm, info.save_dir, info.tag, validated, unusable)
+        directory_error, self._directory_error = self._directory_error, None
+        engine = self._engine
+        deepspeed_refuses = engine.checkpoint_tag_validation_enabled() and engine.checkpoint_tag_validation_fail()
+        self._tag = agree_on_tag(self._comm, info.save_dir, info.tag, deepspeed_refuses, directory_error)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a directory. Other ranks wait for this rank at a barrier, so `create` reports a failure, or a URL.
+        """Create the directory for checkpoints. `create` reports errors, since other ranks wait at a barrier here.
 
-        The directory of a tag is created in `commit`, so that an earlier failure leaves no directory.
+        `commit` creates the directory of a tag, so that an earlier failure leaves no directory.
         """
         if self._tag is not None or is_url(path):
             return
         try:
             os.makedirs(path, exist_ok=exist_ok)
         except OSError as error:
-            self._unusable = error
+            self._directory_error = error
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Queue a file for `commit`; DeepSpeed does not change its tensors until then."""
+        """Queue a file for `commit`; DeepSpeed does not change the tensors before."""
         self._queue[Path(path).absolute()] = state_dict
 
     @hold_signals()
@@ -134,28 +141,28 @@ class DSQCheckpointEngine(CheckpointEngine):
         """Write the queued files; collective.
 
         Raises:
-            DSQError: on all ranks, when any failed; `latest` and earlier tags are untouched.
+            DSQError: on all ranks, if any rank failed; `latest` and earlier tags are untouched.
         """
         queue, self._queue = self._queue, {}
         tag, self._tag = self._tag, None
-        own = Path(info.save_dir, info.tag).absolute()
+        tag_directory = Path(info.save_dir, info.tag).absolute()
 
-        def begin() -> bool:
+        def copy_scripts_and_check_queue() -> bool:
             copy_scripts(self._scripts, self.config.storage.fsync)
-            return any(path.is_relative_to(own) for path in queue)
+            return any(path.is_relative_to(tag_directory) for path in queue)
 
-        if any(gather_from_all_ranks(self._comm, begin)):
-            files = {str(path.relative_to(own)): state for path, state in queue.items()}
+        if any(gather_from_all_ranks(self._comm, copy_scripts_and_check_queue)):
+            files = {str(path.relative_to(tag_directory)): state for path, state in queue.items()}
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             run_on_all_ranks(self._comm, lambda: _write_plain(queue))
 
-        def end() -> None:
+        def finish() -> None:
             if self._save_latest and self._comm.rank == 0:  # rank 0 decides, as in DeepSpeed
                 write_latest(info.save_dir, info.tag, self.config.storage.fsync)
             run_pending_handlers()
 
-        run_on_all_ranks(self._comm, end)
+        run_on_all_ranks(self._comm, finish)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -168,104 +175,104 @@ class DSQCheckpointEngine(CheckpointEngine):
         if not is_complete(file.parent):
             return self.inner.load(path, map_location=map_location)
         manifest = Manifest.read(file.parent)
-        looked_at, self._looked_at = self._looked_at, None
-        if looked_at is not None and looked_at[:2] == (file, manifest.save_id):
-            return looked_at[2]
-        # DeepSpeed's functions all leave storages on the CPU; torch takes none for tensors that consist of others.
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None and preloaded[:2] == (file, manifest.save_id):
+            return preloaded[2]
+        # All functions that DeepSpeed passes leave storages on the CPU; torch accepts none for wrapper subclasses.
         device = "cpu" if callable(map_location) else map_location
         with pickle_refs.stored_in(file.parent):
-            # weights_only=False as in DeepSpeed, whose files hold objects of its own and of the user.
+            # weights_only=False as in DeepSpeed, whose files hold its own objects and the user's.
             loaded = torch.load(path, map_location=device, weights_only=False)
-        if looked_at is None and callable(map_location):
-            # DeepSpeed loads a module's first file twice, to inspect and to use it; decoding twice would be slow.
-            self._looked_at = file, manifest.save_id, loaded
+        if preloaded is None and callable(map_location):
+            # DeepSpeed loads a module's first file twice, to inspect and to use it; decoding it twice would be slow.
+            self._preloaded = file, manifest.save_id, loaded
         return loaded
 
-    def tag_to_load(self, load_dir: str, latest: str, tag: str | None) -> str | None:
-        """See `tags.tag_to_load`."""
-        return tag_to_load(self._comm, load_dir, latest, tag)
+    def resolve_tag(self, load_dir: str, latest: str, tag: str | None) -> str | None:
+        """See `tags.resolve_tag`."""
+        return resolve_tag(self._comm, load_dir, latest, tag)
 
     @contextmanager
-    def saving(self, client_state: Mapping[Any, Any], save_latest: bool) -> Iterator[None]:
-        """Return a context for saving a tag whose `client_state` is stored exactly.
+    def save_context(self, client_state: Mapping[Any, Any], save_latest: bool) -> Iterator[None]:
+        """Store `client_state` exactly in the save within this context.
 
-        In it, `commit` copies DeepSpeed's scripts and writes `latest`, if `save_latest` says so.
+        `commit` also copies DeepSpeed's scripts, and writes `latest` if `save_latest` is True.
         """
-        outer = self._client, self._save_latest, self._scripts  # of a save that a signal's handler interrupts
-        copy, own = self._engine._copy_recovery_script, vars(self._engine).get("_copy_recovery_script")
+        outer = self._client_state, self._save_latest, self._scripts  # of a save that a signal handler interrupts
+        copy, override = self._engine._copy_recovery_script, vars(self._engine).get("_copy_recovery_script")
         scripts: list[tuple[Callable[[str], None], str]] = []
-        self._client, self._save_latest, self._scripts = client_state, save_latest, scripts
+        self._client_state, self._save_latest, self._scripts = client_state, save_latest, scripts
         self._engine._copy_recovery_script = lambda directory: scripts.append((copy, directory))
         try:
             yield
         finally:
-            self._client, self._save_latest, self._scripts = outer
-            del self._engine._copy_recovery_script  # of the instance; its class has it again
-            if own is not None:
-                self._engine._copy_recovery_script = own
+            self._client_state, self._save_latest, self._scripts = outer
+            del self._engine._copy_recovery_script  # restores the method of the class
+            if override is not None:
+                self._engine._copy_recovery_script = override
 
     @contextmanager
-    def loading(self, load_dir: str, tag: str) -> Iterator[None]:
-        """Return a context for loading a tag; collective. The tag's codes serve the next save.
+    def load_context(self, load_dir: str, tag: str) -> Iterator[None]:
+        """Verify a tag, and keep the codes that are loaded in this context for the next save; collective.
 
-        All files are verified by their checksums first, each rank a share of them: an error on one rank during loading
+        The ranks share the verification of all files by their checksums, since an error on one rank during loading
         would leave the others waiting. A plain tag is not verified.
 
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
             CheckpointNotFound: on all ranks, if the tag does not exist, or its save did not complete.
-            LoadFailed: on all ranks, if their tags differ, or DeepSpeed cannot load them into this engine.
+            LoadFailed: on all ranks, if tags differ by rank; or if DeepSpeed cannot load the tag into this engine.
         """
-        directory = find_tag(self._comm, load_dir, tag)
+        directory = find_tag_directory(self._comm, load_dir, tag)
         run_on_all_ranks(self._comm, lambda: restore_backups(directory) if self._comm.rank == 0 else None, LoadFailed)
         manifest: Manifest | None = None
 
-        def checked() -> list[str]:
+        def verify_files() -> list[str]:
             nonlocal manifest
-            problems, manifest = self._checked(directory)
+            problems, manifest = self._verify_files(directory)
             return problems
 
-        found = [problem for several in gather_from_all_ranks(self._comm, checked, LoadFailed) for problem in several]
-        if found:  # the same error on all ranks, so that all of them handle it alike
+        gathered = gather_from_all_ranks(self._comm, verify_files, LoadFailed)
+        problems = [problem for rank_problems in gathered for problem in rank_problems]
+        if problems:  # the same error on all ranks
             self._history.mark_suspect()
-            raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
+            raise CorruptCheckpoint(f"{'; '.join(problems[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
             warn(describe_base_loss(directory, manifest), rank=self._comm.rank)
-        buffers = inventory(self._engine).buffers  # without moments before the first step
-        own = {
-            (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)
-        }
-        with pickle_refs.keep_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
+        # Before the first step there are no moments, so that chunks are compared by parameter.
+        shards = iter_shards(take_inventory(self._engine).buffers, self._comm.rank, self._comm.size)
+        own = {(get_parameter_name(shard.key.fqn), *shard.key[1:]) for shard in shards}
+        with pickle_refs.keep_codes(directory, lambda key: (get_parameter_name(key.fqn), *key[1:]) in own) as codes:
             try:
                 yield
             except AssertionError as error:
                 if str(error):
                     raise
-                held = ", ".join(sorted(file.name for file in directory.glob("*.pt"))[:4]) or "none"
-                failed = traceback.extract_tb(error.__traceback__)[-1].line or "an assertion of its own"
+                names = ", ".join(sorted(file.name for file in directory.glob("*.pt"))[:4]) or "none"
+                assertion = traceback.extract_tb(error.__traceback__)[-1].line or "an assertion of its own"
                 raise LoadFailed(
-                    f"rank {self._comm.rank}: DeepSpeed cannot load '{directory}', which holds {held}, into this "
-                    f"engine ({failed}); was it saved with another ZeRO stage or another number of ranks? If not, see "
-                    "whether it loads its own tags of this engine"
+                    f"rank {self._comm.rank}: DeepSpeed cannot load '{directory}', which holds {names}, into this "
+                    f"engine ({assertion}); was it saved with another ZeRO stage or another number of ranks? If not, "
+                    "see whether it loads its own tags of this engine"
                 ) from error
             finally:
-                self._looked_at = None
+                self._preloaded = None
                 pickle_refs.close_last_checkpoint()
         if manifest is not None:
             if self._comm.rank == 0:
                 logger.info("loaded %s, refinement %s, depth %d", directory.name, manifest.refinement, manifest.depth)
             self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
-            self._last = directory
-            self._resume(manifest)
-        # Of a universal checkpoint, or an export, nothing tells which of its moments were lossy once.
+            self._last_tag = directory
+            self._resume_policy(manifest)
+        # A universal checkpoint or an export does not record which moments were once lossy.
         record_load(MOMENTS if manifest is None else manifest.lossy_kinds)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return the former checkpoint engine's answer."""
+        """Return the result of the former checkpoint engine."""
         return bool(self.inner.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """Return the former checkpoint engine's answer."""
+        """Return the result of the former checkpoint engine."""
         return bool(self.inner.preserves_storage_sharing())
 
     def cleanup(self) -> None:
@@ -274,31 +281,36 @@ class DSQCheckpointEngine(CheckpointEngine):
         self.inner.cleanup()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
-        found = Inventory()
+        inventory = Inventory()
         parent = "auto"
 
-        def surveyed() -> tuple[set[str], Counter[str], bool]:
-            nonlocal found, parent
-            found, parent = inventory(self._engine), self._parent_of(directory)
-            left = left_whole(self._engine, found, self.config.quantize.min_elements)
-            return differing(found), left, any(buffer.slices for buffer in found.buffers)
+        def survey_buffers() -> tuple[set[str], Counter[str], bool]:
+            nonlocal inventory, parent
+            inventory, parent = take_inventory(self._engine), self._choose_parent(directory)
+            byte_counts = count_uncompressed_bytes(self._engine, inventory, self.config.quantize.min_elements)
+            has_slices = any(buffer.slices for buffer in inventory.buffers)
+            return find_diverged_parameters(inventory), byte_counts, has_slices
 
-        ranks = gather_from_all_ranks(self._comm, surveyed)
-        unlike = set().union(*(one for one, _, _ in ranks))
-        self._tell_of_whole(sum((left for _, left, _ in ranks), Counter()))
-        if not any(has_slices for _, _, has_slices in ranks):
-            self._tell_of_uncompressed()
+        surveys = gather_from_all_ranks(self._comm, survey_buffers)
+        diverged_parameters = set().union(*(parameters for parameters, _, _ in surveys))
+        self._warn_uncompressed_state(sum((byte_counts for _, byte_counts, _ in surveys), Counter()))
+        if not any(has_slices for _, _, has_slices in surveys):
+            self._warn_nothing_compressed()
+        write = partial(
+            write_substituted, inventory=inventory, diverged_parameters=diverged_parameters,
+            client_state=self._client_state,
+        )
 
-        def state() -> LocalState:
-            writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
-            buffers = [buffer for buffer in found.buffers if buffer.replicated or writes]
+        def create_local_state() -> LocalState:
+            writes_partitions = bool(getattr(self._engine, "save_zero_checkpoint", True))
+            buffers = [buffer for buffer in inventory.buffers if buffer.replicated or writes_partitions]
             return LocalState(
-                shards=list(shards_of(buffers, self._comm.rank, self._comm.size)),
-                replicas=list(shards_of(buffers, self._comm.rank, self._comm.size, written=False)),
-                nesting=nesting_of(buffers),
-                attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
-                gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
-                settings=settings(self._engine),
+                shards=list(iter_shards(buffers, self._comm.rank, self._comm.size)),
+                replicas=list(iter_shards(buffers, self._comm.rank, self._comm.size, replicas=True)),
+                nesting=get_nesting(buffers),
+                attachments={name: partial(write, state=state) for name, state in files.items()},
+                gradients={} if self._gradients is None else self._gradients.split_by_chunk(buffers),
+                settings=get_optimizer_settings(self._engine),
             )
 
         options = SaveOptions(
@@ -307,49 +319,47 @@ class DSQCheckpointEngine(CheckpointEngine):
             on_save=self._on_save, rounding=find_rounded_weights(self._engine.module),
         )
         try:
-            plan = save_collectively(directory, state, options, self._comm)
+            plan = save_collectively(directory, create_local_state, options, self._comm)
         finally:
             if self._gradients is not None:
                 self._gradients.reset()
         if parent != "auto":
-            self._history.clear(self._last)  # codes of every directory that a run uses would stay in memory
-        self.quality, self._last = plan.quality, directory
+            self._history.clear(self._last_tag)  # else codes of every directory of the run would stay in memory
+        self.quality, self._last_tag = plan.quality, directory
 
-    def _tell_of_whole(self, left: Counter[str]) -> None:
-        """Warn, once, of state that is in DeepSpeed's own files, uncompressed."""
-        if new := sorted(left.keys() - self._whole):
-            self._whole.update(new)
+    def _warn_uncompressed_state(self, byte_counts: Counter[str]) -> None:
+        """Warn once about each key of the optimizer's state that is stored uncompressed in DeepSpeed's own files."""
+        if new_keys := sorted(byte_counts.keys() - self._warned_state_keys):
+            self._warned_state_keys.update(new_keys)
             warn(
-                f"{sum(left[key] for key in new) / 2**20:.3g} MiB of the optimizer's {quote(new)} is stored whole, in "
-                "DeepSpeed's own files: it is not laid out as the weights are, so which parameters it belongs to is "
-                "not known, or it is quantized already", rank=self._comm.rank,
+                f"{sum(byte_counts[key] for key in new_keys) / 2**20:.3g} MiB of the optimizer's {quote(new_keys)} is "
+                "stored whole, in DeepSpeed's own files: it is not laid out as the weights are, so which parameters it "
+                "belongs to is not known, or it is quantized already", rank=self._comm.rank,
             )
 
-    def _tell_of_uncompressed(self) -> None:
-        """Warn, once, that tags are DeepSpeed's own files and nothing else, of whose tensors no rank knows a name."""
-        if not self._told_uncompressed:
-            self._told_uncompressed = True
-            why = why_uncompressed(self._engine) or "the state of this optimizer is not laid out as the weights are"
+    def _warn_nothing_compressed(self) -> None:
+        """Warn once that tags consist of DeepSpeed's own files only, since no rank can name the tensors."""
+        if not self._warned_uncompressed:
+            self._warned_uncompressed = True
+            unknown = "the state of this optimizer is not laid out as the weights are"
+            reason = get_uncompressed_reason(self._engine) or unknown
             warn(
                 f"nothing of this engine's tags is compressed, though its configuration has the block dsq_checkpoint: "
-                f"{why}. They are DeepSpeed's own files, with the checksums and the atomic commit of dsq_ckpt; "
+                f"{reason}. They are DeepSpeed's own files, with the checksums and the atomic commit of dsq_ckpt; "
                 '"enabled": false in the block leaves these out', rank=self._comm.rank,
             )
 
-    def _parent_of(self, directory: Path) -> str:
-        """Return the parent of a tag, which may be in another run directory, as with Hugging Face's trainer."""
-        if self._last is None or get_run(self._last) == get_run(directory):
+    def _choose_parent(self, directory: Path) -> str:
+        """Return the parent of a tag; Hugging Face's Trainer saves each tag to another run directory."""
+        if self._last_tag is None or get_run(self._last_tag) == get_run(directory):
             return "auto"
         try:
-            return str(self._last) if is_complete(self._last) else "auto"
+            return str(self._last_tag) if is_complete(self._last_tag) else "auto"
         except LoadFailed as error:
             raise SaveFailed(f"rank {self._comm.rank}: {error}") from error
 
-    def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Attachment:
-        return partial(_write_stored, found=found, unlike=unlike, state=state, client=self._client)
-
-    def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
-        """Verify this rank's share of a tag's files; return the problems, and the manifest of a compressed tag."""
+    def _verify_files(self, directory: Path) -> tuple[list[str], Manifest | None]:
+        """Verify this rank's share of a tag's files; return problems, and the manifest of a compressed tag."""
         if not is_complete(directory):
             if any(directory.glob("*.dsq")) and not find_plain_backups(directory):
                 raise CheckpointNotFound(
@@ -362,34 +372,10 @@ class DSQCheckpointEngine(CheckpointEngine):
             problems = [f"'{directory / name}' {problem}" for name, _, problem in checkpoint.verify(names) if problem]
         return problems, checkpoint.manifest
 
-    def _resume(self, manifest: Manifest) -> None:
+    def _resume_policy(self, manifest: Manifest) -> None:
         resume = getattr(self._policy, "resume", None)
         if resume is not None:
             resume(manifest, refined=True)
-
-
-def _write_stored(
-    stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any, client: Mapping[Any, Any]
-) -> None:
-    substitution = Substitution(save_id, found, unlike)
-    try:
-        torch.save(substitution.of_file(state, client), stream)
-    except OSError:  # of the stream
-        raise
-    except Exception as error:  # `__reduce__` of an object may raise any
-        wrong = [key for key, value in state.items() if not _pickles(substitution, value)]
-        if not wrong:
-            raise
-        cause = "it contains itself, or is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SaveFailed(f"{quote(wrong)} of the state, or of client_state, cannot be pickled: {cause}") from error
-
-
-def _pickles(substitution: Substitution, value: Any) -> bool:
-    try:
-        torch.save(substitution(value), io.BytesIO())
-        return True
-    except Exception:
-        return False
 
 
 def _write_plain(queue: Mapping[Path, Any]) -> None:
@@ -397,4 +383,3 @@ def _write_plain(queue: Mapping[Path, Any]) -> None:
     for path, state in queue.items():
         with create_file(path) as stream:
             torch.save(state, stream)
-

@@ -1,8 +1,8 @@
-"""Gradient logs of DeepSpeed engines, which store every step by the gradients of its optimizer.
+"""Gradient logs of DeepSpeed engines, which store the gradients of each optimizer step.
 
-In bf16 and ZeRO stages 1 to 3 these are the reduced 16-bit gradients times one factor of unscaling and clipping. Each
-rank logs its partitions in two bytes per element, without loss or communication. In stage 0 all ranks have all
-gradients: they share the work, and gradients may be compressed before DeepSpeed averages them.
+In ZeRO stages 1 to 3 each rank logs the gradients of its own partitions, without loss or communication. In bf16 these
+are reduced 16-bit gradients times one factor of unscaling and clipping, so that two bytes per element suffice. In stage
+0 all ranks have all gradients: they share the work, and gradients may be compressed before they are averaged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dsq_ckpt.deepspeed.masters import refresh_of
-from dsq_ckpt.deepspeed.partition import base_optimizer
+from dsq_ckpt.deepspeed.flat_buffers import get_base_optimizer
 from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
+from dsq_ckpt.deepspeed.weight_refresh import create_refresh
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
@@ -47,28 +47,28 @@ class EngineLog(GradientLog):
     ) -> None:
         self._engine = engine
         self._partition_capture: _PartitionCapture | None = None
-        self._infos: dict[nn.Parameter, GradientInfo] = {}
-        self._called: set[str] = set()
-        self._reduction: Any = None
+        self._gradient_infos: dict[nn.Parameter, GradientInfo] = {}
+        self._updated_masters: set[str] = set()
+        self._allreduce: Any = None
         super().__init__(
-            run, engine.module, base_optimizer(engine), compressor=compressor, resume=resume, state=state, **options
+            run, engine.module, get_base_optimizer(engine), compressor=compressor, resume=resume, state=state, **options
         )
 
     def step(self) -> None:
-        """End an iteration, if the engine made a step; see `GradientLog.step`.
+        """Log the engine's step, if it made one; see `GradientLog.step`.
 
         Raises:
-            SaveFailed: the engine made more steps than were logged, or another rank is gone.
+            SaveFailed: the engine made more than one step since the last call, or another rank is gone.
         """
-        done = int(self._engine.global_steps)
-        if done == self.steps_done:
+        steps_done = int(self._engine.global_steps)
+        if steps_done == self.steps_done:
             return
-        if done != self.steps_done + 1:
+        if steps_done != self.steps_done + 1:
             raise SaveFailed(
-                f"the engine has done {done} steps, and its log {self.steps_done}: call log.step() after every "
+                f"the engine has done {steps_done} steps, and its log {self.steps_done}: call log.step() after every "
                 "engine.step(); after engine.load_checkpoint() close the log and begin another one"
             )
-        if self._stepped and self._called != set(self._train_state.parameters):
+        if self._stepped and self._updated_masters != set(self._train_state.parameters):
             self._gap = True
             self._warn("the engine updated weights outside of its optimizer's step; the log goes on with a snapshot")
         super().step()
@@ -97,63 +97,66 @@ class EngineLog(GradientLog):
         def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
             if engine.is_gradient_accumulation_boundary():
                 compressor.synchronize(group if group.size() > 1 else None)
-                self._infos = compressor.take()
+                self._gradient_infos = compressor.take()
 
-        self._reduction = engine.allreduce_gradients = allreduce_gradients
+        self._allreduce = engine.allreduce_gradients = allreduce_gradients
 
     def _detach(self) -> None:
         super()._detach()
-        if self._reduction is not None and vars(self._engine).get("allreduce_gradients") is self._reduction:
+        if self._allreduce is not None and vars(self._engine).get("allreduce_gradients") is self._allreduce:
             del self._engine.allreduce_gradients
-        self._reduction = None
+        self._allreduce = None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Capture gradients; DeepSpeed calls the optimizer for all masters at once, or for a few at a time."""
-        train_state = self._engine_state()
-        names = train_state.updated_in(optimizer.param_groups)
-        if not self._stepped or names & self._called:  # twice for the same: an error
-            self._called, self._partition_capture = set(), None
+        """Capture gradients; DeepSpeed calls the optimizer for all masters at once, or for some masters at a time."""
+        train_state = self._get_master_state()
+        names = train_state.get_master_names(optimizer.param_groups)
+        if not self._stepped or names & self._updated_masters:  # a second update of a master: an error
+            self._updated_masters, self._partition_capture = set(), None
             super()._before_step(optimizer, args, kwargs)
         elif self._partition_capture is not None and not self._broken:
             partitions = self._partition_capture
             self._hyper = train_state.hyper()
-            self._run_guarded(lambda: partitions.put(train_state, names))
-        self._called |= names
+            self._run_guarded(lambda: partitions.copy_gradients(train_state, names))
+        self._updated_masters |= names
 
     def _capture_gradients(self, buffer_bytes: int) -> None:
-        train_state = self._engine_state()
+        train_state = self._get_master_state()
         # The masters' gradients are values of the module's dtype times one factor.
         dtype = self._engine.get_data_types()[0]
-        half = dtype_name(dtype) if dtype.itemsize == 2 else None
+        half_dtype = dtype_name(dtype) if dtype.itemsize == 2 else None
         if train_state.partitioned:
-            self._partition_capture = _PartitionCapture(self._own_entries, half, buffer_bytes, self._require_client())
-            self._partition_capture.put(train_state, train_state.updated_in(self._train_state.optimizer.param_groups))
+            client = self._require_client()
+            self._partition_capture = _PartitionCapture(self._own_entries, half_dtype, buffer_bytes, client)
+            names = train_state.get_master_names(self._train_state.optimizer.param_groups)
+            self._partition_capture.copy_gradients(train_state, names)
             self._pending = self._partition_capture.captured
             return
         captured = capture_gradients(
-            train_state, self._own_entries, self._master_infos(), self._dense_only, buffer_bytes, self._require_client()
+            train_state, self._own_entries, self._take_master_infos(), self._dense_only, buffer_bytes,
+            self._require_client(),
         )
         hints = captured.message["hints"]
-        if half is not None and hints["half"] is None:
-            hints |= {"half": half, "search": True}
+        if half_dtype is not None and hints["half"] is None:
+            hints |= {"half": half_dtype, "search": True}
         self._pending = captured
 
     def _discard_gradients(self) -> None:
-        self._infos = {}
+        self._gradient_infos = {}
 
     def _own_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._train_state.buffers())
 
     def _writes_tensor(self, path: tuple[str, ...], parameter: str | None) -> bool:
-        return self._engine_state().is_own(path) or super()._writes_tensor(path, parameter)
+        return self._get_master_state().is_rank_local(path) or super()._writes_tensor(path, parameter)
 
-    def _engine_state(self) -> MasterState:
+    def _get_master_state(self) -> MasterState:
         assert isinstance(self._train_state, MasterState)
         return self._train_state
 
-    def _master_infos(self) -> dict[nn.Parameter, GradientInfo]:
-        """Return the information about the module's gradients, for the masters with the same gradients."""
-        infos, self._infos = self._infos, {}
+    def _take_master_infos(self) -> dict[nn.Parameter, GradientInfo]:
+        """Return the collected information about the module's gradients by master, and reset it."""
+        infos, self._gradient_infos = self._gradient_infos, {}
         by_name = {self._engine.param_names[parameter]: info for parameter, info in infos.items()}
         return {
             master: by_name[name] for name, master in self._train_state.parameters.items() if name in by_name
@@ -161,37 +164,38 @@ class EngineLog(GradientLog):
 
 
 class _PartitionCapture:
-    """A capture of partitions whose gradients become available one after the other, in one slot.
+    """A capture in one slot of partitions whose gradients become available one after the other.
 
     Args:
-        own: parameters that this rank logs.
-        half: name of the 16-bit dtype of the gradients before scaling; None if they have none.
+        entries: parameters that this rank logs.
+        half_dtype: name of the gradients' 16-bit dtype before scaling, or None.
         buffer_bytes: bytes to reserve for buffers of the model.
         client: client of the checkpointing process.
     """
 
     def __init__(
-        self, own: Sequence[ParameterEntry], half: str | None, buffer_bytes: int, client: WorkerClient
+        self, entries: Sequence[ParameterEntry], half_dtype: str | None, buffer_bytes: int, client: WorkerClient
     ) -> None:
         layout = ArenaLayout()
-        self._own_entries = own
-        self._places = [layout.add(entry.elements * parse_dtype(entry.dtype).itemsize) for entry in own]
-        buffers_at = layout.add(buffer_bytes)
+        self._own_entries = entries
+        self._offsets = [layout.add(entry.elements * parse_dtype(entry.dtype).itemsize) for entry in entries]
+        buffers_offset = layout.add(buffer_bytes)
         slot = client.acquire_slot()
-        self._arena, new = client.ensure_arena(slot, layout.size)
+        self._arena, is_new_arena = client.ensure_arena(slot, layout.size)
         self._dense: list[dict[str, Any]] = []
-        hints = {"scales": [1.0], "half": half, "search": half is not None}
-        self.captured = CapturedStep({"sparse": [], "dense": self._dense, "hints": hints}, slot, buffers_at, new)
+        hints = {"scales": [1.0], "half": half_dtype, "search": half_dtype is not None}
+        message = {"sparse": [], "dense": self._dense, "hints": hints}
+        self.captured = CapturedStep(message, slot, buffers_offset, is_new_arena)
 
-    def put(self, train_state: MasterState, names: Collection[str]) -> None:
-        """Copy the gradients of some partitions; gradients of others may not be final yet."""
-        for place, entry in enumerate(self._own_entries):
+    def copy_gradients(self, train_state: MasterState, names: Collection[str]) -> None:
+        """Copy the gradients of the named partitions; those of other partitions may not be final yet."""
+        for index, entry in enumerate(self._own_entries):
             gradient = train_state.parameters[entry.name].grad
             if gradient is None or entry.name not in names:
                 continue
-            at, dtype = self._places[place], parse_dtype(entry.dtype)
-            self._arena.view(at, entry.shape, dtype).copy_(gradient)
-            self._dense.append({"param": place, "dtype": dtype_name(dtype), "at": at})
+            offset, dtype = self._offsets[index], parse_dtype(entry.dtype)
+            self._arena.view(offset, entry.shape, dtype).copy_(gradient)
+            self._dense.append({"param": index, "dtype": dtype_name(dtype), "at": offset})
 
 
 def gradient_log(
@@ -222,7 +226,7 @@ def gradient_log(
     chosen = compressor_of(compressor)
     if not isinstance(chosen, Uncompressed):
         _check_compressor(engine, chosen)
-    _check_names(state)
+    _check_state_names(state)
     return EngineLog(
         run, engine, compressor=chosen, resume=resume, state=state, snapshot_every=snapshot_every, batch=batch,
         mtbf=mtbf, queue=queue, keep=keep, cores=cores, timeout=timeout,
@@ -235,9 +239,9 @@ def recover(
 ) -> Recovered | None:
     """Restore an engine to the state after the last step of a run that is complete on disk; collective.
 
-    Masters, moments, scheduler, counters and loss scaler are loaded from the snapshot. The basic optimizer replays the
-    logged steps, each rank those of its partitions. Then the module's weights are cast from the masters, as DeepSpeed
-    does after every step.
+    Masters, moments, scheduler, counters and loss scaler are loaded from the snapshot. On each rank the basic optimizer
+    replays the logged steps of its partitions. Then the module's weights are cast from the masters, as DeepSpeed does
+    after every step.
 
     Args:
         engine: engine with the logged configuration, on the same number of ranks.
@@ -253,15 +257,15 @@ def recover(
         LoadFailed: stage, number of ranks, model or optimizer differ from the log. Nothing has changed.
         CorruptCheckpoint: no snapshot can be read. Nothing has changed.
     """
-    _check_names(state)
+    _check_state_names(state)
     comm = communicator(None)
     train_state = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)
-    with train_state.replayable():
+    with train_state.expose_masters():
         recovered = recover_train_state(
             resolve_local_path(run), train_state, comm, replay_log=replay_log, memory=False, timeout=timeout
         )
     if recovered is not None:
-        refresh_of(engine)()
+        create_refresh(engine)()
     return recovered
 
 
@@ -279,6 +283,6 @@ def _check_compressor(engine: Any, compressor: GradientCompressor) -> None:
         )
 
 
-def _check_names(state: Mapping[str, Stateful] | None) -> None:
+def _check_state_names(state: Mapping[str, Stateful] | None) -> None:
     if ENGINE in (state or {}):
         raise ConfigError(f"'{ENGINE}' in state= is the name of the engine's own state; choose another one")

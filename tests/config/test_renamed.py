@@ -14,7 +14,7 @@ from dsq_ckpt import Compressor, ConfigError, DSQConfig, DSQStorageWriter
 from dsq_ckpt.config.renamed import RENAMED, RENAMED_VALUES
 from dsq_ckpt.config.schema import QuantizeConfig, SearchConfig
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
-from dsq_ckpt.deepspeed import BLOCK, block_of
+from dsq_ckpt.deepspeed import BLOCK, parse_block
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -88,7 +88,7 @@ def ways(tmp_path):
         "save": lambda: saved("s", lambda path: dsq_ckpt.save(state, path, config=FORMER)),
         "async": lambda: saved("as", lambda path: dsq_ckpt.async_save(state, path, config=FORMER).result()),
         "one shot": lambda: saved("o", lambda path: dsq_ckpt.compress(state, path, config=tmp_path / "c.yaml")),
-        "block": lambda: block_of({BLOCK: {"enabled": True, **FORMER}}),
+        "block": lambda: parse_block({BLOCK: {"enabled": True, **FORMER}}),
     }
 
 
@@ -126,7 +126,7 @@ def test_both_names_are_an_error(path):
     both = {section: {key: VALUES[path], RENAMED[path].split(".")[1]: VALUES[path]}}
     for create in (
         lambda: DSQConfig.create(both), lambda: DSQConfig(system="inshrinkerator", **both),
-        lambda: block_of({BLOCK: both}, silent=True),
+        lambda: parse_block({BLOCK: both}, silent=True),
         lambda: DSQConfig().with_values(**{path: VALUES[path], RENAMED[path]: VALUES[path]}),
     ):
         with pytest.raises(ConfigError, match=f"{path}: unknown key; .* former name of '{RENAMED[path]}', .* too: "):

@@ -10,7 +10,7 @@ import yaml
 
 from dsq_ckpt import ConfigError, DSQConfig
 from dsq_ckpt.core.config_trees import load_preset
-from dsq_ckpt.deepspeed import block_of
+from dsq_ckpt.deepspeed import parse_block
 from tests.helpers.processes import ROOT
 
 CONFIGS = ROOT / "configs" / "deepspeed"
@@ -85,4 +85,4 @@ def test_they_are_packaged():
 @pytest.mark.parametrize("key", ["enable", "Enabled", "is_enabled"])
 def test_a_misspelled_enabled_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=f"dsq_checkpoint.{key}: unknown key; did you mean 'enabled'"):
-        block_of({"dsq_checkpoint": {key: True}})
+        parse_block({"dsq_checkpoint": {key: True}})

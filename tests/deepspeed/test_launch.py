@@ -27,7 +27,7 @@ def scripts(tmp_path, monkeypatch):
     """A directory with a script and a package; what is installed is counted, and DeepSpeed is not imported."""
     installed = []
     monkeypatch.setattr(launch, "install", lambda: installed.append(1))
-    monkeypatch.setattr(launch, "blocks_seen", lambda: [True])
+    monkeypatch.setattr(launch, "get_block_flags", lambda: [True])
     monkeypatch.setattr(sys, "argv", ["pytest"])
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     (tmp_path / "train.py").write_text(SCRIPT.format(sibling="launch_sibling"))
@@ -78,7 +78,7 @@ def test_usage_errors(scripts, arguments, says):
     ([False, False], "no engine of 'train.py' had the block 'dsq_checkpoint'"),
 ])
 def test_a_launcher_without_effect_is_told(scripts, monkeypatch, seen, says):
-    monkeypatch.setattr(launch, "blocks_seen", lambda: seen)
+    monkeypatch.setattr(launch, "get_block_flags", lambda: seen)
     with pytest.warns(UserWarning, match=says):
         launch.main(["train.py"])
 

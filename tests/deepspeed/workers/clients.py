@@ -18,7 +18,7 @@ from common import EXACT, Model, begin, check, end, everywhere, settings, train
 from torch.utils._pytree import tree_map_only
 
 import dsq_ckpt.deepspeed
-from dsq_ckpt.deepspeed.partition import base_optimizer, inventory
+from dsq_ckpt.deepspeed.flat_buffers import get_base_optimizer, take_inventory
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 SENSITIVITY = {"system": "inshrinkerator"}
@@ -102,7 +102,7 @@ def rounded(run: Path) -> None:
         said, found = resumed(run / str(stage), name, partial(make, stage, Momentum), plain=stage > 0)
         engine = make(stage, Momentum, None)
         train(engine, 0, 1)
-        counts = [state["rounded"].numel() for state in base_optimizer(engine).state.values()]
+        counts = [state["rounded"].numel() for state in get_base_optimizer(engine).state.values()]
         each = everywhere(sum(2 * count for count in counts if count >= 4096) + len(counts) * 4 * 64 * (64 + 65))
         size = f"{sum(each if stage else each[:1]) / 2**20:.3g} MiB of the optimizer's 'matrices', 'rounded' is stored"
         first = dist.get_rank() == 0
@@ -124,7 +124,7 @@ def adagrad(run: Path) -> None:
         check(said == [] and "optimizer.state.emb.weight.sum" in found, f"{name}: nothing is whole: {said}")
         engine = engine_of(SENSITIVITY)
         train(engine, 0, 2)
-        averages = engine.checkpoint_engine._gradients.by_chunk(inventory(engine).buffers)
+        averages = engine.checkpoint_engine._gradients.split_by_chunk(take_inventory(engine).buffers)
         check(len(averages) > 0, f"{name}: gradients tell what the loss is sensitive to")
         engine = engine_of(None)
         train(engine, 0, 1)

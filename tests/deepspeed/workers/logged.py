@@ -21,7 +21,7 @@ from common import batch, begin, check, end, engine_of, error_of, everywhere, se
 
 import dsq_ckpt
 import dsq_ckpt.deepspeed
-from dsq_ckpt.deepspeed.partition import masters
+from dsq_ckpt.deepspeed.flat_buffers import iter_masters
 from dsq_ckpt.lowdiff import compressor, segments
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
 from tests.lowdiff.nursery import Nursery
@@ -90,7 +90,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     for name, parameter in engine.module.named_parameters():  # those that ZeRO 3 keeps whole
         found[f"whole {name}"] = parameter.detach().clone()
     found |= {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
-    for number, (tensor, *_) in enumerate(masters(engine, engine.param_names)):
+    for number, (tensor, *_) in enumerate(iter_masters(engine, engine.param_names)):
         found[f"master {number}"] = tensor.detach().clone()
         for name, value in basic.state[tensor].items():
             found[f"{name} {number}"] = value.clone() if torch.is_tensor(value) else value

@@ -11,7 +11,7 @@ import torch
 from common import begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt
-from dsq_ckpt.deepspeed.partition import inventory
+from dsq_ckpt.deepspeed.flat_buffers import take_inventory
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.storage.manifest import Manifest
@@ -21,7 +21,7 @@ SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "max_prog
 
 def everything(engine: Any) -> list[torch.Tensor]:
     """All that a trial may have changed, copied."""
-    found = inventory(engine)
+    found = take_inventory(engine)
     tensors = [buffer.tensor for buffer in found.buffers] + list(engine.module.parameters())
     tensors += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
     return [tensor.detach().clone().view(torch.uint8) for tensor in tensors if tensor.numel()]  # NaN are equal then

@@ -1,4 +1,4 @@
-"""Casting of changed master weights into the module's parameters."""
+"""Refresh of a module's parameters from changed master weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 
-def refresh_of(engine: Any) -> Callable[[], None]:
-    """Return a collective function that casts the masters of an engine into its module's parameters."""
+def create_refresh(engine: Any) -> Callable[[], None]:
+    """Return a collective function that casts an engine's masters to its module's parameters."""
 
     @torch.no_grad()
     def refresh() -> None:
@@ -24,11 +24,11 @@ def refresh_of(engine: Any) -> Callable[[], None]:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
             optimizer.invalidate_secondary_tensor()
         elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer, whose parameters are views of the flat group
-            for low, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
-                low.data.copy_(master.data)
+            for parameter, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+                parameter.data.copy_(master.data)
         elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
-            for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-                for low, master in zip(lows, masters, strict=True):
-                    low.data.copy_(master.data)
+            for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.data.copy_(master.data)
 
     return refresh

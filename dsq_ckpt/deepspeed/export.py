@@ -23,28 +23,30 @@ def export_deepspeed(
     source: StrPath, target: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     allow_pickle: bool = False, progress: Progress | None = None,
 ) -> Exported:
-    """Write a tag's files as DeepSpeed writes them, for machines without `dsq_ckpt`.
+    """Write the files of a compressed tag as DeepSpeed writes them, for machines without `dsq_ckpt`.
 
-    These files are pickles of objects of DeepSpeed, Python and the user, and must be unpickled.
+    The files are pickles with objects of DeepSpeed, Python and the user, and have to be unpickled.
 
     Args:
         source: tag directory that was saved through `dsq_ckpt.deepspeed`.
         target: directory to create.
         refinement: see `dsq_ckpt.load`.
-        overwrite: replace a directory at `target` that holds only such files.
+        overwrite: replace a directory at `target` that holds only files of a tag.
         allow_pickle: must be True, since unpickling can run code of the checkpoint's author.
         progress: function that is called after every file, with the bytes of its tensors.
 
     Raises:
         CheckpointExists: `target` exists.
-        ExportError: `source` is no tag, `allow_pickle` is False, or `target` holds other files than those of a tag.
+        ExportError: `source` is no tag, `allow_pickle` is False, or `target` holds other files than a tag's.
         LoadFailed: a file needs a module that is not installed.
         CorruptCheckpoint: a file does not match its checksum.
     """
-    source, goal = expand_path(source), Path(os.path.normpath(resolve_local_path(target)))
-    refuse_existing(goal, overwrite)
-    if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
-        raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
+    source, target_directory = expand_path(source), Path(os.path.normpath(resolve_local_path(target)))
+    refuse_existing(target_directory, overwrite)
+    if overwrite and os.path.lexists(target_directory) and not _is_plain_tag(target_directory):
+        raise ExportError(
+            f"'{target_directory}' holds more than files of DeepSpeed and is not overwritten; choose another target"
+        )
     with OpenedCheckpoint(source, refinement, None) as opened:
         files = list_attachments(opened.checkpoint.manifest)
         if not files:
@@ -55,8 +57,8 @@ def export_deepspeed(
                 "pass allow_pickle=True for a checkpoint that you trust"
             )
         refined, count, total = opened.refined, 0, 0
-    with create_directory(goal, overwrite) as hidden:
-        hidden.mkdir()
+    with create_directory(target_directory, overwrite) as staging_directory:
+        staging_directory.mkdir()
         for file in files:
             path = source / file.name
             if checksum_file(path) != (file.size, file.checksum):
@@ -66,23 +68,23 @@ def export_deepspeed(
                     state = torch.load(path, map_location="cpu", weights_only=False)
                 except ImportError as error:
                     raise LoadFailed(f"'{path}' holds objects of '{error.name}', which is not installed") from error
-            with open(hidden / file.name, "xb") as stream:
+            with open(staging_directory / file.name, "xb") as stream:
                 torch.save(state, stream)
                 flush(stream, True)
-            sizes = list(_tensor_sizes(state))
+            sizes = list(_list_tensor_sizes(state))
             count, total = count + len(sizes), total + sum(sizes)
             if progress is not None:
                 progress(sum(sizes))
-        sync_directory(hidden)
+        sync_directory(staging_directory)
     pickle_refs.close_last_checkpoint()
-    return Exported(goal, count, total, refined)
+    return Exported(target_directory, count, total, refined)
 
 
-def _tensor_sizes(node: Any) -> list[int]:
+def _list_tensor_sizes(node: Any) -> list[int]:
     if isinstance(node, torch.Tensor):
         return [node.nbytes]
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-    return [size for value in inner for size in _tensor_sizes(value)]
+    return [size for value in inner for size in _list_tensor_sizes(value)]
 
 
 def _is_plain_tag(directory: Path) -> bool:
