@@ -54,10 +54,10 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
         "lanes": {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size},
     }
     if importlib.util.find_spec("dsq_ckpt.coding.turns"):  # former versions have none
-        from dsq_ckpt.coding import turns
+        from dsq_ckpt.coding import decoding_tasks
 
-        wanted = [turns.Wanted(coder, data, parent, np.empty_like(codes)) for _ in range(2)]
-        decode = _least(lambda: turns.decode_blocks(wanted), repeats)
+        wanted = [decoding_tasks.BlockRequest(coder, data, parent, np.empty_like(codes)) for _ in range(2)]
+        decode = _least(lambda: decoding_tasks.decode_blocks(wanted), repeats)
         assert all(np.array_equal(one.out, codes) for one in wanted)
         found["two"] = {**found["lanes"], "decode": decode / codes.size / 2}
     if parent is None or not hasattr(coding, "fit_fastest"):

@@ -45,7 +45,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     "codes": ("kernels/cpu.py:_look_up", "kernels/cpu.py:quantize", "kernels/cpu.py:gather_protected"),
     "refinement": (
         "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine", "kernels/cpu_pack.py:",
-        "coding/pairs.py:", "coding/layered.py:",
+        "coding/pairs.py:", "coding/refinement_blocks.py:",
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",

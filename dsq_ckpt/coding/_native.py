@@ -52,19 +52,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def _sources() -> str | None:
+def _hash_sources() -> str | None:
     """Return the hash of the C sources next to this file, as in setup.py; None if there are none."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
 
-def _load(file: Path) -> Any:
+def _load_library(file: Path) -> Any:
     """Load a library; raise OSError or AttributeError if it is for another system or from other sources."""
     library = ctypes.CDLL(str(file))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if library.dsq_interface() != _INTERFACE or _sources() not in (None, library.dsq_sources().decode()):
+    if library.dsq_interface() != _INTERFACE or _hash_sources() not in (None, library.dsq_sources().decode()):
         raise OSError("it was built from other sources")
     return library
 
@@ -72,16 +72,16 @@ def _load(file: Path) -> Any:
 @cache
 def _library() -> Any:
     """Return the compiled library, or None if there is none that can be used; log if a library cannot be used."""
-    wrong = None
+    problem = None
     for suffix in EXTENSION_SUFFIXES:
         file = Path(__file__).with_name(f"_lanes{suffix}")
         if file.exists():
             try:
-                return _load(file)
+                return _load_library(file)
             except (OSError, AttributeError) as error:
-                wrong = f"{file}: {error}"
-    if wrong is not None:
-        logger.warning("Numba codes, more slowly: %s; `pip install -e .` builds the library anew", wrong)
+                problem = f"{file}: {error}"
+    if problem is not None:
+        logger.warning("Numba codes, more slowly: %s; `pip install -e .` builds the library anew", problem)
     return None
 
 
@@ -91,7 +91,7 @@ def available() -> tuple[str, ...]:
     return PATHS[:1] if library is None else PATHS[: 2 + library.dsq_best_path()]
 
 
-def _checked(name: str) -> str:
+def _check_path(name: str) -> str:
     if name not in available():
         raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
     return name
@@ -104,7 +104,7 @@ def force(name: str | None) -> None:
         ConfigError: The path does not exist, or is not available here.
     """
     global _path
-    _path = _checked(name or os.environ.get(VARIABLE) or available()[-1])
+    _path = _check_path(name or os.environ.get(VARIABLE) or available()[-1])
 
 
 def path() -> str:
@@ -112,8 +112,8 @@ def path() -> str:
     return _path
 
 
-def level() -> int:
-    """Return the number of the path in use, as `decode` and `encode` take it; -1 for Numba's."""
+def path_index() -> int:
+    """Return the index of the path in use, as `decode` and `encode` take it; -1 for Numba's."""
     return PATHS.index(_path) - 1
 
 
@@ -130,27 +130,27 @@ class Tables:
 
     def __init__(self, rows: U32, counts: U16, escaped: U8, entries: U32, *classes: U8) -> None:
         """Make tables; for lists of changes, `classes` are kinds and limits."""
-        self._kept: tuple[Array, ...] = (rows, counts, escaped, entries, *classes)
+        self._arrays: tuple[Array, ...] = (rows, counts, escaped, entries, *classes)
         self.arguments: tuple[int | None, ...] = (
             _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
         )
-        for each in classes:
-            self.arguments += _address(each), each.size
+        for array in classes:
+            self.arguments += _address(array), array.size
 
     def __reduce__(self) -> tuple[type[Tables], tuple[Array, ...]]:
         """Return the constructor and its arguments, so that a copy in any process looks up its own addresses."""
-        return Tables, self._kept
+        return Tables, self._arrays
 
 
-def decode(level: int, tables: Tables, parent: U8 | None, out: U8, block: U8) -> int:
+def decode(path: int, tables: Tables, parent: U8 | None, out: U8, block: U8) -> int:
     """Decode a block; see `dsq_decode` in native/lanes.c."""
     result: int = _library().dsq_decode(
-        level, *tables.arguments, _address(parent), _address(out), out.size, _address(block), block.size
+        path, *tables.arguments, _address(parent), _address(out), out.size, _address(block), block.size
     )
     return result
 
 
-class Given(NamedTuple):
+class BlockArguments(NamedTuple):
     """Arguments of `decode` for one block."""
 
     tables: Tables
@@ -160,73 +160,73 @@ class Given(NamedTuple):
 
 
 @cache
-def takes_two(level: int) -> bool:
+def supports_pairs(path: int) -> bool:
     """Return whether a path decodes two blocks faster in turns than one after the other."""
-    return level >= 0 and bool(_library().dsq_takes_two(level))
+    return path >= 0 and bool(_library().dsq_takes_two(path))
 
 
-def decode_two(level: int, *blocks: Given) -> list[int]:
+def decode_pair(path: int, *blocks: BlockArguments) -> list[int]:
     """Decode two blocks, and return the error of each; see `dsq_decode_two` in native/lanes.c."""
-    given = (ctypes.c_size_t * 22)(*(
-        value or 0 for each in blocks for value in (
-            *each.tables.arguments, _address(each.parent), _address(each.out), each.out.size, _address(each.block),
-            each.block.size,
+    arguments = (ctypes.c_size_t * 22)(*(
+        value or 0 for block in blocks for value in (
+            *block.tables.arguments, _address(block.parent), _address(block.out), block.out.size,
+            _address(block.block), block.block.size,
         )
     ))
     errors = (_I * 2)()
-    _library().dsq_decode_two(level, given, errors)
+    _library().dsq_decode_two(path, arguments, errors)
     return list(errors)
 
 
 def encode(
-    level: int, table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
+    path: int, table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
 ) -> int:
     """Encode a block; see `dsq_encode` in native/lanes.c."""
     result: int = _library().dsq_encode(
-        level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
+        path, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
         _address(codes), codes.size, _address(buffer), buffer.size,
     )
     return result
 
 
-def decode_changes(level: int, tables: Tables, codes: U8, block: U8) -> int:
+def decode_changes(path: int, tables: Tables, codes: U8, block: U8) -> int:
     """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
     result: int = _library().dsq_decode_changes(
-        level, *tables.arguments, _address(codes), codes.size, _address(block), block.size
+        path, *tables.arguments, _address(codes), codes.size, _address(block), block.size
     )
     return result
 
 
 def encode_changes(
-    level: int, table: U32, escapes: U32, counts: U16, shift: int, kinds: U8, limits: U8, parent: U8, codes: U8,
+    path: int, table: U32, escapes: U32, counts: U16, shift: int, kinds: U8, limits: U8, parent: U8, codes: U8,
     buffer: U8,
 ) -> int:
     """Encode a block given previous codes; see `dsq_encode_changes` in native/changes.c."""
     result: int = _library().dsq_encode_changes(
-        level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(kinds), kinds.size,
+        path, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(kinds), kinds.size,
         _address(limits), limits.size, _address(parent), _address(codes), codes.size, _address(buffer), buffer.size,
     )
     return result
 
 
-def values(
-    level: int, table: F32, rows: int, bits: int, codes: U8, symbols: U8 | None, packed: bool, wanted: int, out: F32,
+def look_up_values(
+    path: int, table: F32, rows: int, bits: int, codes: U8, symbols: U8 | None, packed: bool, counted: int, out: F32,
     last: bool,
 ) -> int:
     """Look up the values of codes; see `dsq_values` in native/values.c."""
     result: int = _library().dsq_values(
-        level, _address(table), rows, bits, _address(codes), codes.size, _address(symbols),
-        0 if symbols is None else symbols.size, packed, wanted, _address(out), last,
+        path, _address(table), rows, bits, _address(codes), codes.size, _address(symbols),
+        0 if symbols is None else symbols.size, packed, counted, _address(out), last,
     )
     return result
 
 
 def scale(
-    level: int, values: F32, start: int, columns: int, by_row: I16, by_column: I16, scales: F32
+    path: int, values: F32, start: int, columns: int, by_row: I16, by_column: I16, scales: F32
 ) -> int:
     """Multiply elements of a matrix by scales of rows and columns; see `dsq_scale` in native/scales.c."""
     result: int = _library().dsq_scale(
-        level, _address(values), values.size, start, columns, _address(by_row), by_row.size, _address(by_column),
+        path, _address(values), values.size, start, columns, _address(by_row), by_row.size, _address(by_column),
         by_column.size, _address(scales),
     )
     return result
@@ -258,7 +258,7 @@ def read_rows(data: U8, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -
     )
 
 
-def _logarithms() -> I64:
+def _compute_log2() -> I64:
     """Return 0, then 2**24 log2 of 1 to 2**15, by squaring integers, so that all machines have the same numbers."""
     numbers = np.maximum(np.arange((1 << 15) + 1, dtype=np.int64), 1)
     result = np.searchsorted(np.int64(1) << np.arange(16, dtype=np.int64), numbers, side="right") - 1
@@ -271,8 +271,8 @@ def _logarithms() -> I64:
     return result.astype(np.int64)
 
 
-LOG2 = _logarithms()
+LOG2 = _compute_log2()
 """Logarithms of frequencies, for both fits."""
 
 # Chosen at import, so that a wrong DSQ_CODER is its own error. During a load it would look like an error of the file.
-_path = _checked(os.environ.get(VARIABLE) or available()[-1])
+_path = _check_path(os.environ.get(VARIABLE) or available()[-1])

@@ -84,7 +84,7 @@ class Coder(ABC):
         """
         check_vector("codes", codes)
         if parent is not None:
-            parent = self._checked_parent(parent, codes.size)
+            parent = self._check_parent(parent, codes.size)
         return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
 
     def decode(self, data: bytes | memoryview, parent: U8 | None, out: U8) -> None:
@@ -100,7 +100,7 @@ class Coder(ABC):
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise CodingError("out must be a contiguous, writeable array")
         if parent is not None:
-            parent = self._checked_parent(parent, out.size)
+            parent = self._check_parent(parent, out.size)
             if np.may_share_memory(parent, out):  # exact, both being contiguous
                 raise CodingError("out overlaps parent, which is read again after parts of out are written")
         if out.size:
@@ -117,7 +117,7 @@ class Coder(ABC):
         previous = codes.copy()
         self.decode(data, previous, codes)
 
-    def in_lanes(self, parent: U8 | None) -> Coder | None:
+    def lane_coder(self, parent: U8 | None) -> Coder | None:
         """Return the 32-lane coder that decodes blocks with this `parent`; None if another kind of coder does."""
         return None
 
@@ -127,7 +127,7 @@ class Coder(ABC):
     @abstractmethod
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None: ...
 
-    def _checked_parent(self, parent: U8, n: int) -> U8:
+    def _check_parent(self, parent: U8, n: int) -> U8:
         check_vector("parent", parent)
         if parent.size != n:
             raise CodingError(f"parent has {parent.size} codes, expected {n}, one for each code")
@@ -137,7 +137,7 @@ class Coder(ABC):
             )
         return np.ascontiguousarray(parent)
 
-    def _checked_counts(self, counts: Array) -> I64:
+    def _check_counts(self, counts: Array) -> I64:
         counts = check_counts(counts)
         if counts.shape != (self.contexts + 1, self.symbols):
             raise CodingError(

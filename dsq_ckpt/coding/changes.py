@@ -24,13 +24,13 @@ from dsq_ckpt.coding._lane_loops import BAD_TABLES, NO_MEMORY, UNKNOWN
 from dsq_ckpt.coding._lane_model import MAX_BITS, MAX_LEFT, MIN_BITS
 from dsq_ckpt.coding.base import Coder, check_counts, check_vector
 from dsq_ckpt.coding.rans import (
-    WRONG,
+    ERROR_DESCRIPTIONS,
     DecoderTables,
     EncoderTables,
     Model,
     RansCoder,
-    decoder_tables,
-    encoder_tables,
+    make_decoder_tables,
+    make_encoder_tables,
 )
 from dsq_ckpt.core.arrays import F64, I64, U8, Array
 from dsq_ckpt.errors import CodingError
@@ -43,11 +43,11 @@ UNIT = 1 << 20
 _VERSION = 1
 _HEADER = struct.Struct("<BBH")
 _RATE = 3  # bytes
-_LISTED = 4  # if one in so many codes of a previous code changes, or more, all of them are listed
-_WORTH = 8  # lists hold at most one code in so many; with more, lanes are as fast
-_FINE = 4  # slots of a token: as few per row as distinguish frequencies
+_LIST_ALL_RATE = 4  # if one in so many codes of a previous code changes, or more, all of them are listed
+_MIN_CODES_PER_LISTED = 8  # lists hold at most one code in so many; with more, lanes are as fast
+_MIN_TOKEN_SLOTS = 4  # slots of a token: as few per row as distinguish frequencies
 _TOLERANCE = 0.002  # fraction of the bits of gaps that fewer classes may cost
-_DEARER = 1.005  # largest cost relative to lanes; below a million codes per block, lists have the smaller frame
+_MAX_COST_RATIO = 1.005  # largest cost relative to lanes; below a million codes per block, lists have the smaller frame
 
 
 class ChangesCoder(Coder):
@@ -69,7 +69,7 @@ class ChangesCoder(Coder):
             rates: number of changes in `UNIT` codes of each class.
         """
         super().__init__(symbols.contexts, symbols.symbols)
-        self._listed, self._kinds, self._rates = symbols, kinds, rates
+        self._symbol_coder, self._kinds, self._rates = symbols, kinds, rates
 
     @classmethod
     def fit(cls, counts: Array) -> ChangesCoder:
@@ -78,30 +78,30 @@ class ChangesCoder(Coder):
         contexts = counts.shape[0] - 1
         if contexts + 1 > 256:
             raise CodingError(f"counts of {contexts} previous codes, expected at most 255: gaps have rows of their own")
-        totals, changed = _totals(counts)
+        totals, changed = _count_changes(counts)
         kinds = np.full(contexts, NEVER, np.uint8)
-        often = changed * _LISTED >= np.maximum(totals, 1)
-        seldom = np.flatnonzero((changed > 0) & ~often)
-        order = seldom[np.argsort(changed[seldom] / totals[seldom], kind="stable")]
-        parts = _partition(totals[order], changed[order], min(MAX_CLASSES, 256 - contexts))
+        all_listed = changed * _LIST_ALL_RATE >= np.maximum(totals, 1)
+        classed = np.flatnonzero((changed > 0) & ~all_listed)
+        order = classed[np.argsort(changed[classed] / totals[classed], kind="stable")]
+        parts = _partition_by_rate(totals[order], changed[order], min(MAX_CLASSES, 256 - contexts))
         rates = []
         for number, part in enumerate(parts):
             kinds[order[part]] = number
-            own, all_ = int(changed[order[part]].sum()), int(totals[order[part]].sum())
-            rates.append(min(max((2 * UNIT * own + all_) // (2 * all_), 1), UNIT // _LISTED - 1))
-        kinds[often] = max(len(rates), 1)
-        return cls(RansCoder.fit(_of_lists(counts, kinds, max(len(rates), 1))), kinds, tuple(rates) or (1,))
+            n_changed, total = int(changed[order[part]].sum()), int(totals[order[part]].sum())
+            rates.append(min(max((2 * UNIT * n_changed + total) // (2 * total), 1), UNIT // _LIST_ALL_RATE - 1))
+        kinds[all_listed] = max(len(rates), 1)
+        return cls(RansCoder.fit(_listed_counts(counts, kinds, max(len(rates), 1))), kinds, tuple(rates) or (1,))
 
     def expected_bits(self, counts: Array) -> float:
         """See `Coder.expected_bits`."""
-        counts = self._checked_counts(counts)
-        totals, changed = _totals(counts)
+        counts = self._check_counts(counts)
+        totals, changed = _count_changes(counts)
         if changed[self._kinds == NEVER].any():
             return float("inf")
-        bits = self._listed.expected_bits(_of_lists(counts, self._kinds, len(self._rates)))
+        bits = self._symbol_coder.expected_bits(_listed_counts(counts, self._kinds, len(self._rates)))
         for number, rate in enumerate(self._rates):
-            own, all_ = changed[self._kinds == number].sum(), totals[self._kinds == number].sum()
-            bits -= float(own * math.log2(rate / UNIT) + (all_ - own) * math.log2(1 - rate / UNIT))
+            n_changed, total = changed[self._kinds == number].sum(), totals[self._kinds == number].sum()
+            bits -= float(n_changed * math.log2(rate / UNIT) + (total - n_changed) * math.log2(1 - rate / UNIT))
         return bits
 
     def to_bytes(self) -> bytes:
@@ -109,7 +109,7 @@ class ChangesCoder(Coder):
         bits = np.unpackbits(self._kinds[:, None], axis=1, count=3, bitorder="little")
         rates = b"".join(rate.to_bytes(_RATE, "little") for rate in self._rates)
         kinds = np.packbits(bits, bitorder="little").tobytes()
-        return _HEADER.pack(_VERSION, len(self._rates), self.contexts) + rates + kinds + self._listed.to_bytes()
+        return _HEADER.pack(_VERSION, len(self._rates), self.contexts) + rates + kinds + self._symbol_coder.to_bytes()
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ChangesCoder:
@@ -130,8 +130,8 @@ class ChangesCoder(Coder):
         kinds = np.packbits(bits[: 3 * contexts].reshape(-1, 3), axis=1, bitorder="little").ravel()
         if bits[3 * contexts :].any() or np.any((kinds > classes) & (kinds != NEVER)):
             raise CodingError(f"damaged model of changes: classes {sorted(set(kinds.tolist()))} of {classes}")
-        if not all(1 <= rate < UNIT // _LISTED for rate in rates):
-            raise CodingError(f"damaged model of changes: rates {rates}, expected 1 to {UNIT // _LISTED - 1}")
+        if not all(1 <= rate < UNIT // _LIST_ALL_RATE for rate in rates):
+            raise CodingError(f"damaged model of changes: rates {rates}, expected 1 to {UNIT // _LIST_ALL_RATE - 1}")
         return cls(listed, kinds, rates)
 
     def update(self, data: bytes | memoryview, codes: U8) -> None:
@@ -140,83 +140,86 @@ class ChangesCoder(Coder):
         if not (codes.flags.c_contiguous and codes.flags.writeable):
             raise CodingError("codes must be a contiguous, writeable array")
         if codes.size:
-            self._update(np.frombuffer(data, np.uint8), codes)
+            self._decode_in_place(np.frombuffer(data, np.uint8), codes)
         elif len(data):
             raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
 
-    def in_lanes(self, parent: U8 | None) -> Coder | None:
-        """See `Coder.in_lanes`."""
-        return self._listed if parent is None else None
+    def lane_coder(self, parent: U8 | None) -> Coder | None:
+        """See `Coder.lane_coder`."""
+        return self._symbol_coder if parent is None else None
 
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         if parent is None:
-            return self._listed.encode(codes, None)
+            return self._symbol_coder.encode(codes, None)
         buffer = np.empty(8 * codes.size + 1024, np.uint8)  # filled from its end: most pages are never touched
-        arguments = *self._encoder, self._kinds, self._limits, parent, codes, buffer
+        arguments = *self._encoder_tables, self._kinds, self._limits, parent, codes, buffer
         if self.contexts > self.symbols and int(codes.max()) >= self.symbols:
             raise CodingError(f"code {int(codes.max())}, but the model has {self.symbols} symbols")
-        level = _native.level()
-        size = _change_loops.encode(*arguments) if level < 0 else _native.encode_changes(level, *arguments)
+        path = _native.path_index()
+        size = _change_loops.encode(*arguments) if path < 0 else _native.encode_changes(path, *arguments)
         if size == NO_MEMORY:
             raise MemoryError(f"no memory to code {codes.size} codes")
         if size < 0:
-            raise CodingError(self._unknown(codes, parent) if size == UNKNOWN else "tables are inconsistent")
+            raise CodingError(
+                self._missing_count_message(codes, parent) if size == UNKNOWN else "tables are inconsistent"
+            )
         return buffer[buffer.size - size :].tobytes()
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
         if parent is None:
-            self._listed.decode(data.data, None, out)
+            self._symbol_coder.decode(data.data, None, out)
         else:
             np.copyto(out, parent)
-            self._update(data, out)
+            self._decode_in_place(data, out)
 
-    def _unknown(self, codes: U8, parent: U8) -> str:
-        """Return a message about the first change without a count, in a class without changes or among listed codes."""
+    def _missing_count_message(self, codes: U8, parent: U8) -> str:
+        """Describe the first change without a count, in a class without changes or among listed codes."""
         never = np.flatnonzero((self._kinds[parent] == NEVER) & (codes != parent))
         if not never.size:
             listed = np.flatnonzero((self._kinds[parent] == len(self._rates)) | (codes != parent))
-            return self._listed.unknown_symbol(codes[listed], parent[listed], listed)
+            return self._symbol_coder.missing_count_message(codes[listed], parent[listed], listed)
         at = int(never[0])
         return f"code {codes[at]} at index {at} has no count after code {parent[at]} in the model"
 
-    def _update(self, data: U8, codes: U8) -> None:
+    def _decode_in_place(self, data: U8, codes: U8) -> None:
         if self.contexts <= self.symbols:
             self._decode_into(data, codes)
             return
-        own = codes.copy()  # unchanged codes need not be codes of the model
-        self._decode_into(data, own)
-        if int(own.max()) >= self.symbols:
-            raise CodingError(f"damaged block of changes: code {int(own.max())}, the model has {self.symbols} symbols")
-        np.copyto(codes, own)
+        decoded = codes.copy()  # unchanged codes need not be codes of the model
+        self._decode_into(data, decoded)
+        if (largest := int(decoded.max())) >= self.symbols:
+            raise CodingError(f"damaged block of changes: code {largest}, the model has {self.symbols} symbols")
+        np.copyto(codes, decoded)
 
     def _decode_into(self, data: U8, codes: U8) -> None:
-        level, data = _native.level(), np.ascontiguousarray(data)
+        path, data = _native.path_index(), np.ascontiguousarray(data)
         error = BAD_TABLES
-        if level >= 0:  # the compiled path checks all codes itself
-            error = _native.decode_changes(level, self._addresses, codes, data)
+        if path >= 0:  # the compiled path checks all codes itself
+            error = _native.decode_changes(path, self._native_tables, codes, data)
         if error == BAD_TABLES and int(codes.max()) >= self.contexts:
             raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
-        if level < 0:
-            error = _change_loops.decode(*self._decoder, self._kinds, self._limits, codes, data)
+        if path < 0:
+            error = _change_loops.decode(*self._decoder_tables, self._kinds, self._limits, codes, data)
         if error == NO_MEMORY:
             raise MemoryError(f"no memory to decode {codes.size} codes")
         if error:
             raise CodingError(
                 f"damaged block of changes of {data.size} bytes for {codes.size} codes: "
-                f"{WRONG.get(error, 'its states are out of range')}, or model or previous codes are not its own"
+                f"{ERROR_DESCRIPTIONS.get(error, 'its states are out of range')}, "
+                "or model or previous codes are not its own"
             )
 
     @cached_property
     def _limits(self) -> U8:
-        return np.array([len(gap_row(rate)[1]) - 1 for rate in self._rates], np.uint8)
+        return np.array([len(fit_gap_row(rate)[1]) - 1 for rate in self._rates], np.uint8)
 
     @cached_property
-    def _rows(self) -> Model:
+    def _table_rows(self) -> Model:
         """Rows of symbols, without the row for no previous code, then the rows of the tokens of each class."""
-        own, gaps = self._listed.model, [gap_row(rate) for rate in self._rates]
+        symbols, gaps = self._symbol_coder.model, [fit_gap_row(rate) for rate in self._rates]
         model = Model.empty(self.contexts + len(gaps), max(self.symbols, *(len(freqs) for _, freqs in gaps)))
-        model.freqs[: self.contexts, : self.symbols] = own.freqs[:-1]
-        for part, values in zip(model[1:], own[1:], strict=True):
+        model.freqs[: self.contexts, : self.symbols] = symbols.freqs[:-1]
+        for part, values in zip(model[1:], symbols[1:], strict=True):
             part[: self.contexts] = values[:-1]
         for row, (first, freqs) in enumerate(gaps, self.contexts):
             model.freqs[row, : len(freqs)] = freqs
@@ -225,16 +228,16 @@ class ChangesCoder(Coder):
         return model
 
     @cached_property
-    def _decoder(self) -> DecoderTables:
-        return decoder_tables(self._rows)
+    def _decoder_tables(self) -> DecoderTables:
+        return make_decoder_tables(self._table_rows)
 
     @cached_property
-    def _addresses(self) -> _native.Tables:
-        return _native.Tables(*self._decoder, self._kinds, self._limits)
+    def _native_tables(self) -> _native.Tables:
+        return _native.Tables(*self._decoder_tables, self._kinds, self._limits)
 
     @cached_property
-    def _encoder(self) -> EncoderTables:
-        return encoder_tables(self._rows)
+    def _encoder_tables(self) -> EncoderTables:
+        return make_encoder_tables(self._table_rows)
 
 
 def fit_fastest(counts: Array) -> Coder:
@@ -243,17 +246,17 @@ def fit_fastest(counts: Array) -> Coder:
     lanes = RansCoder.fit(counts)
     if not 1 <= lanes.contexts <= 256 - MAX_CLASSES:
         return lanes
-    totals, changed = _totals(counts)
-    lists = np.where(changed * _LISTED >= totals, totals, changed).sum()
-    if not 0 < lists * _WORTH <= totals.sum():
+    totals, changed = _count_changes(counts)
+    listed = np.where(changed * _LIST_ALL_RATE >= totals, totals, changed).sum()
+    if not 0 < listed * _MIN_CODES_PER_LISTED <= totals.sum():
         return lanes
     changes = ChangesCoder.fit(counts)
-    own, other = (coder.expected_bits(counts) + 8 * len(coder.to_bytes()) for coder in (changes, lanes))
-    return changes if own <= _DEARER * other else lanes
+    changes_bits, lanes_bits = (coder.expected_bits(counts) + 8 * len(coder.to_bytes()) for coder in (changes, lanes))
+    return changes if changes_bits <= _MAX_COST_RATIO * lanes_bits else lanes
 
 
 @lru_cache(64)
-def gap_row(rate: int) -> tuple[int, tuple[int, ...]]:
+def fit_gap_row(rate: int) -> tuple[int, tuple[int, ...]]:
     """Return the first symbol of the row of a class, and the frequencies of its tokens, for a rate of changes.
 
     Token t means t unchanged codes and then a change. The last token means that many unchanged codes.
@@ -268,27 +271,28 @@ def gap_row(rate: int) -> tuple[int, tuple[int, ...]]:
         if sum(trial) - trial[place] > MAX_LEFT:
             break
         freqs, first, slots = trial, place, 1 << bits
-        if min(freqs) >= _FINE:
+        if min(freqs) >= _MIN_TOKEN_SLOTS:
             break
     freqs[first] = slots - sum(freqs[:first]) - sum(freqs[first + 1 :])
     return first, tuple(freqs)
 
 
-def _totals(counts: I64) -> tuple[I64, I64]:
-    """Return how often each previous code occurs, and how often its code changes."""
-    given = counts[:-1]
-    totals = given.sum(axis=1)
+def _count_changes(counts: I64) -> tuple[I64, I64]:
+    """Return the number of occurrences of each previous code, and the number of its changes."""
+    with_parent = counts[:-1]
+    totals = with_parent.sum(axis=1)
     changed = totals.copy()
-    size = min(given.shape)
-    changed[:size] -= given.diagonal()
+    size = min(with_parent.shape)
+    changed[:size] -= with_parent.diagonal()
     return totals, changed
 
 
-def _of_lists(counts: I64, kinds: U8, classes: int) -> I64:
+def _listed_counts(counts: I64, kinds: U8, classes: int) -> I64:
     """Return the counts of the listed codes."""
     counts = counts.copy()
-    seldom = np.flatnonzero(kinds != classes)
-    counts[seldom[seldom < counts.shape[1]], seldom[seldom < counts.shape[1]]] = 0
+    codes = np.flatnonzero(kinds != classes)
+    codes = codes[codes < counts.shape[1]]
+    counts[codes, codes] = 0  # unchanged codes, which are not listed
     return counts
 
 
@@ -301,18 +305,18 @@ def _log2(numbers: I64) -> F64:
     return rest + (exponents - 15)
 
 
-def _partition(totals: I64, changed: I64, most: int) -> list[slice]:
-    """Return classes of previous codes sorted by rate: as few as cost little more than `most` classes."""
+def _partition_by_rate(totals: I64, changed: I64, max_classes: int) -> list[slice]:
+    """Return classes of previous codes sorted by rate: as few as cost little more than `max_classes`."""
     n = len(totals)
     if n == 0:
         return []
-    total, change = (np.concatenate(([0], np.cumsum(own))) for own in (totals, changed))
-    all_, own = total[None] - total[:, None], change[None] - change[:, None]
+    total_sums, changed_sums = (np.concatenate(([0], np.cumsum(numbers))) for numbers in (totals, changed))
+    total, change = total_sums[None] - total_sums[:, None], changed_sums[None] - changed_sums[:, None]
     # cost of gaps, from one position to another
-    bits = all_ * _log2(all_) - own * _log2(own) - (all_ - own) * _log2(all_ - own)
+    bits = total * _log2(total) - change * _log2(change) - (total - change) * _log2(total - change)
     bits[np.tril_indices(n + 1)] = np.inf
     costs, before = [bits[0]], [np.zeros(n + 1, np.int64)]
-    for _ in range(min(most, n) - 1):
+    for _ in range(min(max_classes, n) - 1):
         trial = costs[-1][:, None] + bits
         before.append(np.argmin(trial, axis=0))
         costs.append(np.min(trial, axis=0))

@@ -26,54 +26,54 @@ from dsq_ckpt.errors import CodingError
 
 ITEM_SIZES = (1, 2, 4, 8)
 _SIZES = struct.Struct("<II")
-_STEP = 1 << 15  # items processed together, so that intermediate results stay in the cache
-_COUNTED = 1 << 18
-_EACH = 1.5  # bytes of a model for each of its frequencies, about
-_NOISE = 0.98  # of the bits of a byte; smaller gains are not worth coding
+_BLOCK_ITEMS = 1 << 15  # items processed together, so that intermediate results stay in the cache
+_COUNT_BLOCK = 1 << 18
+_MODEL_BYTES_PER_FREQUENCY = 1.5  # bytes of a model for each of its frequencies, about
+_MAX_CODED_RATIO = 0.98  # of the bits of a byte; smaller gains are not worth coding
 
 
-def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
-    """Encode items given the same number of earlier items.
+def encode(data: bytes | memoryview, parent: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
+    """Encode items given as many items of the parent.
 
     Raises:
         CodingError: the sizes do not match, or this size of items is not supported.
     """
-    now, earlier = _items(data, itemsize), _items(before, itemsize)
-    if now.size != earlier.size:
-        raise CodingError(f"{now.nbytes} bytes cannot be coded given {earlier.nbytes}, expected as many")
-    if now.size and np.array_equal(now, earlier):
-        return _unchanged(now.size, itemsize)
-    planes = np.empty((itemsize, now.size), np.uint8)
-    for where in _steps(now.size):
-        changes = _changes(now[where], earlier[where])
-        planes[:, where] = changes.view(np.uint8).reshape(-1, itemsize).T
-    context = _contexts(earlier)
-    return _packed([_encode_plane(plane, context, level) for plane in planes])
+    items, parent_items = _as_items(data, itemsize), _as_items(parent, itemsize)
+    if items.size != parent_items.size:
+        raise CodingError(f"{items.nbytes} bytes cannot be coded given {parent_items.nbytes}, expected as many")
+    if items.size and np.array_equal(items, parent_items):
+        return _unchanged_block(items.size, itemsize)
+    planes = np.empty((itemsize, items.size), np.uint8)
+    for where in _block_slices(items.size):
+        differences = _differences(items[where], parent_items[where])
+        planes[:, where] = differences.view(np.uint8).reshape(-1, itemsize).T
+    context = _exponent_contexts(parent_items)
+    return _join_planes([_encode_plane(plane, context, level) for plane in planes])
 
 
-def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int) -> bytes:
-    """Decode a block of `encode`, given the same earlier items.
+def decode(block: bytes | memoryview, parent: bytes | memoryview, itemsize: int) -> bytes:
+    """Decode a block of `encode`, given the same items of the parent.
 
     Raises:
         CodingError: the block is damaged, or has another number of items.
     """
-    earlier, block = _items(before, itemsize), memoryview(block).cast("B")
-    if tells_nothing(block, earlier.nbytes, itemsize):
-        return bytes(before)
-    context = _contexts(earlier)
-    planes = [_decode_plane(model, coded, context) for model, coded in _parts(block, itemsize)]
-    now = np.empty_like(earlier)
-    for where in _steps(now.size):
-        changes = np.empty((now[where].size, itemsize), np.uint8)
+    parent_items, block = _as_items(parent, itemsize), memoryview(block).cast("B")
+    if is_unchanged(block, parent_items.nbytes, itemsize):
+        return bytes(parent)
+    context = _exponent_contexts(parent_items)
+    planes = [_decode_plane(model, coded, context) for model, coded in _split_planes(block, itemsize)]
+    items = np.empty_like(parent_items)
+    for where in _block_slices(items.size):
+        differences = np.empty((items[where].size, itemsize), np.uint8)
         for place, plane in enumerate(planes):
-            changes[:, place] = plane[where]
-        now[where] = _changed(changes.reshape(-1).view(now.dtype), earlier[where])
-    return now.tobytes()
+            differences[:, place] = plane[where]
+        items[where] = _apply_differences(differences.reshape(-1).view(items.dtype), parent_items[where])
+    return items.tobytes()
 
 
-def tells_nothing(block: bytes | memoryview, size: int, itemsize: int) -> bool:
+def is_unchanged(block: bytes | memoryview, size: int, itemsize: int) -> bool:
     """Return whether a block encodes `size` bytes that are all unchanged."""
-    return size > 0 and block == _unchanged(size // itemsize, itemsize)
+    return size > 0 and block == _unchanged_block(size // itemsize, itemsize)
 
 
 def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
@@ -83,17 +83,17 @@ def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
         forms.append((b"", frame))
     counts = _joint_counts(plane, context)
     rows = min(counts, counts.sum(0, keepdims=True), key=_expected_bytes)
-    if _expected_bytes(rows) < _NOISE * plane.size:
+    if _expected_bytes(rows) < _MAX_CODED_RATIO * plane.size:
         coder = RansCoder.fit(rows)
         forms.append((coder.to_bytes(), coder.encode(plane, context if coder.contexts else None)))
     return min(forms, key=lambda form: len(form[0]) + len(form[1]))
 
 
 @lru_cache(8)
-def _unchanged(size: int, itemsize: int) -> bytes:
+def _unchanged_block(size: int, itemsize: int) -> bytes:
     """Return the block of unchanged items, whatever their values: planes of zeros, without contexts."""
     coder = RansCoder.fit(np.array([[size]]))
-    return _packed([(coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None))] * itemsize)
+    return _join_planes([(coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None))] * itemsize)
 
 
 def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:
@@ -110,8 +110,8 @@ def _joint_counts(plane: U8, context: U8) -> I64:
     """Count bytes by the earlier exponent, for `Coder.fit`; every byte has one."""
     rows, symbols = int(context.max(initial=0)) + 1, int(plane.max(initial=0)) + 1
     counts = np.zeros((rows + 1) * symbols, np.int64)  # the last row is for bytes without an exponent
-    for start in range(0, plane.size, _COUNTED):
-        where = slice(start, start + _COUNTED)
+    for start in range(0, plane.size, _COUNT_BLOCK):
+        where = slice(start, start + _COUNT_BLOCK)
         places = context[where].astype(np.uint16) * np.uint16(symbols) + plane[where]
         counts[:-symbols] += np.bincount(places, minlength=rows * symbols)
     return counts.reshape(rows + 1, symbols)
@@ -121,15 +121,15 @@ def _expected_bytes(rows: I64) -> float:
     """Estimate the size of a model of these counts and of the bytes that it codes."""
     totals, used = rows.sum(1), rows[rows > 0]
     bits = (totals[totals > 0] * np.log2(totals[totals > 0])).sum() - (used * np.log2(used)).sum()
-    return float(bits) / 8 + _EACH * used.size
+    return float(bits) / 8 + _MODEL_BYTES_PER_FREQUENCY * used.size
 
 
-def _packed(planes: list[tuple[bytes, bytes]]) -> bytes:
+def _join_planes(planes: list[tuple[bytes, bytes]]) -> bytes:
     heads = [_SIZES.pack(len(model), len(coded)) for model, coded in planes]
     return b"".join([*heads, *(part for plane in planes for part in plane)])
 
 
-def _parts(block: memoryview, itemsize: int) -> Iterator[tuple[memoryview, memoryview]]:
+def _split_planes(block: memoryview, itemsize: int) -> Iterator[tuple[memoryview, memoryview]]:
     """Yield the model and the coded bytes of each plane.
 
     Raises:
@@ -139,47 +139,48 @@ def _parts(block: memoryview, itemsize: int) -> Iterator[tuple[memoryview, memor
     if len(block) < at:
         raise CodingError(f"a block of differences has {len(block)} bytes, expected at least {at}")
     sizes = [_SIZES.unpack_from(block, place * _SIZES.size) for place in range(itemsize)]
-    if (whole := at + sum(map(sum, sizes))) != len(block):
-        raise CodingError(f"a block of differences has {len(block)} bytes, its head tells {whole}")
+    if (total := at + sum(map(sum, sizes))) != len(block):
+        raise CodingError(f"a block of differences has {len(block)} bytes, its head tells {total}")
     for model, coded in sizes:
         yield block[at : at + model], block[at + model : at + model + coded]
         at += model + coded
 
 
-def _items(data: bytes | memoryview, itemsize: int) -> Array:
+def _as_items(data: bytes | memoryview, itemsize: int) -> Array:
     if itemsize not in ITEM_SIZES or len(data) % itemsize:
         raise CodingError(f"{len(data)} bytes are no items of {itemsize} bytes, of which there may be differences")
     return np.frombuffer(data, f"<u{itemsize}")
 
 
-def _steps(count: int) -> Iterator[slice]:
-    return (slice(start, min(start + _STEP, count)) for start in range(0, count, _STEP))
+def _block_slices(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK_ITEMS, count)) for start in range(0, count, _BLOCK_ITEMS))
 
 
-def _changes(now: Array, before: Array) -> Array:
+def _differences(items: Array, parent: Array) -> Array:
     """Return differences of ranks in the order of values, modulo 2**bits, with the sign in the lowest bit."""
-    difference = _ordered(now) - _ordered(before)
-    return difference << _one(now) ^ _all_if_set(difference)
+    difference = _ordered_bits(items) - _ordered_bits(parent)
+    return difference << _one_like(items) ^ _sign_mask(difference)
 
 
-def _changed(changes: Array, before: Array) -> Array:
-    """Undo `_changes`."""
-    lowest = changes & _one(changes)
-    ordered = (changes >> _one(changes) ^ (~lowest + _one(changes))) + _ordered(before)
-    return _ordered(ordered, back=True)
+def _apply_differences(differences: Array, parent: Array) -> Array:
+    """Undo `_differences`."""
+    one = _one_like(differences)
+    lowest = differences & one
+    ordered = (differences >> one ^ (~lowest + one)) + _ordered_bits(parent)
+    return _ordered_bits(ordered, inverse=True)
 
 
-def _ordered(bits: Array, back: bool = False) -> Array:
-    """Map bits of floats to integers in the order of values, or back, by inversion of all bits of negative numbers."""
+def _ordered_bits(bits: Array, inverse: bool = False) -> Array:
+    """Map bits of floats to integers in the order of values, or back: all bits of negative numbers are negated."""
     top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    negative = _all_if_set(~bits if back else bits)
+    negative = _sign_mask(~bits if inverse else bits)
     return bits ^ (negative | top)
 
 
-def _contexts(bits: Array) -> U8:
-    """Return the index of each exponent among the exponents that occur."""
+def _exponent_contexts(bits: Array) -> U8:
+    """Return the context of each item: the index of its exponent among the exponents that occur."""
     exponents = np.empty(bits.size, np.uint8)
-    for where in _steps(bits.size):
+    for where in _block_slices(bits.size):
         exponents[where] = _exponents(bits[where])
     places = np.cumsum(np.bincount(exponents, minlength=256) > 0) - 1
     return np.take(places.astype(np.uint8), exponents)
@@ -187,17 +188,17 @@ def _contexts(bits: Array) -> U8:
 
 def _exponents(bits: Array) -> U8:
     """Return the eight bits below the sign: the exponent of float32 and bfloat16, roughly that of other floats."""
-    rotated = bits << _one(bits) | bits >> bits.dtype.type(8 * bits.itemsize - 1)
+    rotated = bits << _one_like(bits) | bits >> bits.dtype.type(8 * bits.itemsize - 1)
     return (rotated >> bits.dtype.type(8 * bits.itemsize - 8)).astype(np.uint8)
 
 
-def _all_if_set(bits: Array) -> Array:
+def _sign_mask(bits: Array) -> Array:
     """Return all ones for each number whose highest bit is set, else zero."""
     width = 8 * bits.itemsize
     filled: Array = (bits.view(f"<i{bits.itemsize}") >> np.dtype(f"<i{bits.itemsize}").type(width - 1)).view(bits.dtype)
     return filled
 
 
-def _one(bits: Array) -> np.integer:
+def _one_like(bits: Array) -> np.integer:
     one: np.integer = bits.dtype.type(1)
     return one

@@ -74,7 +74,7 @@ class HuffmanCoder(Coder):
         With `run_length=False` only the size of the tables is approximate. Otherwise run lengths are estimated as if
         the codes of a group were independent; the result is then within about 10 %.
         """
-        counts = self._checked_counts(counts)
+        counts = self._check_counts(counts)
         if np.any(counts[~self._support[:, : self.symbols]]):
             return float("inf")
         n_values = max(self.contexts, self.symbols)

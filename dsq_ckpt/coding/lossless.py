@@ -19,8 +19,8 @@ import zstandard
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CodingError
 
-_SEPARATE = 4096
-_EXPANDS = 1 << 15  # zstd blocks have 4 bytes or more, and hold 128 KiB at most
+_MIN_SEPARATE_SIZE = 4096
+_MAX_EXPANSION = 1 << 15  # zstd blocks have 4 bytes or more, and hold 128 KiB at most
 
 
 def shuffle_compress(raw: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
@@ -34,7 +34,7 @@ def shuffle_compress(raw: bytes | memoryview, itemsize: int, level: int = 3) -> 
     # one compressor per call: they are not safe to share between threads
     compressor = zstandard.ZstdCompressor(level=level)
     planes = data.reshape(-1, itemsize).T
-    if itemsize == 1 or data.size < _SEPARATE:
+    if itemsize == 1 or data.size < _MIN_SEPARATE_SIZE:
         return compressor.compress(planes.tobytes())
     frames = [compressor.compress(plane.tobytes()) for plane in planes]
     lengths = np.array([len(frame) for frame in frames[:-1]], "<u8")
@@ -50,16 +50,16 @@ def shuffle_decompress(data: bytes | memoryview, itemsize: int, size: int) -> by
     """
     _check_itemsize(itemsize, size)
     data = memoryview(data).cast("B")
-    if size > len(data) * _EXPANDS:  # before memory is allocated
+    if size > len(data) * _MAX_EXPANSION:  # before memory is allocated
         raise CodingError(f"{len(data)} bytes of shuffled data cannot hold {size}")
     if itemsize == 1:
         return _decompress(data, size).tobytes()
-    if size < _SEPARATE:
+    if size < _MIN_SEPARATE_SIZE:
         return _decompress(data, size).reshape(itemsize, -1).T.tobytes()
-    head = 8 * (itemsize - 1)
-    if len(data) < head:
-        raise CodingError(f"{len(data)} bytes of shuffled data, expected at least {head}")
-    ends = [head, *(int(length) for length in np.frombuffer(data[:head], "<u8")), len(data)]
+    header_size = 8 * (itemsize - 1)
+    if len(data) < header_size:
+        raise CodingError(f"{len(data)} bytes of shuffled data, expected at least {header_size}")
+    ends = [header_size, *(int(length) for length in np.frombuffer(data[:header_size], "<u8")), len(data)]
     for plane in range(1, itemsize):
         ends[plane] += ends[plane - 1]
     items = np.empty((size // itemsize, itemsize), np.uint8)
@@ -75,12 +75,12 @@ def _decompress(frame: memoryview, size: int) -> U8:
         declared = zstandard.get_frame_parameters(frame).content_size
         if declared != size:
             raise CodingError(f"a zstd frame declares {declared} bytes, expected {size}")
-        plain = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodingError(f"damaged zstd frame of {len(frame)} bytes: {error}") from error
-    if len(plain) != size:
-        raise CodingError(f"a zstd frame holds {len(plain)} bytes, expected {size}")
-    return np.frombuffer(plain, np.uint8)
+    if len(content) != size:
+        raise CodingError(f"a zstd frame holds {len(content)} bytes, expected {size}")
+    return np.frombuffer(content, np.uint8)
 
 
 def _check_itemsize(itemsize: int, size: int) -> None:

@@ -8,7 +8,7 @@ from dsq_ckpt.core.arrays import I64, Codes
 from dsq_ckpt.kernels.jit import jit
 
 _TABLES = 4  # used in turn, so that a run of equal pairs does not wait for each previous increment
-_APART = 16  # entries between tables, so that their distances are not multiples of a page
+_TABLE_GAP = 16  # entries between tables, so that their distances are not multiples of a page
 
 
 @jit
@@ -37,8 +37,8 @@ def count_pairs(contexts: Codes, symbols: Codes) -> I64:
         raise ValueError(f"{contexts.shape} contexts and {symbols.shape} symbols, expected as many of both")
     bits = int(symbols.max(initial=0)).bit_length()
     rows, columns = int(contexts.max(initial=0)) + 1, 1 << bits
-    counts = np.zeros((_TABLES, (rows << bits) + _APART), np.uint32)
+    counts = np.zeros((_TABLES, (rows << bits) + _TABLE_GAP), np.uint32)
     _count(contexts, symbols, np.uint32(bits), counts)
-    found = np.zeros((256, 256), np.int64)
-    found[:rows, :columns] = counts[:, : rows << bits].sum(0, dtype=np.int64).reshape(rows, columns)
-    return found
+    pair_counts = np.zeros((256, 256), np.int64)
+    pair_counts[:rows, :columns] = counts[:, : rows << bits].sum(0, dtype=np.int64).reshape(rows, columns)
+    return pair_counts

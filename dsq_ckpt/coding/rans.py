@@ -28,7 +28,7 @@ from dsq_ckpt.errors import CodingError
 
 _VERSION = 2
 _HEADER = struct.Struct("<BHH")
-WRONG = {
+ERROR_DESCRIPTIONS = {
     TRUNCATED: "it ends early", IMPOSSIBLE: "it holds a symbol that the model lacks",
     LEFT: "bytes are left at its end, or its final states are wrong",
     BAD_SIZE: "no block of so many codes has this size",
@@ -86,7 +86,7 @@ class RansCoder(Coder):
 
     def expected_bits(self, counts: Array) -> float:
         """See `Coder.expected_bits`."""
-        counts = self._checked_counts(counts)
+        counts = self._check_counts(counts)
         freqs, _, escape_freqs, row_bits = self._model
         if np.any(counts[freqs == 0]):
             return float("inf")
@@ -94,53 +94,55 @@ class RansCoder(Coder):
         shares = slots // np.maximum(escaped.sum(axis=1), 1)
         logs = _native.LOG2 / (1 << 24)  # logarithms of the fit, the same on every machine
         bits = (counts * (row_bits[:, None] - logs[np.maximum(freqs, 0)]))[~escaped].sum()
-        each = 2 * row_bits - logs[escape_freqs] - logs[shares]
-        return float(bits + (np.where(escaped, counts, 0).sum(axis=1) * each).sum())
+        escape_bits = 2 * row_bits - logs[escape_freqs] - logs[shares]
+        return float(bits + (np.where(escaped, counts, 0).sum(axis=1) * escape_bits).sum())
 
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
-        tables = self._encoder_alone if parent is None else self._encoder
+        tables = self._keyframe_encoder_tables if parent is None else self._encoder_tables
         buffer = np.empty(4 * codes.size + 1024, np.uint8)  # filled from its end, so that most pages are never touched
-        level = _native.level()
-        if level < 0:
+        path = _native.path_index()
+        if path < 0:
             size = _lane_loops.encode(*tables, parent, codes, buffer)
         else:
-            size = _native.encode(level, *tables, parent, codes, buffer)
+            size = _native.encode(path, *tables, parent, codes, buffer)
         if size < 0:
-            raise CodingError(self.unknown_symbol(codes, parent) if size == UNKNOWN else "tables are inconsistent")
+            raise CodingError(
+                self.missing_count_message(codes, parent) if size == UNKNOWN else "tables are inconsistent"
+            )
         return buffer[buffer.size - size :].tobytes()
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
-        tables = self._decoder_alone if parent is None else self._decoder
+        tables = self._keyframe_decoder_tables if parent is None else self._decoder_tables
         if data.size == 0:
-            error = _decode_certain(tables, self._model.firsts, parent, out)
+            error = _decode_empty_block(tables, self._model.firsts, parent, out)
         else:
-            level, data = _native.level(), np.ascontiguousarray(data)
-            if level < 0:
+            path, data = _native.path_index(), np.ascontiguousarray(data)
+            if path < 0:
                 error = _lane_loops.decode(*tables, parent, out, data)
             else:
-                error = _native.decode(level, self.addresses(parent), parent, out, data)
+                error = _native.decode(path, self.native_tables(parent), parent, out, data)
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "
-                f"{WRONG.get(error, 'its states are out of range')}, or model or parent are not its own"
+                f"{ERROR_DESCRIPTIONS.get(error, 'its states are out of range')}, or model or parent are not its own"
             )
 
-    def in_lanes(self, parent: U8 | None) -> Coder | None:
-        """See `Coder.in_lanes`."""
+    def lane_coder(self, parent: U8 | None) -> Coder | None:
+        """See `Coder.lane_coder`."""
         return self
 
-    def addresses(self, parent: U8 | None) -> _native.Tables:
+    def native_tables(self, parent: U8 | None) -> _native.Tables:
         """Return the tables of a decoder of codes with or without previous codes."""
-        return self._addresses_alone if parent is None else self._addresses
+        return self._keyframe_native_tables if parent is None else self._native_tables
 
-    def unknown_symbol(self, codes: U8, parent: U8 | None, indices: I64 | None = None) -> str:
-        """Return a message about the first code without a count in the model; `indices` are positions of the codes."""
+    def missing_count_message(self, codes: U8, parent: U8 | None, indices: I64 | None = None) -> str:
+        """Describe the first code without a count in the model; `indices` are positions of the codes."""
         known = np.zeros((self.contexts + 1, MAX_SYMBOLS), bool)
         known[:, : self.symbols] = self._model.freqs != 0
         at = int(np.argmin(known[self.contexts if parent is None else parent, codes]))
-        given = "without a previous code" if parent is None else f"after code {parent[at]}"
+        context = "without a previous code" if parent is None else f"after code {parent[at]}"
         index = at if indices is None else int(indices[at])
-        return f"code {codes[at]} at index {index} has no count {given} in the model"
+        return f"code {codes[at]} at index {index} has no count {context} in the model"
 
     def to_bytes(self) -> bytes:
         """See `Coder.to_bytes`."""
@@ -167,28 +169,28 @@ class RansCoder(Coder):
         return cls(model)
 
     @cached_property
-    def _decoder(self) -> DecoderTables:
-        return decoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+    def _decoder_tables(self) -> DecoderTables:
+        return make_decoder_tables(Model(*(part[: self.contexts] for part in self._model)))
 
     @cached_property
-    def _decoder_alone(self) -> DecoderTables:
-        return decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+    def _keyframe_decoder_tables(self) -> DecoderTables:
+        return make_decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
 
     @cached_property
-    def _addresses(self) -> _native.Tables:
-        return _native.Tables(*self._decoder)
+    def _native_tables(self) -> _native.Tables:
+        return _native.Tables(*self._decoder_tables)
 
     @cached_property
-    def _addresses_alone(self) -> _native.Tables:
-        return _native.Tables(*self._decoder_alone)
+    def _keyframe_native_tables(self) -> _native.Tables:
+        return _native.Tables(*self._keyframe_decoder_tables)
 
     @cached_property
-    def _encoder(self) -> EncoderTables:
-        return encoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+    def _encoder_tables(self) -> EncoderTables:
+        return make_encoder_tables(Model(*(part[: self.contexts] for part in self._model)))
 
     @cached_property
-    def _encoder_alone(self) -> EncoderTables:
-        return encoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+    def _keyframe_encoder_tables(self) -> EncoderTables:
+        return make_encoder_tables(Model(*(part[self.contexts :] for part in self._model)))
 
 
 class DecoderTables(NamedTuple):
@@ -209,7 +211,7 @@ class EncoderTables(NamedTuple):
     shift: int
 
 
-def _places(model: Model) -> tuple[I64, I64, I64]:
+def _lay_out_slots(model: Model) -> tuple[I64, I64, I64]:
     """Return slots (rows, symbols + 1) of all symbols except the first, escape last; their starts; their sum."""
     slots = np.concatenate((np.maximum(model.freqs, 0), model.escape_freqs[:, None]), axis=1).astype(np.int64)
     full = np.flatnonzero(model.firsts >= 0)
@@ -218,13 +220,13 @@ def _places(model: Model) -> tuple[I64, I64, I64]:
     return slots, ends - slots, ends[:, -1]
 
 
-def _counts(model: Model) -> U16:
+def _count_escapes(model: Model) -> U16:
     return np.where(model.firsts < 0, EMPTY, (model.freqs < 0).sum(axis=1)).astype(np.uint16)
 
 
-def decoder_tables(model: Model) -> DecoderTables:
+def make_decoder_tables(model: Model) -> DecoderTables:
     """Return the tables of rows, which are numbered as those of the model."""
-    slots, starts, left = _places(model)
+    slots, starts, left = _lay_out_slots(model)
     rows, symbols = model.freqs.shape
     sizes = -(-(left + 1) // 16) * 16
     names = np.append(np.arange(symbols), ESCAPE)
@@ -239,12 +241,12 @@ def decoder_tables(model: Model) -> DecoderTables:
     r, s = np.nonzero(model.freqs < 0)
     escaped[r, (np.cumsum(model.freqs < 0, axis=1) - 1)[r, s]] = s
     infos = (base >> 4 << 16 | left << 4 | model.bits).astype(np.uint32)
-    return DecoderTables(infos, _counts(model), escaped.ravel(), entries)
+    return DecoderTables(infos, _count_escapes(model), escaped.ravel(), entries)
 
 
-def encoder_tables(model: Model) -> EncoderTables:
+def make_encoder_tables(model: Model) -> EncoderTables:
     """Return the tables of rows, which are numbered as those of the model."""
-    _, starts, left = _places(model)
+    _, starts, left = _lay_out_slots(model)
     rows, symbols = model.freqs.shape
     shift, escaped = (symbols - 1).bit_length(), model.freqs < 0
     full = np.flatnonzero(model.firsts >= 0)
@@ -255,10 +257,10 @@ def encoder_tables(model: Model) -> EncoderTables:
     numbers = np.cumsum(escaped, axis=1) << 4 | model.bits[:, None]
     table[:, :symbols][escaped] = numbers[escaped]
     escapes = model.escape_freqs.astype(np.int64) << 16 | starts[:, symbols]
-    return EncoderTables(table.astype(np.uint32).ravel(), escapes.astype(np.uint32), _counts(model), shift)
+    return EncoderTables(table.astype(np.uint32).ravel(), escapes.astype(np.uint32), _count_escapes(model), shift)
 
 
-def _decode_certain(tables: DecoderTables, firsts: Array, parent: U8 | None, out: U8) -> int:
+def _decode_empty_block(tables: DecoderTables, firsts: Array, parent: U8 | None, out: U8) -> int:
     """Decode a block without bytes, in which every code is the only code of its row."""
     certain = (tables.rows >> 4 & 0xFFF == 0) & (tables.counts == 0)
     if parent is None:

@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<BHH")
 _SINGLE_LANE, _FOUR_LANES = 4096, 65536
 
 
-def lanes(n: int) -> int:
+def lane_count(n: int) -> int:
     """Return the number of interleaved states."""
     return 1 if n < _SINGLE_LANE else 4 if n < _FOUR_LANES else 8
 
@@ -59,9 +59,9 @@ class Rans1Coder(Coder):
         raise CodingError("models of rANS version 1 are only read")
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
-        head = 4 * lanes(out.size)
+        head = 4 * lane_count(out.size)
         if data.size == 0:
-            states = np.full(lanes(out.size), INITIAL_STATE, np.uint64)
+            states = np.full(lane_count(out.size), INITIAL_STATE, np.uint64)
         elif data.size < head or data.size % 2:
             raise CodingError(
                 f"an rANS block of {out.size} codes has {data.size} bytes, expected {head} + 2 * words"

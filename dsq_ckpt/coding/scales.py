@@ -52,14 +52,14 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
         ValueError: the values are not flat float32, or reach past the matrix.
     """
     check_array("values", values, np.float32, (len(values),))
-    level = _native.level()
-    if level < 0:
+    path = _native.path_index()
+    if path < 0:
         _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
-    elif _native.scale(level, values, start, columns, by_row, by_column, FACTORS):
+    elif _native.scale(path, values, start, columns, by_row, by_column, FACTORS):
         raise ValueError(f"{len(values)} values from {start} on are not all of {len(by_row)} rows")
 
 
-def items_of_scales(numbers: I16) -> bytes:
+def pack_scales(numbers: I16) -> bytes:
     """Convert numbers of rows and columns to the items of a pack, two bytes each.
 
     Raises:
@@ -71,20 +71,20 @@ def items_of_scales(numbers: I16) -> bytes:
     return items.astype("<u2").tobytes()
 
 
-def scales_of_items(items: bytes) -> I16:
-    """Invert `items_of_scales`.
+def unpack_scales(items: bytes) -> I16:
+    """Invert `pack_scales`.
 
     Raises:
         CodingError: an item is out of range.
     """
-    found = np.frombuffer(items, "<u2")
-    if found.max(initial=0) >= 1 << 15:
-        raise CodingError(f"item {found.argmax()} of scales is {found.max()}, expected less than {1 << 15}")
-    return found.astype(np.int16) - np.int16(_ITEM_ONE)
+    numbers = np.frombuffer(items, "<u2")
+    if numbers.max(initial=0) >= 1 << 15:
+        raise CodingError(f"item {numbers.argmax()} of scales is {numbers.max()}, expected less than {1 << 15}")
+    return numbers.astype(np.int16) - np.int16(_ITEM_ONE)
 
 
 @jit
-def _patterns(numbers: Any, out: Any) -> None:
+def _fill_patterns(numbers: Any, out: Any) -> None:
     """Write the bits of the scales of 8 neighbouring row numbers with each column number, except for an octave.
 
     Scales have 8 mantissas, so the octave to add is the same for a whole row, and each element takes one sum.
@@ -118,9 +118,9 @@ def _scale(
     first, last = start // columns, (stop + columns - 1) // columns
     for left in range(0, columns if len(by_column) > 1 else width, width):
         numbers = by_column[left : left + width] if len(by_column) > 1 else by_column
-        pays = len(by_column) > 1 and last - first > 8
-        if pays:
-            _patterns(numbers, patterns)
+        uses_patterns = len(by_column) > 1 and last - first > 8
+        if uses_patterns:
+            _fill_patterns(numbers, patterns)
         low, high = np.int64(min(numbers)), np.int64(max(numbers))
         for row in range(first, last):
             number = ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
@@ -133,7 +133,7 @@ def _scale(
                 size = min(end - i, _PIECE)
                 if len(by_column) == 1:
                     factors[:size] = table[min(max(number + low, 0), 2047)]
-                elif pays and number + low >= 8 and number + high < 2040:
+                elif uses_patterns and number + low >= 8 and number + high < 2040:
                     octave, row_bits = np.int32(number >> 3) << np.int32(23), patterns[number & 7]
                     for j in range(size):
                         bits[j] = np.int32(row_bits[column + j] + octave)

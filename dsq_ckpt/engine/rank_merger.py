@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dsq_ckpt.coding import RansCoder, shuffle_compress
-from dsq_ckpt.coding.scales import items_of_scales
+from dsq_ckpt.coding.scales import pack_scales
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.recoding import GroupRecoder
@@ -121,7 +121,7 @@ class RankMerger:
         """Return pack and count of the scales; those up to format version 7, which are in no pack, get a new one."""
         place, count = entry
         if isinstance(place, list):
-            items = shuffle_compress(items_of_scales(self._checkpoint.read_scale_numbers(self._name)), 2)
+            items = shuffle_compress(pack_scales(self._checkpoint.read_scale_numbers(self._name)), 2)
             packs.append(CompressedPack(items, None).write(self._writer, 2, 2 * count))
             self.size_changes["exp_avg_sq"] += len(items) - int(place[1])
             place = len(packs) - 1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding.values import values_of
+from dsq_ckpt.coding.values import look_up_values
 from dsq_ckpt.core.arrays import F32, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.dispatch import backend_for
@@ -337,7 +337,7 @@ class Dequantizer:
         """
         kept, own = protected.view(np.float32), self._book.protected
         table = self._table if refinement is None else self._refined_table
-        used = values_of(table, codes, refinement, packed, own, out, last and not self._beyond)
+        used = look_up_values(table, codes, refinement, packed, own, out, last and not self._beyond)
         if used != len(kept):
             raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
         if used:

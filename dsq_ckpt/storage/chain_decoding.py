@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.coding.turns import Steps, Wanted
+from dsq_ckpt.coding.decoding_tasks import BlockRequest, DecodingTask
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
@@ -30,7 +30,7 @@ class ChainRecord(NamedTuple):
         """Whether `update` is faster than `decode`."""
         return self.coder.in_place
 
-    def update(self, where: slice, codes: Codes, scratch: Scratch) -> Steps:
+    def update(self, where: slice, codes: Codes, scratch: Scratch) -> DecodingTask:
         """Replace the parent's codes in the range `where` by those of this record. The range begins with a block.
 
         Raises:
@@ -39,11 +39,11 @@ class ChainRecord(NamedTuple):
         for place, part in self._parts(where):
             if (block := self.blocks[place]) is not None:
                 try:
-                    yield Wanted(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
+                    yield BlockRequest(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
                 except (CodingError, ValueError) as error:
                     raise self._locate_error(place, error) from error
 
-    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> Steps:
+    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> DecodingTask:
         """Decode the codes in the range `where` into `out`, from the parent's codes there. It begins with a block.
 
         Raises:
@@ -53,7 +53,7 @@ class ChainRecord(NamedTuple):
             block, previous = self.blocks[place], None if parent is None else parent[part]
             try:
                 if block is not None:
-                    yield Wanted(self.coder, self.reader.borrow(block, scratch), previous, out[part])
+                    yield BlockRequest(self.coder, self.reader.borrow(block, scratch), previous, out[part])
                 elif previous is not None:
                     out[part] = previous
                 else:
@@ -69,7 +69,7 @@ class ChainRecord(NamedTuple):
         return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
-def decode_chain(records: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> Steps:
+def decode_chain(records: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> DecodingTask:
     """Decode the codes in the range `where` of a chain, from its keyframe on, into `out`.
 
     Raises:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import coder_class, turns
+from dsq_ckpt.coding import coder_class, decoding_tasks
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.coding.scales import scales_of_items
-from dsq_ckpt.coding.turns import Steps
+from dsq_ckpt.coding.decoding_tasks import DecodingTask
+from dsq_ckpt.coding.scales import unpack_scales
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -93,7 +93,7 @@ class Checkpoint(CheckpointFiles):
         out = np.empty(count, np.uint8)
 
         def work(where: slice) -> None:
-            turns.run(decode_chain(chain, where, out[where], workers.scratch))
+            decoding_tasks.run_task(decode_chain(chain, where, out[where], workers.scratch))
 
         for _ in workers.map(work, split_blocks(count, step)):
             pass
@@ -186,7 +186,7 @@ class Checkpoint(CheckpointFiles):
         chain = [] if ref in known else self._read_chain(ref)
         if any(link.step != values.step for link in chain):
             return None
-        factor: Callable[[slice, F32, Scratch], Steps | None] | None = None
+        factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None = None
         if (measure := self._find_second_moments(record)) is not None:
             times = get_root_multiplier(record)
             if self.read_record(measure)["type"] == "plain":
@@ -273,7 +273,7 @@ class Checkpoint(CheckpointFiles):
             if isinstance(place, list):  # up to format version 7
                 numbers = np.frombuffer(self._read_unshuffled(file, Block(*place), 2, 2 * count), np.int16)
             elif self.pack_fits(ref := PackRef(file, place), 2 * count, 2):
-                numbers = scales_of_items(self.read_pack(ref))
+                numbers = unpack_scales(self.read_pack(ref))
             else:
                 raise CorruptCheckpoint(f"'{file}' has {count} scales in a pack of {self.pack_size(ref)} bytes")
             self._scale_numbers[file] = numbers
@@ -325,7 +325,7 @@ class Checkpoint(CheckpointFiles):
             where = blocks[place]
             piece = np.empty_like(out[where]) if onto else out[where]
             protected = slice(before[place], before[place + 1])
-            turns.run(values.decode(where, codes[where], protected, piece, workers.scratch))
+            decoding_tasks.run_task(values.decode(where, codes[where], protected, piece, workers.scratch))
             if onto:
                 add_residual(out[where], piece, out[where])
 

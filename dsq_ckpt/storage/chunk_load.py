@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import layered, turns
-from dsq_ckpt.coding.turns import Steps
+from dsq_ckpt.coding import decoding_tasks, refinement_blocks
+from dsq_ckpt.coding.decoding_tasks import DecodingTask
 from dsq_ckpt.core.arrays import F32, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
@@ -71,7 +71,7 @@ class RecordDecoder(NamedTuple):
 
     def decode(
         self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch, last: bool = False
-    ) -> Steps:
+    ) -> DecodingTask:
         """Write the values of a block to `out`.
 
         Args:
@@ -90,7 +90,7 @@ class RecordDecoder(NamedTuple):
             if self.refinement is not None:
                 block = Block(*self.refinement[where.start // self.step])
                 data = self.source.borrow(block, scratch)
-                symbols, packed = yield from layered.symbols_of(data, codes, self.bits, scratch)
+                symbols, packed = yield from refinement_blocks.decode_symbols(data, codes, self.bits, scratch)
             self.dequantizer.block(
                 codes, self.protected[protected], symbols, out, packed, last and self.scales is None
             )
@@ -110,7 +110,7 @@ class CodedChunk:
 
     def __init__(
         self, records: list[ChainRecord], values: RecordDecoder, codes: Codes | None, count: int,
-        factor: Callable[[slice, F32, Scratch], Steps | None] | None,
+        factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None,
     ) -> None:
         """Create a chunk.
 
@@ -145,7 +145,7 @@ class CodedChunk:
         """Whether all blocks have to be decoded, in order."""
         return bool(self._ends) or (isinstance(self._factor, SecondMomentFactor) and self._factor.chunk.is_sequential)
 
-    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> Steps:
+    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> DecodingTask:
         """Write the values of a block to `out`; with `last` they are not read again soon.
 
         Raises:
@@ -190,7 +190,7 @@ class SecondMomentFactor:
     chunk: CodedChunk
     multiply: Callable[[F32, F32], None]
 
-    def __call__(self, where: slice, out: F32, scratch: Scratch) -> Steps:
+    def __call__(self, where: slice, out: F32, scratch: Scratch) -> DecodingTask:
         """Multiply the values of a block."""
         squares = scratch.array("squares", len(out), np.float32)
         yield from self.chunk.decode(where, squares, scratch)
@@ -211,13 +211,13 @@ class ChunkLoad(NamedTuple):
 
     tensor: torch.Tensor
     blocks: list[slice]
-    decode: Callable[[slice, torch.Tensor, Scratch], Steps | None]
+    decode: Callable[[slice, torch.Tensor, Scratch], DecodingTask | None]
     error_context: Callable[[], AbstractContextManager[None]]
     codes: Codes | None = None
     second_moments: tuple[RecordRef, Codes] | None = None
 
 
-def decode_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> Steps:
+def decode_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> DecodingTask:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
@@ -251,7 +251,7 @@ class _BlockTask:
         self.load, self.where, self.last = load, where, last
         self.done: Future[None] = Future()
 
-    def steps(self, scratch: Scratch) -> Steps:
+    def steps(self, scratch: Scratch) -> DecodingTask:
         """Decode the block."""
         if self.where is not None:
             with self.load.error_context():
@@ -305,7 +305,7 @@ def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
     memory = workers.scratch, workers.other
     errors: Sequence[BaseException | None]
     try:
-        errors = turns.run_in_turns([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
+        errors = decoding_tasks.run_tasks([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
     except BaseException as failure:  # of neither block, but threads wait for both
         errors = [failure] * len(blocks)
     for block, error in zip(blocks, errors, strict=True):

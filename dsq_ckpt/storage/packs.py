@@ -78,7 +78,7 @@ class CompressedPack(NamedTuple):
         reference, delta = link() if itemsize in difference.ITEM_SIZES else None, b""
         if reference is not None:
             delta, reference = difference.encode(raw, reference.data, itemsize, level), reference._replace(data=b"")
-            if difference.tells_nothing(delta, len(raw), itemsize):
+            if difference.is_unchanged(delta, len(raw), itemsize):
                 return cls(delta, reference)
         alone = shuffle_compress(raw, itemsize, level)
         if reference is not None and len(delta) < _MAX_DELTA_RATIO * len(alone):

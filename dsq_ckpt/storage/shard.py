@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import HuffmanCoder, fit_fastest, layered, shuffle_compress
+from dsq_ckpt.coding import HuffmanCoder, fit_fastest, refinement_blocks, shuffle_compress
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.coding.scales import items_of_scales
+from dsq_ckpt.coding.scales import pack_scales
 from dsq_ckpt.config.schema import DeltaConfig
 from dsq_ckpt.core.arrays import I16, Bits, Codes
 from dsq_ckpt.core.interrupts import run_pending_handlers
@@ -83,7 +83,7 @@ class _BlockTask:
         parent = None if source.parent is None else source.parent[self.where]
         codes = source.codes[self.where]
         bits = source.refinement_bits
-        data = data._replace(refinement=layered.encode(data.refinement, codes, bits) if bits else b"")
+        data = data._replace(refinement=refinement_blocks.encode(data.refinement, codes, bits) if bits else b"")
         if parent is not None and _codes_equal(codes, parent):  # a frozen layer
             return self, None, data
         return self, self.coder.encode(codes, parent), data
@@ -264,7 +264,7 @@ class ShardWriter:
         if not self._scales:
             return {}
         records, parts, numbers = zip(*self._scales, strict=True)
-        pack, size = self._packs.add_scales(records, items_of_scales(np.concatenate(numbers)))
+        pack, size = self._packs.add_scales(records, pack_scales(np.concatenate(numbers)))
         for written, own in zip(parts, numbers, strict=True):
             written.base += -(-size * len(own) // self._scale_count)  # its share, rounded up
         return {"scales": [pack, self._scale_count]}

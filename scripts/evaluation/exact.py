@@ -126,7 +126,7 @@ def _planes(changes: Array) -> list[U8]:
 
 def _coded(change: Callable[[Array, Array], Array], given: bool, now: Array, earlier: Array) -> bytes:
     """Code the bytes of changes by rANS, given the exponents of the earlier numbers or given none."""
-    context, parts = difference._contexts(earlier) if given else np.zeros(len(now), np.uint8), []
+    context, parts = difference._exponent_contexts(earlier) if given else np.zeros(len(now), np.uint8), []
     for plane in _planes(change(now, earlier)):
         counts = difference._joint_counts(plane, context)
         coder = RansCoder.fit(counts if given else counts.sum(0, keepdims=True))
@@ -139,7 +139,7 @@ def _zstd(change: Callable[[Array, Array], Array], now: Array, earlier: Array) -
 
 
 def _itself(now: Array, earlier: Array) -> Array:
-    return difference._changes(now, np.zeros_like(now))  # sign behind the exponent, which is a byte then
+    return difference._differences(now, np.zeros_like(now))  # sign behind the exponent, which is a byte then
 
 
 CANDIDATES: dict[str, tuple[Callable[[Array, Array], bytes], Callable[[bytes, Array], bytes] | None]] = {
@@ -148,9 +148,9 @@ CANDIDATES: dict[str, tuple[Callable[[Array, Array], bytes], Callable[[bytes, Ar
     "XOR, zstd": (partial(_zstd, np.bitwise_xor), None),
     "XOR, rANS": (partial(_coded, np.bitwise_xor, False), None),
     "XOR, rANS given exponents": (partial(_coded, np.bitwise_xor, True), None),
-    "difference, zstd": (partial(_zstd, difference._changes), None),
-    "difference, rANS": (partial(_coded, difference._changes, False), None),
-    "difference, rANS given exponents": (partial(_coded, difference._changes, True), None),
+    "difference, zstd": (partial(_zstd, difference._differences), None),
+    "difference, rANS": (partial(_coded, difference._differences, False), None),
+    "difference, rANS given exponents": (partial(_coded, difference._differences, True), None),
     "difference, as saved": (_difference, _difference_back),
 }
 """Encoders, and decoders of those that are in use."""

@@ -88,7 +88,7 @@ def test_lists_are_what_the_page_says():
     rows = [40 + k for k, stream in enumerate(streams) for _ in stream] + [before for before, _ in listed]
     symbols = [token for stream in streams for token in stream] + [code for _, code in listed]
     rans = RansCoder.fit(np.zeros((len(reader.limits) + 41, 256), np.int64))
-    rans.__dict__["_encoder"] = coder._encoder
+    rans.__dict__["_encoder_tables"] = coder._encoder_tables
     own = rans.encode(np.array(symbols, np.uint8), np.array(rows, np.uint8))
     assert block.endswith(own) and len(block) - len(own) == sum(
         1 + (len(stream) << (k == 0) >= 128) for k, stream in enumerate(streams)
@@ -129,7 +129,7 @@ def test_lanes_where_lists_would_be_no_gain():
 def test_every_gap_row_is_a_row():
     rates = itertools.chain(range(1, 3000), range(3000, changes.UNIT // 4, 97), [changes.UNIT // 4 - 1])
     for rate in rates:
-        first, freqs = changes.gap_row(rate)
+        first, freqs = changes.fit_gap_row(rate)
         assert 2 <= len(freqs) <= 255 and min(freqs) >= 1, rate
         assert sum(freqs) in {1 << bits for bits in range(10, 16)} and sum(freqs) - freqs[first] <= 4095, rate
 
@@ -138,7 +138,7 @@ def test_every_gap_row_is_that_of_the_page():
     """Also where what the others leave is less than what another token has."""
     moved = 0
     for rate in itertools.chain(range(1, 200), range(48_000, 55_000, 7), range(200, changes.UNIT // 4, 1009)):
-        first, freqs = changes.gap_row(rate)
+        first, freqs = changes.fit_gap_row(rate)
         limit, row = token_row(rate)
         assert len(freqs) == limit + 1 and sum(freqs) == 1 << row.bits
         assert sorted(row.ranges) == list(enumerate(freqs)) and row.ranges[-1][0] == first

@@ -47,9 +47,9 @@ def test_a_float_that_moves_a_little_is_a_small_number():
     """Also across zero and to another exponent: the order of bit patterns is that of values."""
     values = np.array([1.0, -1.0, 1e-45, -0.0, 2.0], np.float32)
     moved = np.nextafter(values, np.float32(np.inf))
-    changes = difference._changes(moved.view(np.uint32), values.view(np.uint32))
+    changes = difference._differences(moved.view(np.uint32), values.view(np.uint32))
     np.testing.assert_array_equal(changes, [2, 2, 2, 4, 2])  # from -0.0 past 0.0
-    back = difference._changed(changes, values.view(np.uint32))
+    back = difference._apply_differences(changes, values.view(np.uint32))
     np.testing.assert_array_equal(back, moved.view(np.uint32))
 
 
@@ -65,8 +65,8 @@ def test_a_table_for_each_exponent_pays():
     now, before = weights(2), weights(1)
     block = difference.encode(now.tobytes(), before.tobytes(), 2)
     shuffled = np.random.default_rng(0).permutation(len(now))
-    changes = difference._changes(now, before)[shuffled]  # the same differences, but of numbers of other sizes
-    mixed = difference._changed(changes, before)
+    changes = difference._differences(now, before)[shuffled]  # the same differences, but of numbers of other sizes
+    mixed = difference._apply_differences(changes, before)
     assert len(block) < 0.9 * len(difference.encode(mixed.tobytes(), before.tobytes(), 2))
 
 

@@ -54,8 +54,8 @@ def cases():
 
 def write_case(file, cls, codes, parent, contexts, symbols, added):
     coder = cls.fit(common.count(codes, parent, contexts, symbols) + added)
-    decoder, encoder = (coder._decoder, coder._encoder) if parent is not None else (
-        coder._decoder_alone, coder._encoder_alone)
+    decoder, encoder = (coder._decoder_tables, coder._encoder_tables) if parent is not None else (
+        coder._keyframe_decoder_tables, coder._keyframe_encoder_tables)
     parts = [
         *decoder, encoder.table, encoder.escapes, b"" if parent is None else parent, codes,
         coder.encode(codes, parent), coder.to_bytes()[5:],

@@ -165,7 +165,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
     """A warning of one line says so; without a library there is none."""
     if len(PATHS) == 1:
         pytest.skip("there is no compiled library")
-    monkeypatch.setattr(_native, "_sources", lambda: "another")
+    monkeypatch.setattr(_native, "_hash_sources", lambda: "another")
     _native._library.cache_clear()
     try:
         assert _native.available() == _native.available() == ("numba",)
@@ -306,7 +306,7 @@ def test_a_copy_of_a_coder_that_has_decoded_has_tables_of_its_own(copied):
     data, out = coder.encode(codes, parent), np.empty_like(codes)
     coder.decode(data, parent, out)
     other = copied(coder)
-    for table in coder._decoder:
+    for table in coder._decoder_tables:
         table.fill(0)
     other.decode(data, parent, out)
     np.testing.assert_array_equal(out, codes)

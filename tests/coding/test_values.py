@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding.values import values_of
+from dsq_ckpt.coding.values import look_up_values
 from dsq_ckpt.kernels import reference
 
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 20_003)
@@ -30,7 +30,8 @@ def test_entries(path, n):
                     space = np.full(n + 33, 7, np.float32)
                     for start in (0, 1, 16):  # nothing is written beside the values, wherever they begin
                         out = space[start : start + n]
-                        assert values_of(table, codes, form, packed, rows - 1, out, last) == (codes == rows - 1).sum()
+                        found = look_up_values(table, codes, form, packed, rows - 1, out, last)
+                        assert found == (codes == rows - 1).sum()
                         assert (out.view(np.uint32) == table[codes, symbols].view(np.uint32)).all(), (rows, bits)
                         assert (space[:start] == 7).all() and (space[start + n :] == 7).all()
                         space[:] = 7
@@ -50,10 +51,10 @@ def test_formula(path, log):
         reference.dequantize_refined(
             codes, symbols, bits, low, width, sign, levels, 0.7, -1, none, log, expected)
         table = kernels.refined_table(bits, low[:rows], width[:rows], sign[:rows], levels, 0.7, log)
-        values_of(table, codes, reference.pack(symbols, bits), True, 255, found)
+        look_up_values(table, codes, reference.pack(symbols, bits), True, 255, found)
         assert (found.view(np.uint32) == expected.view(np.uint32)).all()
     reference.dequantize(codes, levels, 0.7, -1, none, expected)
-    values_of(kernels.table_of(levels, 0.7)[:, None], codes, None, False, 255, found)
+    look_up_values(kernels.table_of(levels, 0.7)[:, None], codes, None, False, 255, found)
     assert (found.view(np.uint32) == expected.view(np.uint32)).all()
 
 
@@ -64,11 +65,11 @@ def test_what_has_no_entry(path, place):
     wrong = codes.copy()
     wrong[place] = 40
     with pytest.raises(ValueError, match="codes: found 40, expected values below 40"):
-        values_of(table, wrong, symbols, False, 0, out)
+        look_up_values(table, wrong, symbols, False, 0, out)
     wrong = symbols.copy()
     wrong[place] = 8
     with pytest.raises(ValueError, match="refinement: found 8, expected values below 8"):
-        values_of(table, codes, wrong, False, 0, out)
+        look_up_values(table, codes, wrong, False, 0, out)
 
 
 def test_arrays_that_do_not_fit(path):
@@ -88,4 +89,4 @@ def test_arrays_that_do_not_fit(path):
         (table, codes, symbols, False, 0, out.astype(np.float64)),
     ):
         with pytest.raises(ValueError):
-            values_of(*arguments)
+            look_up_values(*arguments)

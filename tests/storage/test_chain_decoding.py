@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, turns
+from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, decoding_tasks
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage import shard
@@ -68,4 +68,4 @@ def test_a_damaged_list_names_its_block(tmp_path):
         codes = checkpoint.decode_codes(checkpoint.follow_chain(ref, "parent", ("coded",))[1], workers)
         damaged = patch.object(type(layer.reader), "borrow", return_value=b"\xff" * 9)
         with damaged, pytest.raises(CorruptCheckpoint, match=r"block 0: damaged"):
-            turns.run(layer.update(slice(0, 9000), codes, workers.scratch))
+            decoding_tasks.run_task(layer.update(slice(0, 9000), codes, workers.scratch))

@@ -195,7 +195,7 @@ def test_an_error_beside_the_blocks_is_that_of_each(monkeypatch):
     def fails(works):
         raise MemoryError("no room for tables")
 
-    monkeypatch.setattr(chunk_load.turns, "run_in_turns", fails)
+    monkeypatch.setattr(chunk_load.decoding_tasks, "run_tasks", fails)
     load = ChunkLoad(torch.zeros(4), [slice(0, 2), slice(2, 4)], lambda *_: None, nullcontext)
     blocks = [chunk_load._BlockTask(load, where, False) for where in load.blocks]
     with Workers(2, BLOCK) as workers:

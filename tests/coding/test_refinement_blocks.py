@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding import layered, shuffle_compress, turns
+from dsq_ckpt.coding import decoding_tasks, refinement_blocks, shuffle_compress
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
 from tests.coding import common
@@ -27,9 +27,9 @@ def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     found = []
 
     def work():
-        found.extend((yield from layered.symbols_of(block, codes, bits, Scratch())))
+        found.extend((yield from refinement_blocks.decode_symbols(block, codes, bits, Scratch())))
 
-    turns.run(work())
+    decoding_tasks.run_task(work())
     symbols, packed = found
     if packed:
         kernels.unpack(symbols, bits, out)
@@ -43,7 +43,7 @@ def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray) -> None:
 def test_round_trip_and_never_larger(n: int, bits: int, skew: float) -> None:
     codes, symbols = sample(n, bits, skew)
     packed = kernels.pack(symbols, bits).tobytes()
-    block = layered.encode(packed, codes, bits)
+    block = refinement_blocks.encode(packed, codes, bits)
     assert len(block) <= len(packed)
     out = np.empty(n, np.uint8)
     decode(block, codes, bits, out)
@@ -62,7 +62,7 @@ def test_blocks_of_version_2_are_read() -> None:
 
 def test_no_elements() -> None:
     empty = np.empty(0, np.uint8)
-    assert layered.encode(b"", empty, 2) == b""
+    assert refinement_blocks.encode(b"", empty, 2) == b""
     decode(b"", empty, 2, empty)
 
 
@@ -72,7 +72,7 @@ def test_no_elements() -> None:
 ])
 def test_damaged_blocks_are_refused(damage) -> None:
     codes, symbols = sample(20_000, 2, 0.9)
-    block = layered.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
+    block = refinement_blocks.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
     out = np.empty(len(codes), np.uint8)
     with pytest.raises(CodingError):
         decode(damage(block), codes, 2, out)
@@ -80,7 +80,7 @@ def test_damaged_blocks_are_refused(damage) -> None:
 
 def test_other_codes_than_it_was_coded_with_are_refused() -> None:
     codes, symbols = sample(20_000, 2, 0.9)
-    block = layered.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
+    block = refinement_blocks.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
     with pytest.raises(CodingError, match="a model of 5 codes"):
         decode(block, codes + 3, 2, np.empty(len(codes), np.uint8))
 

@@ -17,19 +17,19 @@ from collections.abc import Generator
 import numpy as np
 
 from dsq_ckpt import kernels
+from dsq_ckpt.coding.decoding_tasks import BlockRequest
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
-from dsq_ckpt.coding.turns import Wanted
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
 
 _RANS = 1
 _HEADER = struct.Struct("<BI")
-_FEW = 3  # bits: up to this width, symbols may always depend on codes; wider ones are first examined alone
+_UNSAMPLED_BITS = 3  # up to this width, symbols may always depend on codes; wider ones are first examined alone
 _SAMPLE = 4096  # symbols sampled to decide whether coding may pay; a multiple of 8, so that they end with a byte
-_PAYS = 0.97
+_MAX_CODED_RATIO = 0.97
 
 
 def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memoryview:
@@ -41,7 +41,7 @@ def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memor
         bits: Width of a symbol.
     """
     data, symbols = np.frombuffer(packed, np.uint8), np.empty(len(codes), np.uint8)
-    if not len(codes) or (bits > _FEW and _entropy(data, bits, symbols[:_SAMPLE]) > _PAYS * bits):
+    if not len(codes) or (bits > _UNSAMPLED_BITS and _entropy(data, bits, symbols[:_SAMPLE]) > _MAX_CODED_RATIO * bits):
         return packed
     kernels.unpack(data, bits, symbols)
     contexts = int(codes.max()) + 1
@@ -50,7 +50,7 @@ def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memor
     coder = RansCoder.fit(rows)
     model = coder.to_bytes()
     block = _HEADER.pack(_RANS, len(model)) + model + coder.encode(symbols, codes)
-    return block if len(block) < _PAYS * len(packed) else packed
+    return block if len(block) < _MAX_CODED_RATIO * len(packed) else packed
 
 
 def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
@@ -61,10 +61,10 @@ def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
     return -float((shares * np.log2(shares)).sum())
 
 
-def symbols_of(
+def decode_symbols(
     block: bytes | memoryview, codes: Codes, bits: int, scratch: Scratch
-) -> Generator[Wanted | None, None, tuple[Codes, bool]]:
-    """Decode the symbols of a block, as `turns.Steps`; return the symbols and whether they are packed.
+) -> Generator[BlockRequest | None, None, tuple[Codes, bool]]:
+    """Decode the symbols of a block, as `decoding_tasks.DecodingTask`; return the symbols and whether they are packed.
 
     Symbols that are not packed have a byte each, in memory of the thread.
 
@@ -77,8 +77,8 @@ def symbols_of(
     Raises:
         CodingError: The block does not belong to these codes, or is damaged.
     """
-    whole = -(-len(codes) * bits // 8)
-    if len(block) != whole and block[:1] == bytes([_RANS]):
+    packed_size = -(-len(codes) * bits // 8)
+    if len(block) != packed_size and block[:1] == bytes([_RANS]):
         if len(block) < _HEADER.size:
             raise CodingError(f"a block of refinement has {len(block)} bytes, expected at least {_HEADER.size}")
         _, size = _HEADER.unpack_from(block)
@@ -89,7 +89,7 @@ def symbols_of(
             raise CodingError(f"a block of refinement has a model of {coder.symbols} symbols, expected {1 << bits}")
         symbols = scratch.array("symbols", len(codes), np.uint8)
         try:
-            yield Wanted(coder, block[_HEADER.size + size :], codes, symbols)
+            yield BlockRequest(coder, block[_HEADER.size + size :], codes, symbols)
         except CodingError as error:  # the coder calls its contexts previous codes
             if (needed := int(codes.max(initial=0)) + 1) <= coder.contexts:
                 raise
@@ -97,5 +97,5 @@ def symbols_of(
                 f"a block of refinement has a model of {coder.contexts} codes, expected {needed} or more"
             ) from error
         return symbols, False
-    packed = block if len(block) == whole else shuffle_decompress(block, 1, whole)
+    packed = block if len(block) == packed_size else shuffle_decompress(block, 1, packed_size)
     return np.frombuffer(packed, np.uint8), True

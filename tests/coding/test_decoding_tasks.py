@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import ChangesCoder, CodingError, HuffmanCoder, RansCoder, _native, turns
-from dsq_ckpt.coding.turns import Wanted
+from dsq_ckpt.coding import ChangesCoder, CodingError, HuffmanCoder, RansCoder, _native, decoding_tasks
+from dsq_ckpt.coding.decoding_tasks import BlockRequest
 from tests.coding import common
 
 
@@ -60,7 +60,7 @@ def samples():
 
 def wanted(sample, data=None):
     coder, own, parent, codes = sample
-    return Wanted(coder, memoryview(own if data is None else data), parent, np.full(codes.size, 0xAA, np.uint8))
+    return BlockRequest(coder, memoryview(own if data is None else data), parent, np.full(codes.size, 0xAA, np.uint8))
 
 
 def alone(one):
@@ -75,7 +75,7 @@ def alone(one):
 
 def check(*both):
     """Blocks give what each gives alone."""
-    for one, error in zip(both, turns.decode_blocks(list(both)), strict=True):
+    for one, error in zip(both, decoding_tasks.decode_blocks(list(both)), strict=True):
         codes, message = alone(one)
         assert message == (None if error is None else str(error))
         if error is None:
@@ -86,16 +86,16 @@ def test_any_two_blocks():
     found = samples()
     for first, second in itertools.combinations_with_replacement(found, 2):
         both = [wanted(found[first]), wanted(found[second])]
-        assert turns.decode_blocks(both) == [None, None], (first, second)
+        assert decoding_tasks.decode_blocks(both) == [None, None], (first, second)
         for one, name in zip(both, (first, second), strict=True):
             np.testing.assert_array_equal(one.out, found[name][3], f"{first}, {second}")
 
 
 def test_one_block():
     sample = samples()["small row"]
-    [error] = turns.decode_blocks([one := wanted(sample)])
+    [error] = decoding_tasks.decode_blocks([one := wanted(sample)])
     assert error is None and np.array_equal(one.out, sample[3])
-    assert turns.decode_blocks([]) == []
+    assert decoding_tasks.decode_blocks([]) == []
 
 
 @pytest.mark.parametrize("name", ["small row", "long row", "39 rows", "escapes", "escapes in rows"])
@@ -123,12 +123,12 @@ def test_wrong_arguments():
         one._replace(parent=one.parent[:-1]), one._replace(out=np.empty(2 * one.out.size, np.uint8)[::2]),
         one._replace(parent=one.parent.astype(np.int16)),
     ):
-        [none, error] = turns.decode_blocks([one, bad])
+        [none, error] = decoding_tasks.decode_blocks([one, bad])
         assert none is None and isinstance(error, CodingError)
-    [error, none] = turns.decode_blocks([one._replace(out=one.parent.copy(), parent=None), one])
+    [error, none] = decoding_tasks.decode_blocks([one._replace(out=one.parent.copy(), parent=None), one])
     assert none is None and isinstance(error, CodingError)
     both = np.concatenate((one.parent, one.parent[:1]))
-    [error, none] = turns.decode_blocks([one._replace(parent=both[:-1], out=both[1:]), one])
+    [error, none] = decoding_tasks.decode_blocks([one._replace(parent=both[:-1], out=both[1:]), one])
     assert none is None and "overlaps" in str(error)
 
 
@@ -152,12 +152,12 @@ def test_works_of_different_lengths_and_errors():
         order.append("resumed")
         yield wanted(found["39 rows"])
 
-    assert turns.run_in_turns([waits(), work("a", 2)]) == [None, None]
+    assert decoding_tasks.run_tasks([waits(), work("a", 2)]) == [None, None]
     assert order == [("a", 0), ("a", 1), "resumed"]
     order.clear()
-    errors = turns.run_in_turns([work("a", 3), work("b", 1)])
+    errors = decoding_tasks.run_tasks([work("a", 3), work("b", 1)])
     assert isinstance(errors[0], ValueError) and errors[1] is None
     assert order == [("a", 0), ("b", 0), ("a", 1), ("a", "error")]
-    turns.run(work("c", 1))
+    decoding_tasks.run_task(work("c", 1))
     with pytest.raises(ValueError, match="d"):
-        turns.run(work("d", 3))
+        decoding_tasks.run_task(work("d", 3))
