@@ -34,12 +34,12 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.core.arrays import F64, U8, Mask
 from dsq_ckpt.core.strict_model import StrictModel
 
-MOST_LEVELS = 254
+MAX_LEVELS = 254
 """Largest number of levels: codes are bytes, and two are reserved for zero and protected elements."""
 
 
-FINER_COSTS = (float("inf"), 1.15, 0.9, 0.8, 0.7)
-"""Extra bits per element that a codebook may cost over its `coarser` one, in the first, second, ... delta of a chain.
+MAX_EXTRA_BITS = (float("inf"), 1.15, 0.9, 0.8, 0.7)
+"""Most bits per element that a codebook may cost over its `coarser` one, in the first, second, ... delta of a chain.
 
 The last entry also applies to all later deltas, in which about a quarter of an average is new. Twice as many levels
 cost 1.2 to 1.4 bits if all is new. The first deltas may cost more, since in a young run a half, a third, ... of an
@@ -106,8 +106,8 @@ class Weighing(NamedTuple):
 
 
 Coordinates = Literal["values", "update", "octaves", "relative"]
-ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq", "relative": "momentum"}
-"""Kind of tensors for which coordinates other than the values exist."""
+KIND_OF_COORDINATES: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq", "relative": "momentum"}
+"""Kind of tensors that has the coordinates, for coordinates other than the values."""
 
 
 class CodebookConfig(StrictModel, ABC):
@@ -134,7 +134,7 @@ class CodebookConfig(StrictModel, ABC):
 
     @property
     def coarser(self) -> CodebookConfig | None:
-        """Configuration for deltas in which these levels cost too much (`FINER_COSTS`); None: always this one."""
+        """Configuration for deltas in which these levels cost too much (`MAX_EXTRA_BITS`); None: always this one."""
         return None
 
     @property

@@ -31,19 +31,19 @@ class Exponent(CodebookConfig):
 
     def propose(self, histogram: Histogram) -> LevelFit:
         """Return the levels and codes of `exponent_buckets`."""
-        place = histogram.occupied
-        low, high = (edge[place] for edge in histogram.window.edges())
-        zeros_as_one = histogram.values[place] + 0.0
-        values, first, same = np.unique(zeros_as_one, return_index=True, return_inverse=True)
+        occupied = histogram.occupied
+        low, high = (edge[occupied] for edge in histogram.window.edges())
+        zeros_as_one = histogram.values[occupied] + 0.0
+        values, first, inverse = np.unique(zeros_as_one, return_index=True, return_inverse=True)
         if not len(values):
             return NOTHING
-        counts = np.bincount(same, weights=histogram.counts[place]).astype(np.int64)
+        counts = np.bincount(inverse, weights=histogram.counts[occupied]).astype(np.int64)
         levels, codes = exponent_buckets(values, low[first], high[first], counts, self.bits)
         if not len(levels):
             return NOTHING
-        full = np.zeros(histogram.window.size, np.uint8)
-        full[place] = codes[same]
-        return LevelFit(levels, codes=full)
+        codes_by_bin = np.zeros(histogram.window.size, np.uint8)
+        codes_by_bin[occupied] = codes[inverse]
+        return LevelFit(levels, codes=codes_by_bin)
 
 
 def exponent_buckets(
@@ -81,19 +81,19 @@ def exponent_buckets(
     # Values ascend, so a bucket is a run of bins.
     starts = np.flatnonzero(np.diff(sign, prepend=2) | np.diff(exponent, prepend=exponent[0]))
     ends = np.append(starts[1:], len(v))
-    kept = _promoted(sign[starts], exponent[starts], np.add.reduceat(c, starts), 2**bits - 1)
+    kept = _promote_buckets(sign[starts], exponent[starts], np.add.reduceat(c, starts), 2**bits - 1)
     smallest, largest = v[starts], v[ends - 1]
     levels = (smallest + (largest - smallest) / 2)[kept]
     codes = np.where(kept, np.cumsum(kept), 0).astype(np.uint8)
     return levels, np.repeat(codes, ends - starts)
 
 
-def _promoted(sign: I64, exponent: Integers, population: I64, places: int) -> Mask:
+def _promote_buckets(sign: I64, exponent: Integers, population: I64, max_buckets: int) -> Mask:
     """Return the buckets that are kept, bool[buckets]: by exponent, then population, then positive first."""
     order = np.lexsort((-sign, -population, -exponent))
     order = order[sign[order] != 0]
     kept = np.zeros(len(sign), bool)
-    kept[order[:places]] = True
+    kept[order[:max_buckets]] = True
     return kept
 
 

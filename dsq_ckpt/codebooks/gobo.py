@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest_index
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64, I64, Mask
 
@@ -109,10 +109,10 @@ def l1_kmeans(
         raise ValueError(f"max_iterations is {max_iterations} and tolerance {tolerance}, expected none below 0")
     if len(v) <= bins:
         return v.copy()
-    levels = _equal_populations(v, c, bins)
-    norm, moved = _iterate(v, c, levels)
+    levels = _equal_population_means(v, c, bins)
+    norm, moved = _lloyd_step(v, c, levels)
     for _ in range(max_iterations):
-        candidate, (next_norm, next_moved) = moved, _iterate(v, c, moved)
+        candidate, (next_norm, next_moved) = moved, _lloyd_step(v, c, moved)
         if next_norm >= norm:
             break
         small = norm - next_norm < tolerance * norm
@@ -122,7 +122,7 @@ def l1_kmeans(
     return np.unique(levels)
 
 
-def _equal_populations(values: F64, counts: I64, bins: int) -> F64:
+def _equal_population_means(values: F64, counts: I64, bins: int) -> F64:
     """Return the means of groups of equal population: element ranks [j N / bins, (j + 1) N / bins), rounded down.
 
     A histogram bin may be divided among groups, as its elements would be.  There must be at least ``bins`` elements.
@@ -141,12 +141,12 @@ def _equal_populations(values: F64, counts: I64, bins: int) -> F64:
     return np.unique(np.clip(means, values[at[:-1]], values[last]))
 
 
-def _iterate(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
+def _lloyd_step(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
     """Return the L1 norm of nearest assignment to ``levels``, and the means of the values assigned to each.
 
     A level that is nearest to no value is unchanged.
     """
-    own = nearest(values, levels)
+    own = nearest_index(values, levels)
     gaps = counts * (values - levels[own])
     mass = np.bincount(own, counts, minlength=len(levels))
     shift = np.bincount(own, gaps, minlength=len(levels)) / np.maximum(mass, 1.0)

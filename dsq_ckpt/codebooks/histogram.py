@@ -84,12 +84,12 @@ def as_histogram(values: npt.ArrayLike, counts: npt.ArrayLike) -> tuple[F64, I64
     return v, c
 
 
-def nearest(points: F64, levels: F64) -> I64:
+def nearest_index(points: F64, levels: F64) -> I64:
     """Return the index of the nearest of the ascending `levels` for every point; ties go to the lower one."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, points, side="left")
 
 
-def top(counts: I64, fraction: float) -> Mask:
+def top_mask(counts: I64, fraction: float) -> Mask:
     """Return a mask of the last bins that together hold at most `fraction` of all elements."""
     from_top = np.cumsum(counts[::-1])[::-1]
     return (from_top <= fraction * max(int(counts.sum()), 1)) & (counts > 0)

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit, Weighing
-from dsq_ckpt.codebooks.histogram import Histogram, top
+from dsq_ckpt.codebooks.histogram import Histogram, top_mask
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64, I64, Mask
 
@@ -37,7 +37,7 @@ class KMeans(CodebookConfig):
     seed: int = Field(0, ge=0, description="seed of k-means++ (fit='lloyd')")
 
     @model_validator(mode="after")
-    def _log_has_no_pruning(self) -> KMeans:
+    def _check_log_domain(self) -> KMeans:
         if self.domain == "log" and (self.prune > 0 or self.sigma < 1):
             raise ValueError("domain='log' has no pruning (zeros are kept exactly) and no magnitude weight: "
                              "set prune=0 and sigma=1")
@@ -51,7 +51,7 @@ class KMeans(CodebookConfig):
         points = histogram.window.bit_values() if log else histogram.values
         # Magnitude and sensitivity protect half of the fraction each (DynaQuant, section 4.2).
         protect = self.protect if histogram.rest is None else self.protect / 2
-        forced, pruned = self._thresholds(histogram, 0.0 if by_sensitivity else self.prune, protect)
+        forced, pruned = self._threshold_masks(histogram, 0.0 if by_sensitivity else self.prune, protect)
         if log:
             forced[n:] = True
             forced[[0, n]] = False  # zero of either sign is code 0
@@ -59,14 +59,14 @@ class KMeans(CodebookConfig):
         chosen = (rest > 0) & ~forced & ~pruned
         if not log:
             chosen &= histogram.values != 0
-        levels = self._levels(points[chosen], rest[chosen])
+        levels = self._cluster(points[chosen], rest[chosen])
         # With pruning, the configured fraction is pruned, and zero is not an additional level.
         zero_is_level = not self.prune if by_sensitivity else log or not pruned.any()
         return LevelFit(levels, forced, pruned, zero_is_level=zero_is_level)
 
     @property
     def price(self) -> float:
-        """As configured."""
+        """Value of `rate_distortion`."""
         return self.rate_distortion
 
     @property
@@ -79,27 +79,27 @@ class KMeans(CodebookConfig):
         """As configured, with the half of `protect` decided by sensitivity; None on the logarithmic axis."""
         return None if self.logarithmic else Weighing(self.prune, self.protect / 2, self.metric == "sensitivity")
 
-    def _thresholds(self, histogram: Histogram, prune: float, protect: float) -> tuple[Mask, Mask]:
+    def _threshold_masks(self, histogram: Histogram, prune: float, protect: float) -> tuple[Mask, Mask]:
         """Return masks of protected and of pruned bins: at most these fractions of all elements (section 4.2)."""
-        held = histogram.counts
+        counts = histogram.counts
         order = np.argsort(np.abs(histogram.values), kind="stable")
-        cumulative = np.cumsum(held[order])
+        cumulative = np.cumsum(counts[order])
         total = cumulative[-1] if len(cumulative) else 0
-        forced, pruned = histogram.beyond.copy(), np.zeros(len(held), bool)
+        forced, pruned = histogram.beyond.copy(), np.zeros(len(counts), bool)
         if total:
             if prune:
                 pruned[order[cumulative <= prune * total]] = True
-            forced[order[top(held[order], protect)]] = True
+            forced[order[top_mask(counts[order], protect)]] = True
         return forced, pruned & ~forced
 
-    def _levels(self, points: F64, held: I64) -> F64:
+    def _cluster(self, points: F64, counts: I64) -> F64:
         from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
         from dsq_ckpt.codebooks.algorithms.lloyd import lloyd_kmeans, sample_weights
 
         if not len(points):
             return np.array([1.0])
         order = np.argsort(points)
-        points, weights = points[order], held[order].astype(np.float64)
+        points, weights = points[order], counts[order].astype(np.float64)
         if self.sigma < 1:
             weights = sample_weights(weights, points, self.sigma)
         bins = min(self.bins, len(points))

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import Histogram, top
+from dsq_ckpt.codebooks.histogram import Histogram, top_mask
 from dsq_ckpt.codebooks.registry import register_codebook
 
 
@@ -23,5 +23,5 @@ class Largest(CodebookConfig):
         """Protect the bins of largest magnitude, and prune the others."""
         order = np.argsort(np.abs(histogram.values), kind="stable")
         forced = histogram.beyond.copy()
-        forced[order[top(histogram.counts[order], self.fraction)]] = True
+        forced[order[top_mask(histogram.counts[order], self.fraction)]] = True
         return LevelFit(np.array([1.0]), forced, ~forced)

@@ -12,7 +12,7 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64, I64
 
-_KEEP_STEP = 2**0.25  # the step of the parent is kept within this ratio of the fitted one; a search moves it by more
+_MAX_STEP_RATIO = 2**0.25  # within this ratio of the fitted step, the parent's is kept; a search moves it by more
 
 
 @register_codebook
@@ -33,26 +33,26 @@ class Lattice(CodebookConfig):
     )
 
     @model_validator(mode="after")
-    def _even(self) -> Lattice:
+    def _check_bins_are_even(self) -> Lattice:
         if self.bins % 2:
             raise ValueError(f"bins of a lattice must be even (half of the levels are negative), not {self.bins}")
         return self
 
     def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step. A step near the parent's is replaced by it, so that codes mean the same."""
-        fresh = self.step * (histogram.unit or _body(histogram.counts, histogram.values)) or 1.0
-        before = histogram.parent_step
-        kept = before and 1 / _KEEP_STEP < fresh / before < _KEEP_STEP
-        return multiples(before if kept else fresh, self.bins // 2, histogram)
+        fitted = self.step * (histogram.unit or _trimmed_rms(histogram.counts, histogram.values)) or 1.0
+        parent_step = histogram.parent_step
+        keep = parent_step and 1 / _MAX_STEP_RATIO < fitted / parent_step < _MAX_STEP_RATIO
+        return lattice_levels(parent_step if keep else fitted, self.bins // 2, histogram)
 
     @property
     def price(self) -> float:
-        """As configured."""
+        """Value of `rate_distortion`."""
         return self.rate_distortion
 
     @property
     def gradient_power(self) -> float:
-        """As configured."""
+        """Value of `sensitivity`."""
         return self.sensitivity
 
     def as_fine_as(self, other: CodebookConfig) -> bool:
@@ -62,20 +62,20 @@ class Lattice(CodebookConfig):
         return self == other
 
 
-def multiples(step: float, half: int, histogram: Histogram) -> LevelFit:
-    """Return levels at `half` multiples of a step on each side of zero; values past them are protected."""
-    levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
-    return LevelFit(levels, forced=np.abs(histogram.values) > (half + 0.5) * step, step=step)
+def lattice_levels(step: float, levels_per_sign: int, histogram: Histogram) -> LevelFit:
+    """Return levels at `levels_per_sign` multiples of a step on each side of zero; values past them are protected."""
+    levels = step * np.concatenate([np.arange(-levels_per_sign, 0), np.arange(1, levels_per_sign + 1)])
+    return LevelFit(levels, forced=np.abs(histogram.values) > (levels_per_sign + 0.5) * step, step=step)
 
 
-def _body(held: I64, values: F64) -> float:
+def _trimmed_rms(counts: I64, values: F64) -> float:
     """Return the root mean square without the top 0.5 % of |x|, which a few outliers would dominate."""
     order = np.argsort(np.abs(values), kind="stable")
-    cumulative = np.cumsum(held[order])
+    cumulative = np.cumsum(counts[order])
     kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
-    weight = held[kept]
-    body = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
-    if body == 0.0:  # all zero, or too few distinct values to leave any out
+    weight = counts[kept]
+    rms = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
+    if rms == 0.0:  # all zero, or too few distinct values to leave any out
         finite = np.isfinite(values)
-        body = float((held[finite] * values[finite] ** 2).sum() / max(int(held.sum()), 1)) ** 0.5
-    return body
+        rms = float((counts[finite] * values[finite] ** 2).sum() / max(int(counts.sum()), 1)) ** 0.5
+    return rms

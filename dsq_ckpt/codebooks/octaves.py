@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import MOST_LEVELS, CodebookConfig, Coordinates, LevelFit, RefinementFit
+from dsq_ckpt.codebooks.base import MAX_LEVELS, CodebookConfig, Coordinates, LevelFit, RefinementFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64
 
-_LOOSER = 4.0  # factor of the price of a bit with one level per octave
-_LEAST, _MOST = 2.0, 253.0  # on the axis of bits; half an octave further is still normal and finite
+_COARSER_PRICE_FACTOR = 4.0  # factor of the price of a bit with one level per octave
+_MIN_POINT, _MAX_POINT = 2.0, 253.0  # on the axis of bits; half an octave further is still normal and finite
 
 
 @register_codebook
@@ -41,17 +41,17 @@ class Octaves(CodebookConfig):
         zero, forced = np.zeros(size, bool), np.zeros(size, bool)
         zero[[0, n]] = True
         forced[n + 1 :] = True
-        held = (histogram.counts > 0) & ~histogram.beyond & ~zero & ~forced
-        points = histogram.window.bit_values()[held]
-        per_octave, levels = self.per_octave, self._grid(points, self.per_octave)
-        while len(levels) > MOST_LEVELS:
+        occupied = (histogram.counts > 0) & ~histogram.beyond & ~zero & ~forced
+        points = histogram.window.bit_values()[occupied]
+        per_octave, levels = self.per_octave, self._grid_levels(points, self.per_octave)
+        while len(levels) > MAX_LEVELS:
             per_octave -= 1
-            levels = self._grid(points, per_octave)
+            levels = self._grid_levels(points, per_octave)
         return LevelFit(levels, forced, pruned=zero, step=1 / per_octave, centred=True)
 
     @staticmethod
-    def _grid(points: F64, per_octave: int) -> F64:
-        levels = np.unique((np.rint(points * per_octave) / per_octave).clip(_LEAST, _MOST))
+    def _grid_levels(points: F64, per_octave: int) -> F64:
+        levels = np.unique((np.rint(points * per_octave) / per_octave).clip(_MIN_POINT, _MAX_POINT))
         return levels if levels.size else np.array([127.0])
 
     @property
@@ -62,16 +62,17 @@ class Octaves(CodebookConfig):
         """
         if self.per_octave == 1:
             return None
-        return self.model_copy(update={"per_octave": 1, "rate_distortion": min(_LOOSER * self.rate_distortion, 2.0)})
+        rate_distortion = min(_COARSER_PRICE_FACTOR * self.rate_distortion, 2.0)
+        return self.model_copy(update={"per_octave": 1, "rate_distortion": rate_distortion})
 
     @property
     def logarithmic(self) -> bool:
-        """Always."""
+        """True: distance is measured on the logarithmic axis."""
         return True
 
     @property
     def price(self) -> float:
-        """As configured."""
+        """Value of `rate_distortion`."""
         return self.rate_distortion
 
     def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:

@@ -38,18 +38,18 @@ def register_codebook(cls: _C) -> _C:
 
 
 @cache
-def _adapter(kinds: tuple[type[CodebookConfig], ...]) -> TypeAdapter[Any]:
+def _codebook_adapter(kinds: tuple[type[CodebookConfig], ...]) -> TypeAdapter[Any]:
     any_of_them: Any = Union[kinds]  # noqa: UP007
     return TypeAdapter(Annotated[any_of_them, Field(discriminator="fit")])
 
 
-def _validated(value: Any, usual: Any) -> Any:
+def _validate_codebook(value: Any, handler: Any) -> Any:
     fit = value.get("fit") if isinstance(value, dict) else None
     if isinstance(fit, str) and CODEBOOKS.get(fit) is None:
         CODEBOOKS.load()
     kinds = tuple(dict.fromkeys(CODEBOOKS[fit] for fit in sorted(CODEBOOKS)))
-    return _adapter(kinds).validate_python(value)
+    return _codebook_adapter(kinds).validate_python(value)
 
 
-AnyCodebook = Annotated[SerializeAsAny[CodebookConfig], WrapValidator(_validated)]
+AnyCodebook = Annotated[SerializeAsAny[CodebookConfig], WrapValidator(_validate_codebook)]
 """Any registered codebook, selected by `fit`."""

@@ -16,21 +16,21 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest_index
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64
 
 
 @register_codebook
 class Uniform(CodebookConfig):
-    """QD-Compressor: equal cells over the range of values, as many as their entropy asks for."""
+    """QD-Compressor: equal cells over the range of values, as many as their entropy needs."""
 
     fit: Literal["uniform"] = "uniform"
     min_bins: int = Field(8, ge=2, le=254, description="levels at least")
     max_bins: int = Field(254, ge=2, le=254, description="levels at most")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Uniform:
+    def _check_bin_bounds(self) -> Uniform:
         if self.min_bins > self.max_bins:
             raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
         return self
@@ -93,7 +93,7 @@ def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, ma
     if not 1 <= min_bins <= max_bins:
         raise ValueError(f"min_bins is {min_bins} and max_bins {max_bins}, expected 1 <= min_bins <= max_bins")
     levels = uniform_levels(float(v[0]), float(v[-1]), max_bins)
-    held = np.bincount(nearest(v, levels), c, minlength=len(levels))
-    shares = held[held > 0] / held.sum()
+    level_counts = np.bincount(nearest_index(v, levels), c, minlength=len(levels))
+    shares = level_counts[level_counts > 0] / level_counts.sum()
     entropy = float(-(shares * np.log2(shares)).sum())
     return min(max(2 ** math.ceil(entropy), min_bins), max_bins)

@@ -10,14 +10,14 @@ from pydantic import Field
 
 from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit, RefinementFit
 from dsq_ckpt.codebooks.histogram import Histogram
-from dsq_ckpt.codebooks.lattice import multiples
+from dsq_ckpt.codebooks.lattice import lattice_levels
 from dsq_ckpt.codebooks.registry import register_codebook
 
-_LEVELS = 31  # on each side, far beyond any update
-_WIDER = (2**0.25, 2**0.5, 2**0.75)  # between one number of bits and the next
+_LEVELS_PER_SIGN = 31  # on each side, far beyond any update
+_WIDENING_FACTORS = (2**0.25, 2**0.5, 2**0.75)  # between one number of bits and the next
 
 
-class _ByError(CodebookConfig, ABC):
+class _FirstMomentCodebook(CodebookConfig, ABC):
     """Wide cells, which cost history next to nothing, and as few refinement bits as keep the error of the next update.
 
     A first moment of ten steps ago says nothing about today's. So most of it is in the refinement layer, which the
@@ -35,16 +35,16 @@ class _ByError(CodebookConfig, ABC):
 
     def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step."""
-        return multiples(self.step, _LEVELS, histogram)
+        return lattice_levels(self.step, _LEVELS_PER_SIGN, histogram)
 
     @property
     def price(self) -> float:
-        """As configured."""
+        """Value of `rate_distortion`."""
         return self.rate_distortion
 
     @property
     def update_bound(self) -> float:
-        """As configured."""
+        """Value of `error`."""
         return self.error
 
     def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
@@ -53,14 +53,14 @@ class _ByError(CodebookConfig, ABC):
             error, widened = squared_error(bits, 1.0) ** 0.5, 1.0
             if error <= self.error:
                 break
-        for wider in _WIDER if bits and self.error else ():
-            if (larger := squared_error(bits, wider) ** 0.5) <= self.error:
-                error, widened = larger, wider
+        for factor in _WIDENING_FACTORS if bits and self.error else ():
+            if (factor_error := squared_error(bits, factor) ** 0.5) <= self.error:
+                error, widened = factor_error, factor
         return RefinementFit(bits, widened, error)
 
 
 @register_codebook
-class Update(_ByError):
+class Update(_FirstMomentCodebook):
     """Adam's first moments: cells of m / sqrt(v) of the same element."""
 
     coordinates: ClassVar[Coordinates] = "update"
@@ -69,7 +69,7 @@ class Update(_ByError):
 
 
 @register_codebook
-class Relative(_ByError):
+class Relative(_FirstMomentCodebook):
     """Momentum without a second moment, as of SGD: cells in root mean squares of each tensor."""
 
     coordinates: ClassVar[Coordinates] = "relative"

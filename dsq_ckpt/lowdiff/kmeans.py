@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from dsq_ckpt import kernels
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
-from dsq_ckpt.codebooks.histogram import nearest
+from dsq_ckpt.codebooks.histogram import nearest_index
 from dsq_ckpt.core.arrays import F32, U8
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
 from dsq_ckpt.lowdiff.base_compressor import GradientInfo
@@ -232,7 +232,7 @@ def quantize_shard(values: F32, max_levels: int) -> tuple[F32, U8]:
     means[np.abs(means).argmin()] = 0.0
     levels = np.unique(means.astype(np.float32) + np.float32(0.0))  # one zero, positive
     with np.errstate(invalid="ignore"):
-        table = nearest(np.where(np.isfinite(representatives), representatives, 0.0), levels.astype(np.float64))
+        table = nearest_index(np.where(np.isfinite(representatives), representatives, 0.0), levels.astype(np.float64))
     kernels.quantize(values, None, 0, window.lo, window.hi, 1.0, table.astype(np.uint8)[None], codes)
     return levels, codes
 

@@ -34,7 +34,7 @@ def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int
 
 
 @jit
-def _greedy(values: Any, weights: Any, bins: int, stride: float, moves: int) -> Any:
+def _search_greedily(values: Any, weights: Any, bins: int, stride: float, moves: int) -> Any:
     """Search as ``adaptive_range`` does: ``moves`` strides, each at the end where the error grows less."""
     first, last = values[0], values[-1]
     best_low, best_high = first, last
@@ -88,5 +88,5 @@ def adaptive_range(
     stride = float(v[-1] - v[0]) / step_bins
     # Whole strides are counted, not ends compared; the products are freed of rounding (0.07 * 100 is above 7).
     moves = min(math.ceil(round(search_range * step_bins, 9)), step_bins - 1)
-    low, high = _greedy(v, c.astype(np.float64), bins, stride, moves)
+    low, high = _search_greedily(v, c.astype(np.float64), bins, stride, moves)
     return float(low), float(high)

@@ -97,7 +97,7 @@ def lloyd_kmeans(
     p, w = p[w > 0], w[w > 0]
     k = min(k, p.size)
     levels = seed_levels(p, w, k, np.random.default_rng(seed))
-    moved_enough = tolerance * (p[-1] - p[0])
+    min_shift = tolerance * (p[-1] - p[0])
     for _ in range(max_iterations):
         nearest = np.searchsorted(0.5 * (levels[:-1] + levels[1:]), p)
         mass = np.bincount(nearest, w, minlength=k)
@@ -106,6 +106,6 @@ def lloyd_kmeans(
         moved = np.where(mass > 0, sums / np.where(mass > 0, mass, 1.0), levels)
         shift = np.abs(moved - levels).max()
         levels = np.sort(moved)
-        if shift <= moved_enough:
+        if shift <= min_shift:
             break
     return levels

@@ -10,8 +10,8 @@ from functools import cache, cached_property
 import numpy as np
 
 from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
-from dsq_ckpt.codebooks.base import FINER_COSTS, MOST_LEVELS
-from dsq_ckpt.codebooks.histogram import nearest
+from dsq_ckpt.codebooks.base import MAX_EXTRA_BITS, MAX_LEVELS
+from dsq_ckpt.codebooks.histogram import nearest_index
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
@@ -148,7 +148,7 @@ def fit_group(
     fitted = _fit_with_or_without_parent(sketch, config, parent, refinement_bits)
     if parent is None or config.coarser is None:
         return fitted
-    more = FINER_COSTS[min(deltas, len(FINER_COSTS) - 1)]
+    more = MAX_EXTRA_BITS[min(deltas, len(MAX_EXTRA_BITS) - 1)]
     coarser = fitted
     if math.isfinite(more):
         coarser = _fit_with_or_without_parent(sketch, config.coarser, parent, refinement_bits)
@@ -197,9 +197,9 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     if proposal.codes is not None:
         base = proposal.codes.copy()
     elif proposal.zero_is_level:
-        base = codes[nearest(np.where(finite, points, 0.0), positions)]
+        base = codes[nearest_index(np.where(finite, points, 0.0), positions)]
     else:
-        base = (nearest(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
+        base = (nearest_index(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
     base[pruned] = 0
     protected = len(levels) + 1
     base[forced] = protected
@@ -245,8 +245,8 @@ def _check_proposal(config: CodebookConfig, proposal: LevelFit, window: KeyWindo
     """Raise `ConfigError` if a proposal could not be stored or read correctly."""
     levels = np.asarray(proposal.levels)
     masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
-    if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MOST_LEVELS:
-        found = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MOST_LEVELS}]"
+    if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MAX_LEVELS:
+        found = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MAX_LEVELS}]"
     elif not np.isfinite(levels).all() or (np.diff(levels) < 0).any():
         found = "levels that are not finite or do not ascend"
     elif config.logarithmic and not (levels > 0).all():
