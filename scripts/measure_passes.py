@@ -39,8 +39,9 @@ from dsq_ckpt.engine.history import SaveHistory
 PACKAGE = Path(dsq_ckpt.__file__).parent
 PASSES: dict[str, tuple[str, ...]] = {
     "sketches": (
-        "kernels/cpu.py:_count_keys", "kernels/cpu.py:_fold", "kernels/cpu.py:_count_bins", "kernels/cpu.py:sketch",
-        "kernels/cpu.py:_count_octaves", "kernels/cpu.py:octaves", "kernels/cpu.py:joint_sketch",
+        "kernels/cpu.py:_count_keys", "kernels/cpu.py:_add_key_counts", "kernels/cpu.py:_count_bins",
+        "kernels/cpu.py:sketch", "kernels/cpu.py:_count_octaves", "kernels/cpu.py:count_octaves",
+        "kernels/cpu.py:joint_sketch",
     ),
     "codes": ("kernels/cpu.py:_look_up", "kernels/cpu.py:quantize", "kernels/cpu.py:gather_protected"),
     "refinement": (

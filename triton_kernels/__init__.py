@@ -27,7 +27,7 @@ from dsq_ckpt.kernels.importance import PROTECT, PRUNE
 from .changed_codes import apply_changes, changed_codes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
-from .importance import classes, importance
+from .importance import classify, compute_importance
 from .pack import pack, unpack
 from .protected import gather_protected
 from .quantize import quantize, refine
@@ -42,11 +42,11 @@ __all__ = [
     "apply_changes",
     "blend",
     "changed_codes",
-    "classes",
+    "classify",
+    "compute_importance",
     "dequantize",
     "dequantize_refined",
     "gather_protected",
-    "importance",
     "joint_sketch",
     "pack",
     "quantize",

@@ -1,4 +1,4 @@
-"""The kernels of this package as ``dsq_ckpt.kernels.dispatch.Backend``."""
+"""The kernels of this package as ``dsq_ckpt.kernels.backend.Backend``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import sensitivity as _sensitivity
 from .changed_codes import apply_changes, changed_codes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
-from .importance import classes, importance
+from .importance import classify, compute_importance
 from .pack import pack, unpack
 from .protected import gather_protected
 from .quantize import quantize, refine
@@ -28,9 +28,9 @@ class TritonBackend:
 
     name = "triton"
 
-    classes = staticmethod(classes)
+    classify = staticmethod(classify)
     gather_protected = staticmethod(gather_protected)
-    importance = staticmethod(importance)
+    compute_importance = staticmethod(compute_importance)
     changed_codes = staticmethod(changed_codes)
     sketch = staticmethod(sketch)
     unpack = staticmethod(unpack)

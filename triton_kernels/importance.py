@@ -19,7 +19,7 @@ from .launch import launch, parts
 _PRUNE, _PROTECT = tl.constexpr(PRUNE), tl.constexpr(PROTECT)
 
 
-def importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+def compute_importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
     """Compute ``|weight * average|`` in fp32, in one pass.
 
     Args:
@@ -40,7 +40,7 @@ def importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def classes(importance: torch.Tensor, prune_below: float, protect_from: float) -> torch.Tensor:
+def classify(importance: torch.Tensor, prune_below: float, protect_from: float) -> torch.Tensor:
     """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
 
     Args:

@@ -18,7 +18,7 @@ def run(as_json: bool) -> None:
     if failed:
         raise output.fail(f"{len(failed)} kernel(s) could not be compiled: {failed[0]!r}")
     took, directories = time.monotonic() - began, jit.cache_directories()
-    compiled = jit.compilations()
+    compiled = jit.count_compilations()
     kept = sum(file.stat().st_size for directory in directories for file in Path(directory).glob("*.nb[ci]"))
     if as_json:
         output.print_json({

@@ -58,7 +58,7 @@ def _run_sketch(elements: int) -> None:
 
 def _run_joint_sketch() -> None:
     kernels.joint_sketch(_X, _CODES, 4, *_SPAN, np.zeros((5, FULL.size), np.int64))
-    kernels.octaves(_X, np.zeros(512, np.int64))
+    kernels.count_octaves(_X, np.zeros(512, np.int64))
 
 
 def _run_quantize(rows: int) -> None:
@@ -136,7 +136,7 @@ def _run_huffman() -> None:
 
 
 def _run_importance() -> None:
-    kernels.classes(kernels.importance(_X, _X), 0.1, 0.2)
+    kernels.classify(kernels.compute_importance(_X, _X), 0.1, 0.2)
 
 
 def _run_compensate() -> None:
@@ -149,8 +149,8 @@ def _run_scan() -> None:
 
     place, nonzero, ones = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), torch.ones(128)
     for dtype in (torch.float32, torch.bfloat16):
-        scan.gather([ones.to(dtype)], place, [1], torch.empty(1, dtype=dtype), nonzero)
-    scan.factor_between([ones], [1.0, 2.0], [2 * ones])
+        scan.gather_elements([ones.to(dtype)], place, [1], torch.empty(1, dtype=dtype), nonzero)
+    scan.find_scale([ones], [1.0, 2.0], [2 * ones])
     scan.Samples([ones], 2).take()
 
 
@@ -256,7 +256,7 @@ def wait(group: Group) -> None:
     announced = False
     while _background.is_pending(group):
         run_pending_handlers()
-        if not announced and time.monotonic() - began >= _QUIET_SECONDS and jit.compilations():
+        if not announced and time.monotonic() - began >= _QUIET_SECONDS and jit.count_compilations():
             announced = True
             with suppress(Exception):
                 _log_wait()
@@ -296,7 +296,7 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
                     left.append(task)
                     continue
                 try:
-                    with jit.fork_waits():  # import locks held during a fork stay locked in the child
+                    with jit.block_forks():  # import locks held during a fork stay locked in the child
                         task()
                 except Exception as error:
                     failed.append(error)

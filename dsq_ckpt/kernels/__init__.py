@@ -6,41 +6,41 @@ signature and bit-identical results.  This package exports the implementations f
 
 from dsq_ckpt.kernels.compensation import compensate
 from dsq_ckpt.kernels.cpu import (
+    count_octaves,
     dequantize,
     dequantize_refined,
     from_bf16,
     gather_protected,
     joint_sketch,
-    octaves,
     quantize,
     refine,
     sketch,
     to_bf16,
 )
-from dsq_ckpt.kernels.cpu_decode import positions_of, refined_table, table_of
+from dsq_ckpt.kernels.cpu_decode import find_positions, refined_value_table, value_table
 from dsq_ckpt.kernels.cpu_pack import pack, unpack
-from dsq_ckpt.kernels.importance import PROTECT, PRUNE, classes, importance, thresholds
+from dsq_ckpt.kernels.importance import PROTECT, PRUNE, classify, compute_importance, importance_thresholds
 
 __all__ = [
     "PROTECT",
     "PRUNE",
-    "classes",
+    "classify",
     "compensate",
+    "compute_importance",
+    "count_octaves",
     "dequantize",
     "dequantize_refined",
+    "find_positions",
     "from_bf16",
     "gather_protected",
-    "importance",
+    "importance_thresholds",
     "joint_sketch",
-    "octaves",
     "pack",
-    "positions_of",
     "quantize",
     "refine",
-    "refined_table",
+    "refined_value_table",
     "sketch",
-    "table_of",
-    "thresholds",
     "to_bf16",
     "unpack",
+    "value_table",
 ]

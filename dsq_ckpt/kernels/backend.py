@@ -107,8 +107,8 @@ class Backend(Protocol):
     ) -> None:
         """Add ``|parameter * average|`` to ``counts``, int64[FULL.size]; ``new`` is blended into ``average`` first."""
 
-    def importance(self, weight: Tensor, average: Tensor) -> Tensor:
+    def compute_importance(self, weight: Tensor, average: Tensor) -> Tensor:
         """Return ``|weight * average|``, float32[n]."""
 
-    def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
+    def classify(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
         """Return the class of each element, uint8[n]."""

@@ -35,9 +35,9 @@ def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int,
         ValueError: the array does not satisfy this.
     """
     if array.dtype != dtype or not array.flags.c_contiguous or (shape is not None and array.shape != shape):
-        wanted = f"{np.dtype(dtype)}{list(shape) if shape is not None else ''}"
+        expected = f"{np.dtype(dtype)}{list(shape) if shape is not None else ''}"
         found = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
-        raise ValueError(f"{name}: expected C-contiguous {wanted}, got {found}")
+        raise ValueError(f"{name}: expected C-contiguous {expected}, got {found}")
 
 
 def check_below(name: str, symbols: Array, limit: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from dsq_ckpt.core.arrays import F32, U8
 from dsq_ckpt.kernels.checks import check_array, scale_factor
-from dsq_ckpt.kernels.cpu import indices, scale_bits
+from dsq_ckpt.kernels.cpu import compute_indices, scaled_bits
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import KeyWindow
 
@@ -21,15 +21,15 @@ def _compensate(values, factors, lo, hi, inv_scale, table, levels):  # type: ign
     index = np.empty(outputs, np.uint32)
     errors = np.empty(outputs, np.float32)
     for i in range(inputs):
-        now = values[i]
-        indices(scale_bits(now, inv_scale, buffer), None, 0, lo, hi, index)
+        row_values = values[i]
+        compute_indices(scaled_bits(row_values, inv_scale, buffer), None, 0, lo, hi, index)
         for column in range(outputs):
             code = table[index[column]]
-            errors[column] = now[column] - levels[code] if code < levels.size else np.float32(0.0)
+            errors[column] = row_values[column] - levels[code] if code < levels.size else np.float32(0.0)
         for j in range(i + 1, inputs):
-            factor, later = factors[i, j], values[j]
+            factor, later_values = factors[i, j], values[j]
             for column in range(outputs):
-                later[column] -= factor * errors[column]
+                later_values[column] -= factor * errors[column]
 
 
 def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, table: U8, levels: F32) -> None:

@@ -20,17 +20,17 @@ import numpy as np
 
 from dsq_ckpt.core.arrays import F32, F64, I64, U8, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
-from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, from_bf16, positions_of, to_bf16
+from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, find_positions, from_bf16, to_bf16
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import NON_FINITE, SHIFT, KeyWindow
 
 __all__ = [
+    "count_octaves",
     "dequantize",
     "dequantize_refined",
     "from_bf16",
     "gather_protected",
     "joint_sketch",
-    "octaves",
     "quantize",
     "refine",
     "sketch",
@@ -55,7 +55,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 @jit
-def scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
+def scaled_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
     """Return the fp32 bits of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
     if inv_scale == np.float32(1.0):
         return x.view(np.uint32)
@@ -65,7 +65,7 @@ def scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
 
 
 @jit
-def indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
+def compute_indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
     """Write ``parent * size + KeyWindow.bin_of`` of each fp32 number to ``index`` (uint32); parent may be None.
 
     Every step is cast back to 32 bits: Numba's integer sums are 64 bits wide, half as many per vector.
@@ -94,8 +94,8 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
     for start in range(0, x.size, BLOCK):
-        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
-        indices(bits, parent, start, lo, hi, index)
+        bits = scaled_bits(x[start : start + BLOCK], inv_scale, buffer)
+        compute_indices(bits, parent, start, lo, hi, index)
         fours = bits.size // 4
         for i in range(fours):
             one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
@@ -115,7 +115,7 @@ def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
     one = np.uint32(1)
     low_shift, high_shift, mask = np.uint64(SHIFT), np.uint64(SHIFT + 32), np.uint64(KEYS - 1)
     for start in range(0, x.size, BLOCK):
-        pairs = scale_bits(x[start : start + BLOCK], inv_scale, buffer).view(np.uint64)
+        pairs = scaled_bits(x[start : start + BLOCK], inv_scale, buffer).view(np.uint64)
         twos = pairs.size // 2
         for i in range(twos):
             first, second = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
@@ -128,7 +128,7 @@ def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
             odd[pairs[j] >> high_shift] += one
 
 
-def _fold(ways: U32, window: KeyWindow, counts: I64) -> None:
+def _add_key_counts(ways: U32, window: KeyWindow, counts: I64) -> None:
     """Add the histogram of all keys to the bins of a window."""
     # axis: sign, magnitude key
     keys = ways.sum(axis=0, dtype=np.int64).reshape(2, KEYS // 2)
@@ -145,7 +145,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (window.size,))
     factor = scale_factor(inv_scale)
-    if x.size < 4 * KEYS:  # too few elements for _fold to pay off
+    if x.size < 4 * KEYS:  # too few elements for all keys to pay off
         _count_bins(x, None, lo, hi, factor, counts)
         return
     first = x.ctypes.data // 4 % 2
@@ -155,7 +155,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
     for start in range(first, last, PIECE):
         ways = np.zeros((WAYS, KEYS), np.uint32)
         _count_keys(x[start : min(start + PIECE, last)], factor, ways)
-        _fold(ways, window, counts)
+        _add_key_counts(ways, window, counts)
 
 
 def joint_sketch(
@@ -187,8 +187,8 @@ def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
         first[bits[j] >> shift] += 1
 
 
-def octaves(x: F32, counts: I64) -> None:
-    """Implement ``reference.octaves``."""
+def count_octaves(x: F32, counts: I64) -> None:
+    """Implement ``reference.count_octaves``."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
     ways = np.zeros((4, 512), np.int64)
@@ -203,8 +203,8 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
     for start in range(0, x.size, BLOCK):
-        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
-        indices(bits, parent, start, lo, hi, index)
+        bits = scaled_bits(x[start : start + BLOCK], inv_scale, buffer)
+        compute_indices(bits, parent, start, lo, hi, index)
         out = codes[start : start + BLOCK]
         fours = bits.size // 4
         for i in range(fours):
@@ -235,12 +235,12 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
     """Implement ``reference.gather_protected``."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
-    bits: U32 = x.view(np.uint32)[positions_of(codes, protected_code)]
+    bits: U32 = x.view(np.uint32)[find_positions(codes, protected_code)]
     return bits
 
 
 @jit
-def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
+def _cell_symbol(u, low, steps, top):  # type: ignore[no-untyped-def]
     """Return ``clip(floor((u - low) * steps), 0, top)``; 0 for NaN."""
     t = (u - low) * steps
     t = t if t > 0.0 else 0.0
@@ -250,18 +250,18 @@ def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
 @jit
 def _refine_linear(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        out[i] = _place(np.float64(x[i] * inv_scale), low[codes[i]], steps[codes[i]], top)
+        out[i] = _cell_symbol(np.float64(x[i] * inv_scale), low[codes[i]], steps[codes[i]], top)
 
 
 @jit
 def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
     buffer = np.empty(BLOCK, np.float32)
     for start in range(0, x.size, BLOCK):
-        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        bits = scaled_bits(x[start : start + BLOCK], inv_scale, buffer)
         block, part = codes[start : start + BLOCK], out[start : start + BLOCK]
         for i in range(bits.size):
             u = np.float64(np.int32(bits[i] & np.uint32(0x7FFFFFFF)))
-            part[i] = _place(u, low[block[i]], steps[block[i]], top)
+            part[i] = _cell_symbol(u, low[block[i]], steps[block[i]], top)
 
 
 def refine(

@@ -13,22 +13,22 @@ BLOCK = 4096
 
 
 @jit
-def count_code(codes, wanted):  # type: ignore[no-untyped-def]
-    """Return the number of ``codes`` equal to ``wanted``, both uint8."""
+def count_code(codes, code):  # type: ignore[no-untyped-def]
+    """Return the number of ``codes`` equal to ``code``, both uint8."""
     total = 0
     for start in range(0, codes.size, 128):
         block = codes[start : start + 128]
         # Counters have eight bits, so that 64 fit a vector; 128 elements cannot overflow them.
         hits = np.uint8(0)
         for i in range(block.size):
-            hits = np.uint8(hits + np.uint8(block[i] == wanted))
+            hits = np.uint8(hits + np.uint8(block[i] == code))
         total += np.int64(hits)
     return total
 
 
 @jit
-def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
-    """Write the positions of ``wanted`` to ``positions``, which must be long enough."""
+def _write_positions(codes, code, positions):  # type: ignore[no-untyped-def]
+    """Write the positions of ``code`` to ``positions``, which must be long enough."""
     words = np.empty(BLOCK // 8, np.uint64)
     flags = words.view(np.uint8)
     found = 0
@@ -36,7 +36,7 @@ def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
         block = codes[start : start + BLOCK]
         used = (block.size + 7) // 8
         for i in range(block.size):
-            flags[i] = np.uint8(block[i] == wanted)
+            flags[i] = np.uint8(block[i] == code)
         for i in range(block.size, 8 * used):
             flags[i] = np.uint8(0)
         # Protected elements are rare: most words are zero, which skips eight codes at a time.
@@ -48,20 +48,20 @@ def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
                         found += 1
 
 
-def positions_of(codes: U8, code: int) -> I64:
+def find_positions(codes: U8, code: int) -> I64:
     """Return the positions of ``code`` in ``codes``, ascending, int64[m]; none for a code outside 0..255."""
     if not 0 <= code < 256:
         return np.empty(0, np.int64)
     positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
     if positions.size:
-        _find(codes, np.uint8(code), positions)
+        _write_positions(codes, np.uint8(code), positions)
     return positions
 
 
 def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
-    where = positions_of(codes, protected_code)
-    served = where[: protected.size]
-    out[served] = protected[: served.size]
+    where = find_positions(codes, protected_code)
+    filled = where[: protected.size]
+    out[filled] = protected[: filled.size]
     return int(where.size)
 
 
@@ -78,7 +78,7 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
     check_below("codes", codes, levels.size)
-    look_up(codes, table_of(levels, scale), out)
+    look_up(codes, value_table(levels, scale), out)
     return _fill_protected(codes, protected_code, protected, out)
 
 
@@ -90,14 +90,14 @@ def look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-un
         out[i] = values[np.uint32(np.uint32(codes[i]) << shift) | np.uint32(refinement[i])]
 
 
-def table_of(levels: F32, scale: float) -> F32:
+def value_table(levels: F32, scale: float) -> F32:
     """Return the value of each code without refinement, by the formula of ``reference.dequantize``."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values: F32 = levels.astype(np.float32) * np.float32(scale)
     return values
 
 
-def refined_table(
+def refined_value_table(
     bits: int, low: F64, width: F64, sign: F64, levels: F32, scale: float, log_domain: bool
 ) -> F32:
     """Return the value of each (code, symbol), by the formula of ``reference.dequantize_refined``."""
@@ -136,7 +136,7 @@ def dequantize_refined(
     check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
     check_below("refinement", refinement, 1 << bits)
     used = int(codes.max()) + 1 if codes.size else 0  # later rows are never read
-    value = refined_table(bits, low[:used], width[:used], sign[:used], levels[:used], scale, log_domain)
+    value = refined_value_table(bits, low[:used], width[:used], sign[:used], levels[:used], scale, log_domain)
     look_up_refined(codes, refinement, bits, value.reshape(-1), out)
     return _fill_protected(codes, protected_code, protected, out)
 

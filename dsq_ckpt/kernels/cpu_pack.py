@@ -27,21 +27,21 @@ def _masks(bits):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _whole(groups, bits, size):  # type: ignore[no-untyped-def]
+def _count_word_groups(groups, bits, size):  # type: ignore[no-untyped-def]
     """Return the number of groups that can be accessed as eight bytes, including bytes of the next group."""
     return min(groups, max(0, (size - 8) // bits + 1))
 
 
 @jit
 def _pack(words, bits, out):  # type: ignore[no-untyped-def]
-    low, high, by, low2, high2, by2, low4, high4, by4 = _masks(bits)
-    whole = _whole(words.size, bits, out.size)
+    low, high, shift, low2, high2, shift2, low4, high4, shift4 = _masks(bits)
+    word_groups = _count_word_groups(words.size, bits, out.size)
     for group in range(words.size):
         word = words[group]
-        word = word & low | word >> by & high
-        word = word & low2 | word >> by2 & high2
-        word = word & low4 | word >> by4 & high4
-        if group < whole:  # one store; the next group overwrites its excess bytes
+        word = word & low | word >> shift & high
+        word = word & low2 | word >> shift2 & high2
+        word = word & low4 | word >> shift4 & high4
+        if group < word_groups:  # one store; the next group overwrites its excess bytes
             for i in range(8):
                 out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
         else:
@@ -51,22 +51,22 @@ def _pack(words, bits, out):  # type: ignore[no-untyped-def]
 
 @jit
 def _unpack(packed, bits, out):  # type: ignore[no-untyped-def]
-    low, high, by, low2, high2, by2, low4, high4, by4 = _masks(bits)
-    whole = _whole(out.size, bits, packed.size)
+    low, high, shift, low2, high2, shift2, low4, high4, shift4 = _masks(bits)
+    word_groups = _count_word_groups(out.size, bits, packed.size)
     for group in range(out.size):
         word = np.uint64(0)
-        if group < whole:
+        if group < word_groups:
             for i in range(8):
                 word |= np.uint64(packed[bits * group + i]) << np.uint64(8 * i)
         else:
             for i in range(bits):
                 word |= np.uint64(packed[bits * group + i]) << np.uint64(8 * i)
-        word = word & low4 | (word & high4) << by4
-        word = word & low2 | (word & high2) << by2
-        out[group] = word & low | (word & high) << by
+        word = word & low4 | (word & high4) << shift4
+        word = word & low2 | (word & high2) << shift2
+        out[group] = word & low | (word & high) << shift
 
 
-def _words(symbols: U8) -> Array:
+def _as_words(symbols: U8) -> Array:
     words = symbols.view(np.uint64)
     return words if words.flags.aligned else words.copy()
 
@@ -78,7 +78,7 @@ def pack(symbols: U8, bits: int) -> U8:
     check_below("symbols", symbols, 1 << bits)
     whole = symbols.size // 8 * 8
     out = np.empty((symbols.size * bits + 7) // 8, np.uint8)
-    _pack(_words(symbols[:whole]), bits, out[: whole // 8 * bits])
+    _pack(_as_words(symbols[:whole]), bits, out[: whole // 8 * bits])
     if whole < symbols.size:
         last, tail = np.zeros(8, np.uint8), np.empty(bits, np.uint8)
         last[: symbols.size - whole] = symbols[whole:]
@@ -93,7 +93,7 @@ def unpack(packed: U8, bits: int, out: U8) -> None:
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))
     whole = out.size // 8 * 8
-    words = _words(out[:whole])
+    words = _as_words(out[:whole])
     _unpack(packed[: whole // 8 * bits], bits, words)
     if not np.shares_memory(words, out):
         out[:whole] = words.view(np.uint8)

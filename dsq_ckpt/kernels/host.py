@@ -32,31 +32,35 @@ class HostBackend:
 
     def __init__(self, name: str, operations: Any) -> None:
         self.name = name
-        self._do = operations
+        self._operations = operations
 
     def check(self) -> None:
         """Do nothing: operations raise at once."""
 
     def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
         """Implement ``reference.sketch``."""
-        self._do.sketch(_floats(x), lo, hi, inv_scale, _array(counts))
+        self._operations.sketch(_fp32_array(x), lo, hi, inv_scale, _array(counts))
 
     def joint_sketch(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
         """Implement ``reference.joint_sketch``."""
-        self._do.joint_sketch(_floats(x), _or_none(parent), context, lo, hi, inv_scale, _array(counts))
+        self._operations.joint_sketch(
+            _fp32_array(x), _optional_array(parent), context, lo, hi, inv_scale, _array(counts)
+        )
 
     def quantize(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> None:
         """Implement ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
-        values = _floats(x)
-        self._do.quantize(values, _or_none(parent), context, lo, hi, inv_scale, _array(table), _array(codes))
+        values = _fp32_array(x)
+        self._operations.quantize(
+            values, _optional_array(parent), context, lo, hi, inv_scale, _array(table), _array(codes)
+        )
         if refinement is not None:
             low, inv_width, bits, log_domain, out = refinement
-            self._do.refine(
+            self._operations.refine(
                 values, _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
             )
 
@@ -65,9 +69,9 @@ class HostBackend:
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Implement ``reference.gather_protected``.  All elements are returned, whatever the capacity."""
-        bits = self._do.gather_protected(_floats(x), _array(codes), protected_code)
+        bits = self._operations.gather_protected(_fp32_array(x), _array(codes), protected_code)
         if bf16:
-            halves = self._do.to_bf16(bits)
+            halves = self._operations.to_bf16(bits)
             bits = np.where((halves & 0x7FFF) == 0x7F80, halves - 1, halves).astype(np.uint16)
         return torch.from_numpy(bits), torch.tensor(len(bits), device="cpu")
 
@@ -76,39 +80,39 @@ class HostBackend:
         out: Tensor,
     ) -> None:
         """Implement ``reference.refine``."""
-        self._do.refine(
-            _floats(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
+        self._operations.refine(
+            _fp32_array(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
         )
 
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
         """Implement ``reference.dequantize``."""
-        values = _decoded(out)
-        used = self._do.dequantize(
+        values = _fp32_output(out)
+        used = self._operations.dequantize(
             _array(codes), _array(levels), scale, protected_code, _array(protected), _array(values)
         )
-        return _finished(values, out, used)
+        return _copy_to_output(values, out, used)
 
     def dequantize_refined(
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
         """Implement ``reference.dequantize_refined``."""
-        values = _decoded(out)
-        used = self._do.dequantize_refined(
+        values = _fp32_output(out)
+        used = self._operations.dequantize_refined(
             _array(codes), _array(refinement), bits, _array(low), _array(width), _array(sign), _array(levels), scale,
             protected_code, _array(protected), log_domain, _array(values),
         )
-        return _finished(values, out, used)
+        return _copy_to_output(values, out, used)
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
         """Implement ``reference.pack``."""
-        return torch.from_numpy(self._do.pack(_array(symbols), bits))
+        return torch.from_numpy(self._operations.pack(_array(symbols), bits))
 
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
         """Implement ``reference.unpack``."""
-        self._do.unpack(_array(packed), bits, _array(out))
+        self._operations.unpack(_array(packed), bits, _array(out))
 
     def changed_codes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
@@ -136,23 +140,24 @@ class HostBackend:
         """Add the sketch of ``importance`` over the full window."""
         if new is not None:
             self.blend(average, new, weight)
-        self._do.sketch(kernels.importance(_floats(parameter), _array(average)), FULL.lo, FULL.hi, 1.0, _array(counts))
+        importance = kernels.compute_importance(_fp32_array(parameter), _array(average))
+        self._operations.sketch(importance, FULL.lo, FULL.hi, 1.0, _array(counts))
 
-    def importance(self, weight: Tensor, average: Tensor) -> Tensor:
-        """Implement ``kernels.importance``."""
-        return torch.from_numpy(kernels.importance(_floats(weight), _array(average)))
+    def compute_importance(self, weight: Tensor, average: Tensor) -> Tensor:
+        """Implement ``kernels.compute_importance``."""
+        return torch.from_numpy(kernels.compute_importance(_fp32_array(weight), _array(average)))
 
-    def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
-        """Implement ``kernels.classes``."""
-        return torch.from_numpy(kernels.classes(_array(importance), prune_below, protect_from))
+    def classify(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
+        """Implement ``kernels.classify``."""
+        return torch.from_numpy(kernels.classify(_array(importance), prune_below, protect_from))
 
 
-def numba() -> HostBackend:
+def numba_backend() -> HostBackend:
     """Return the backend that the CPU uses."""
     return HostBackend("numba", kernels)
 
 
-def numpy() -> HostBackend:
+def reference_backend() -> HostBackend:
     """Return the reference backend, with which all others are compared."""
     return HostBackend("reference", reference)
 
@@ -164,22 +169,22 @@ def _array(tensor: Tensor) -> Array:
     return array
 
 
-def _or_none(tensor: Tensor | None) -> Array | None:
+def _optional_array(tensor: Tensor | None) -> Array | None:
     return None if tensor is None else _array(tensor)
 
 
-def _floats(tensor: Tensor) -> Array:
+def _fp32_array(tensor: Tensor) -> Array:
     if tensor.dtype == torch.float16:
         return _array(tensor).astype(np.float32)  # torch loses the sign of some NaN
     return _array(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
 
-def _decoded(out: Tensor) -> Tensor:
+def _fp32_output(out: Tensor) -> Tensor:
     """Return the fp32 tensor to decode into: `out` or, for other dtypes, a tensor that is then rounded to `out`."""
     return torch.empty(out.shape, dtype=torch.float32, device="cpu") if out.dtype in _HALVES else out
 
 
-def _finished(values: Tensor, out: Tensor, used: int) -> Tensor:
+def _copy_to_output(values: Tensor, out: Tensor, used: int) -> Tensor:
     if values is not out:
         out.copy_(values)
     return torch.tensor(used, device="cpu")

@@ -26,7 +26,7 @@ def _importance(weight, average, out):  # type: ignore[no-untyped-def]
         out[i] = abs(weight[i] * average[i])
 
 
-def importance(weight: F32, average: F32) -> F32:
+def compute_importance(weight: F32, average: F32) -> F32:
     """Compute ``|weight * average|`` in fp32, in one pass.
 
     Args:
@@ -47,7 +47,7 @@ def importance(weight: F32, average: F32) -> F32:
     return out
 
 
-def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]:
+def importance_thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]:
     """Return the magnitudes below which to prune, and at or above which to protect.
 
     At most these fractions are pruned and protected, in whole bins: a bin with more elements than remain of its
@@ -60,7 +60,7 @@ def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]
         prune: fraction of all elements, the smallest ones.
 
     Returns:
-        ``(prune_below, protect_from)`` for ``classes``: the upper edge of the last bin that is pruned, 0 if none is,
+        ``(prune_below, protect_from)`` for ``classify``: the upper edge of the last bin that is pruned, 0 if none is,
         and the lower edge of the first that is protected, infinity if none is.  All are fp32 numbers but for
         ``2**128``, past the largest one.
 
@@ -72,22 +72,22 @@ def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]
         raise ValueError(f"protect {protect} and prune {prune} are not fractions of one whole")
     magnitudes = counts.reshape(2, FULL.n).sum(axis=0)
     total = int(magnitudes.sum())
-    # Bin b of the full window, "under" included, is [inner[b], inner[b + 1]); its bin "over" is always empty.
-    inner = np.concatenate(([0.0], key_edges(np.arange(FULL.lo, FULL.hi + 1))))
-    finite, beyond = magnitudes[: inner.size - 1], int(magnitudes[inner.size - 1 :].sum())
+    # Bin b of the full window, "under" included, is [edges[b], edges[b + 1]); its bin "over" is always empty.
+    edges = np.concatenate(([0.0], key_edges(np.arange(FULL.lo, FULL.hi + 1))))
+    finite, overflow = magnitudes[: edges.size - 1], int(magnitudes[edges.size - 1 :].sum())
 
-    from_below = np.cumsum(finite)
-    pruned = int(np.searchsorted(from_below, prune * total, side="right"))
-    hit = np.flatnonzero(finite[:pruned])
-    prune_below = float(inner[hit[-1] + 1]) if hit.size else 0.0
+    cumulative = np.cumsum(finite)
+    pruned = int(np.searchsorted(cumulative, prune * total, side="right"))
+    bins = np.flatnonzero(finite[:pruned])
+    prune_below = float(edges[bins[-1] + 1]) if bins.size else 0.0
 
-    from_above = beyond + np.cumsum(finite[::-1])
-    protected = int(np.searchsorted(from_above, protect * total, side="right"))
+    cumulative_above = overflow + np.cumsum(finite[::-1])
+    protected = int(np.searchsorted(cumulative_above, protect * total, side="right"))
     first = finite.size - protected
-    hit = np.flatnonzero(finite[first:])
-    protect_from = float(inner[first + hit[0]]) if hit.size else math.inf
-    if not hit.size and 0 < beyond <= protect * total:
-        protect_from = float(inner[-1])  # no finite element, but infinite ones
+    bins = np.flatnonzero(finite[first:])
+    protect_from = float(edges[first + bins[0]]) if bins.size else math.inf
+    if not bins.size and 0 < overflow <= protect * total:
+        protect_from = float(edges[-1])  # no finite element, but infinite ones
     return prune_below, protect_from
 
 
@@ -106,7 +106,7 @@ def fp32_at_or_above(threshold: float) -> np.float32:
     return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < threshold else rounded
 
 
-def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
+def classify(importance: F32, prune_below: float, protect_from: float) -> U8:
     """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
 
     NaN is ``NORMAL``.

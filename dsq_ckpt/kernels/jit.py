@@ -20,8 +20,8 @@ KERNELS: list[Dispatcher] = []
 """All kernels of the package that were imported."""
 
 
-class _Index(IndexDataCacheFile):
-    """An index of cached machine code that counts as empty if it cannot be read.
+class _TolerantIndex(IndexDataCacheFile):
+    """Index of cached machine code that counts as empty if it cannot be read.
 
     Numba unpickles the signatures in an index before it compares the source's time stamp. An index of an older version
     of this package may name classes that are gone, and then every call of the kernel would fail.
@@ -49,13 +49,13 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         kernel = njit(nogil=True, **options)(function)
     if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
         KERNELS.append(kernel)
-        kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
-        if type(kept) is IndexDataCacheFile:
-            kept.__class__ = _Index
+        cache_file = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+        if type(cache_file) is IndexDataCacheFile:
+            cache_file.__class__ = _TolerantIndex
     return kernel
 
 
-def compilations() -> int:
+def count_compilations() -> int:
     """Return the number of kernels that this process compiled instead of reading their machine code from a file."""
     return sum(
         sum(kernel.stats.cache_misses.values()) if kernel.stats.cache_path else len(kernel.signatures)
@@ -71,12 +71,12 @@ def cache_directories() -> list[Path]:
 def load_registries() -> None:
     """Make Numba load its own functions, as before the first kernel is compiled or read from a file."""
     if KERNELS:  # else NUMBA_DISABLE_JIT is set
-        with fork_waits(), no_garbage_collection():
+        with block_forks(), no_garbage_collection():
             cpu_target.target_context.refresh()
 
 
-def fork_waits() -> AbstractContextManager[Any]:
-    """Return a context during which forks and compilations of other threads wait."""
+def block_forks() -> AbstractContextManager[Any]:
+    """Return a context during which forks and count_compilations of other threads wait."""
     lock: AbstractContextManager[Any] = global_compiler_lock
     return lock
 

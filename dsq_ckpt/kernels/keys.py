@@ -61,7 +61,7 @@ def key_edges(keys: npt.ArrayLike) -> F64:
 
 
 @functools.cache
-def _all_resolved() -> tuple[F64, F64]:
+def _all_resolved_bins() -> tuple[F64, F64]:
     """Return the edges of all normal keys, and the representatives between them."""
     edge = key_edges(np.arange(FIRST_NORMAL, NON_FINITE + 1))
     a, b = edge[:-1], edge[1:]
@@ -138,7 +138,7 @@ class KeyWindow:
         Resolved ``[a, b)``: ``2ab / (a + b)``, within ``ALPHA`` of every value of the bin.  Under: 0.
         Over: its lower edge, a bound and not an estimate.  Non-finite: infinity.
         """
-        edge, centre = self._resolved()
+        edge, centre = self._resolved_bins()
         one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
         return np.concatenate((one_sign, -one_sign))
 
@@ -148,14 +148,14 @@ class KeyWindow:
         The edge of larger magnitude is excluded: positive bins are ``[low, high)``, negative ones
         ``(low, high]``.  Over ends at ``2**128``; non-finite bins are the point at infinity.
         """
-        edge, _ = self._resolved()
+        edge, _ = self._resolved_bins()
         inner = np.concatenate(([0.0], edge, [np.inf]))
         outer = np.concatenate((edge, [2.0**128, np.inf]))
         return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
 
-    def _resolved(self) -> tuple[F64, F64]:
+    def _resolved_bins(self) -> tuple[F64, F64]:
         """Return the edges of the resolved bins, one more than bins, and their representatives."""
-        edge, centre = _all_resolved()
+        edge, centre = _all_resolved_bins()
         start, stop = self.lo - FIRST_NORMAL, self.hi - FIRST_NORMAL
         return edge[start : stop + 1], centre[start:stop]
 
@@ -171,7 +171,7 @@ class KeyWindow:
         return np.concatenate((one_sign, one_sign))
 
     @classmethod
-    def covering(cls, counts_full: I64, margin_octaves: int) -> KeyWindow:
+    def from_counts(cls, counts_full: I64, margin_octaves: int) -> KeyWindow:
         """Return the smallest window over all counts, plus a margin on both sides, clipped to ``FULL``.
 
         Args:
@@ -185,12 +185,12 @@ class KeyWindow:
             ValueError: the row has the wrong length, or the margin is negative.
         """
         if counts_full.shape != (FULL.size,):
-            raise ValueError(f"covering needs a row of {FULL.size} counts, got shape {counts_full.shape}")
+            raise ValueError(f"from_counts needs a row of {FULL.size} counts, got shape {counts_full.shape}")
         if margin_octaves < 0:
             raise ValueError(f"margin_octaves is {margin_octaves}, expected >= 0")
         resolved = counts_full.reshape(2, FULL.n)[:, 1:-2].any(axis=0)
-        hit = np.flatnonzero(resolved)
-        first, last = (FULL.lo + int(hit[0]), FULL.lo + int(hit[-1])) if hit.size else (_ONE, _ONE)
+        occupied = np.flatnonzero(resolved)
+        first, last = (FULL.lo + int(occupied[0]), FULL.lo + int(occupied[-1])) if occupied.size else (_ONE, _ONE)
         margin = margin_octaves * KEYS_PER_OCTAVE
         return cls(max(first - margin, FULL.lo), min(last + 1 + margin, FULL.hi))
 

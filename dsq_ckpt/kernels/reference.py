@@ -41,7 +41,7 @@ def joint_sketch(
     counts += np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
 
 
-def octaves(x: F32, counts: I64) -> None:
+def count_octaves(x: F32, counts: I64) -> None:
     """Add the elements of ``x`` to ``counts``, int64[512], by sign and biased exponent, the top bits of a float."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
@@ -98,8 +98,8 @@ def refine(
 
 def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
     where = np.flatnonzero(codes.astype(np.int64) == protected_code)
-    served = where[: protected.size]
-    out[served] = protected[: served.size]
+    filled = where[: protected.size]
+    out[filled] = protected[: filled.size]
     return int(where.size)
 
 

@@ -26,17 +26,17 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
     return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
 
 
-def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors of one dtype are equal bit for bit."""
+def bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype are equal bit for bit."""
     one, other = (values.resolve_conj().resolve_neg() for values in (one, other))
     return torch.equal(as_integers(one), as_integers(other))
 
 
-def gather(
+def gather_elements(
     gradients: Sequence[torch.Tensor], places: torch.Tensor, counts: Sequence[int], values: torch.Tensor,
     nonzero: torch.Tensor,
 ) -> None:
-    """Gather some elements of each gradient, and count all its elements that are not +0.
+    """Gather elements of each gradient at the given indices, and count all its elements that are not +0.
 
     Args:
         gradients: tensors of one dtype and device.
@@ -49,21 +49,21 @@ def gather(
         IndexError: an index is out of range.
     """
     flats = [gradient.reshape(-1).contiguous() for gradient in gradients]  # referenced as long as addresses are used
-    if not _on_cpu(*flats, values):
-        for flat, own, picked, count in zip(
+    if not _are_on_cpu(*flats, values):
+        for flat, part_places, part_values, count in zip(
             flats, places.split(list(counts)), values.split(list(counts)), nonzero.split(1), strict=True
         ):
-            picked.copy_(flat.index_select(0, own.to(flat.device)))
+            part_values.copy_(flat.index_select(0, part_places.to(flat.device)))
             count.copy_(as_integers(flat).count_nonzero().view(1))
         return
-    wrong = _gather(
+    failed = _gather_elements(
         *_addresses(flats), places.numpy(), np.array(counts, np.int64), as_integers(values).numpy(), nonzero.numpy()
     )
-    if wrong >= 0:
-        raise IndexError(f"gradient {wrong} of {[tuple(one.shape) for one in gradients]} has fewer elements")
+    if failed >= 0:
+        raise IndexError(f"gradient {failed} of {[tuple(one.shape) for one in gradients]} has fewer elements")
 
 
-def factor_between(
+def find_scale(
     before: Sequence[torch.Tensor], scales: Iterable[float], after: Sequence[torch.Tensor]
 ) -> float | None:
     """Return the scale that tensors were multiplied by, bit for bit as fp32 rounds products; None if there is none.
@@ -76,16 +76,16 @@ def factor_between(
     for one, other in zip(before, after, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
             return None
-    single = all(one.dtype == torch.float32 for one in before)
-    scales = [scale for scale in scales if single or scale == 1.0]
+    are_fp32 = all(one.dtype == torch.float32 for one in before)
+    scales = [scale for scale in scales if are_fp32 or scale == 1.0]
     if not scales:
         return None
-    here = [other.detach().cpu().contiguous() for other in after]  # referenced as long as addresses are used
-    (befores, sizes), (afters, _) = _addresses(before), _addresses(here)
+    host_tensors = [other.detach().cpu().contiguous() for other in after]  # referenced as long as addresses are used
+    (before_addresses, sizes), (after_addresses, _) = _addresses(before), _addresses(host_tensors)
     lengths = np.array([one.nbytes for one in before], np.int64)
     for scale in scales:
-        if _are_equal(befores, afters, lengths) if scale == 1.0 else (
-            _are_products(befores, np.float32(scale), afters, sizes)
+        if _are_equal(before_addresses, after_addresses, lengths) if scale == 1.0 else (
+            _are_products(before_addresses, np.float32(scale), after_addresses, sizes)
         ):
             return scale
     return None
@@ -102,7 +102,7 @@ class Samples:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
-        found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _dense(tensor)]
+        found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _is_dense(tensor)]
         self._addresses, _ = _addresses(found)
         self._sizes = np.array([tensor.nbytes for tensor in found], np.int64)
         self._every = max(int(self._sizes.sum()) // runs, _RUN)
@@ -111,12 +111,12 @@ class Samples:
 
     def take(self) -> Array:
         """Return the sampled bytes, uint8. The tensors must still have the same addresses and sizes."""
-        taken = np.zeros(int(self._counts.sum()) * _RUN, np.uint8)
-        _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, taken)
-        return taken
+        sampled = np.zeros(int(self._counts.sum()) * _RUN, np.uint8)
+        _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, sampled)
+        return sampled
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor lie in memory without gaps, in any order."""
     if tensor.layout is not torch.strided:
         return False
@@ -124,7 +124,7 @@ def _dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() == last + 1
 
 
-def _on_cpu(*tensors: torch.Tensor) -> bool:
+def _are_on_cpu(*tensors: torch.Tensor) -> bool:
     return all(tensor.device.type == "cpu" and tensor.dtype.itemsize in _INTEGERS for tensor in tensors)
 
 
@@ -148,7 +148,7 @@ def _pointer(_context, address):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[no-untyped-def]
+def _gather_elements(addresses, sizes, places, counts, values, nonzero):  # type: ignore[no-untyped-def]
     start = 0
     for number in range(addresses.size):
         bits = carray(_pointer(addresses[number]), sizes[number], values.dtype)
@@ -167,22 +167,22 @@ def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[
 
 
 @jit
-def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-untyped-def]
+def _sample(addresses, sizes, starts, counts, every, sampled):  # type: ignore[no-untyped-def]
     place = 0
     for number in range(addresses.size):
         data = carray(_pointer(addresses[number]), sizes[number], np.uint8)
         for run in range(counts[number]):
             start = starts[number] + run * every
             for i in range(start, min(start + _RUN, data.size)):
-                taken[place + i - start] = data[i]
+                sampled[place + i - start] = data[i]
             place += _RUN
 
 
 @jit
-def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
-    for number in range(befores.size):
-        before = carray(_pointer(befores[number]), sizes[number], np.uint8)
-        after = carray(_pointer(afters[number]), sizes[number], np.uint8)
+def _are_equal(before_addresses, after_addresses, sizes):  # type: ignore[no-untyped-def]
+    for number in range(before_addresses.size):
+        before = carray(_pointer(before_addresses[number]), sizes[number], np.uint8)
+        after = carray(_pointer(after_addresses[number]), sizes[number], np.uint8)
         different = 0
         for i in range(before.size):
             different += before[i] != after[i]
@@ -192,10 +192,10 @@ def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _are_products(befores, scale, afters, sizes):  # type: ignore[no-untyped-def]
-    for number in range(befores.size):
-        before = carray(_pointer(befores[number]), sizes[number], np.float32)
-        after = carray(_pointer(afters[number]), sizes[number], np.int32)
+def _are_products(before_addresses, scale, after_addresses, sizes):  # type: ignore[no-untyped-def]
+    for number in range(before_addresses.size):
+        before = carray(_pointer(before_addresses[number]), sizes[number], np.float32)
+        after = carray(_pointer(after_addresses[number]), sizes[number], np.int32)
         different = 0
         for i in range(before.size):
             different += np.float32(before[i] * scale).view(np.int32) != after[i]

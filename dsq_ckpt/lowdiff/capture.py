@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.kernels.scan import gather
+from dsq_ckpt.kernels.scan import gather_elements
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import GradientInfo
 from dsq_ckpt.lowdiff.encoding import scales_from_probes
@@ -131,7 +131,7 @@ def _gather_sparse(
     torch.cat([support.to(indices.device) for _, _, support in gradients], out=indices)
     values = target.view(fields["values"], (sum(counts),), gradients[0][1].dtype)
     nonzero = target.view(fields["nonzero"], (len(gradients),), torch.int64)
-    gather([gradient for _, gradient, _ in gradients], indices, counts, values, nonzero)
+    gather_elements([gradient for _, gradient, _ in gradients], indices, counts, values, nonzero)
 
 
 class _TensorMemory(Protocol):

@@ -20,7 +20,7 @@ import torch
 from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.kernels.scan import identical
+from dsq_ckpt.kernels.scan import bitwise_equal
 from dsq_ckpt.storage.record_fields import parse_dtype
 
 _ESCAPE = 255
@@ -194,7 +194,7 @@ def _encode_palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, tor
         return None
     for part in (values[:: max(values.numel() // _SAMPLE, 1)].contiguous(), values):
         codes = torch.searchsorted(palette, part).clamp_(max=palette.numel() - 1)
-        if not identical(palette[codes], part):
+        if not bitwise_equal(palette[codes], part):
             return None
     return codes.to(torch.uint8).numpy(), palette
 
@@ -206,7 +206,7 @@ def _encode_half(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torc
     factor = torch.tensor(scale, dtype=torch.float32)
     for part in (values[:: max(values.numel() // _SAMPLE, 1)].contiguous(), values):
         small = (part / factor).to(dtype)
-        if not identical(small.float() * factor, part):
+        if not bitwise_equal(small.float() * factor, part):
             return None
     return small
 

@@ -19,7 +19,7 @@ from torch import nn
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.tied import get_memory_key
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.kernels.scan import identical
+from dsq_ckpt.kernels.scan import bitwise_equal
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep, copy_buffers
 from dsq_ckpt.lowdiff.change_detector import ChangeDetector
@@ -334,7 +334,7 @@ class Recorder(WorkerGroup):
         if self._comm.rank == 0:
             message["after"]["states"] = self._train_state.states_to_plain()
         changed = [(name, buffer) for name, buffer in self._own_buffers()
-                   if name not in self._buffers or not identical(self._buffers[name], buffer)]
+                   if name not in self._buffers or not bitwise_equal(self._buffers[name], buffer)]
         if changed:
             copied = copy_buffers(changed, self._client, pending.slot, pending.buffers_at)
             if copied is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.kernels.scan import factor_between
+from dsq_ckpt.kernels.scan import find_scale
 from dsq_ckpt.lowdiff.capture import CapturedStep
 from dsq_ckpt.lowdiff.encoding import scales_from_probes
 from dsq_ckpt.lowdiff.plain_data import to_plain
@@ -166,7 +166,7 @@ class Replica(Recorder):
         for streamed, current in list(zip(before, after, strict=True))[:: max(len(before) // _PROBED_PARAMETERS, 1)]:
             every = max(streamed.numel() // _PROBED_ELEMENTS, 1)
             probes.append((streamed.view(-1)[::every].float(), current.reshape(-1)[::every].cpu().float()))
-        return factor_between(before, scales_from_probes(probes), after)
+        return find_scale(before, scales_from_probes(probes), after)
 
     def _discard_gradients(self) -> None:
         self._streamer.streamed_parameters.clear()

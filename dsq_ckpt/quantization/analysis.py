@@ -44,8 +44,8 @@ class ImportanceClasses:
     """Classes of sensitivity of one group: all thresholds that a configuration may need, in ascending order."""
 
     def __init__(self, counts: Counts, fractions: Fractions) -> None:
-        self._prune = {f: kernels.thresholds(counts, 0.0, f)[0] for f in fractions.prune if f > 0}
-        self._protect = {f: kernels.thresholds(counts, f, 0.0)[1] for f in fractions.protect if f > 0}
+        self._prune = {f: kernels.importance_thresholds(counts, 0.0, f)[0] for f in fractions.prune if f > 0}
+        self._protect = {f: kernels.importance_thresholds(counts, f, 0.0)[1] for f in fractions.protect if f > 0}
         found = {*self._prune.values(), *self._protect.values()} - {0.0, np.inf}
         self.edges = np.array(sorted(found))
         pruning = [edge for edge in self._prune.values() if edge > 0]

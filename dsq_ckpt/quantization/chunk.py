@@ -167,8 +167,8 @@ class QuantizingChunk:
             values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
         )
         if self._gradient is not None and fitted.limits is not None:
-            sensitivity = kernels.importance(values, block_values(self._gradient[where]))
-            kinds = kernels.classes(sensitivity, *fitted.limits)
+            sensitivity = kernels.compute_importance(values, block_values(self._gradient[where]))
+            kinds = kernels.classify(sensitivity, *fitted.limits)
             codes[(kinds == kernels.PRUNE) & (codes != book.protected)] = 0
             codes[kinds == kernels.PROTECT] = book.protected
         if self._turn is not None:
@@ -341,18 +341,18 @@ class Dequantizer:
         if used != len(kept):
             raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
         if used:
-            out[kernels.positions_of(codes, own)] = kept
+            out[kernels.find_positions(codes, own)] = kept
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach past the largest number, its values do not
 
     @cached_property
     def _table(self) -> F32:
-        return kernels.table_of(self._levels, self._scale)[:, None]
+        return kernels.value_table(self._levels, self._scale)[:, None]
 
     @cached_property
     def _refined_table(self) -> F32:
         codes = slice(len(self._levels))
-        return kernels.refined_table(
+        return kernels.refined_value_table(
             self._bits, self._low[codes], self._width[codes], self._sign[codes], self._levels, self._scale,
             self._book.domain == "log",
         )

@@ -126,7 +126,7 @@ def importance_of(chunk: Chunk, where: slice) -> F32:
     """Return the sensitivity of a block of a chunk with gradients, for its values or its differences to the parent."""
     assert chunk.gradient is not None
     values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
-    return kernels.importance(values, block_values(chunk.gradient.reshape(-1)[where]))
+    return kernels.compute_importance(values, block_values(chunk.gradient.reshape(-1)[where]))
 
 
 def add_by_class(
@@ -179,7 +179,8 @@ def _sketch_chunk(
         values = coded_values(flat, chunk.base_values, where, frame)
         sketch_block(values, parent, window, chunk.exponent, counts)
         if octaves is not None:  # while the block is in the cache
-            kernels.octaves(values if frame is None or frame.scales is None else block_values(flat[where]), octaves)
+            unscaled = values if frame is None or frame.scales is None else block_values(flat[where])
+            kernels.count_octaves(unscaled, octaves)
 
 
 def _shift_bins(bins: Counts, exponent: int) -> Counts:

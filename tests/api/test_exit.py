@@ -39,7 +39,7 @@ def at_exit():
     except dsq_ckpt.SaveFailed as error:
         print(error)
     dsq_ckpt.save(state, sys.argv[1])
-    print("compiled", jit.compilations())
+    print("compiled", jit.count_compilations())
 
 atexit.register(at_exit)
 """

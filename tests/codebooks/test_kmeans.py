@@ -31,7 +31,7 @@ def cost_of_levels(points, weights, levels) -> float:
 def histogram(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Bins and counts of the sketch of Gaussian weights, ascending."""
     x = (0.02 * np.random.default_rng(seed).standard_normal(300_000)).astype(np.float32)
-    window = KeyWindow.covering(Sketch.of(x).counts, 0)
+    window = KeyWindow.from_counts(Sketch.of(x).counts, 0)
     window = KeyWindow(max(window.lo, window.hi - 700), window.hi)
     counts, values = Sketch.of(x, window).counts, window.values()
     order = np.argsort(values, kind="stable")

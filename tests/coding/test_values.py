@@ -50,11 +50,11 @@ def test_formula(path, log):
         expected, found, none = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(0, np.float32)
         reference.dequantize_refined(
             codes, symbols, bits, low, width, sign, levels, 0.7, -1, none, log, expected)
-        table = kernels.refined_table(bits, low[:rows], width[:rows], sign[:rows], levels, 0.7, log)
+        table = kernels.refined_value_table(bits, low[:rows], width[:rows], sign[:rows], levels, 0.7, log)
         look_up_values(table, codes, reference.pack(symbols, bits), True, 255, found)
         assert (found.view(np.uint32) == expected.view(np.uint32)).all()
     reference.dequantize(codes, levels, 0.7, -1, none, expected)
-    look_up_values(kernels.table_of(levels, 0.7)[:, None], codes, None, False, 255, found)
+    look_up_values(kernels.value_table(levels, 0.7)[:, None], codes, None, False, 255, found)
     assert (found.view(np.uint32) == expected.view(np.uint32)).all()
 
 

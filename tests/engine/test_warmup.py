@@ -43,10 +43,10 @@ def compiled():
 
 for group in warmup.ALL:
     assert warmup.compile_group(group) == []
-ahead, count = compiled(), jit.compilations()
+ahead, count = compiled(), jit.count_compilations()
 for system in ("dsq", "inshrinkerator", "adaptive", "lc"):
     use(f"{sys.argv[1]}/{system}", {"system": system})
-print("MISSED", compiled() - ahead, jit.compilations() - count)
+print("MISSED", compiled() - ahead, jit.count_compilations() - count)
 """
 
 
@@ -215,7 +215,7 @@ def compiling(meet):  # in a fork, which starts with the others and says how muc
     if not os.fork():
         meet()
         warmup.compile_group("load")
-        os.write(tell, b"%d" % jit.compilations())
+        os.write(tell, b"%d" % jit.count_compilations())
         os._exit(0)
     os.close(tell)
     return told
@@ -262,7 +262,8 @@ def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
             shutil.copy(file, inside / "__pycache__")
     output = python(
         "import os\nos.access = lambda path, mode: False\n"  # as a file system that is read-only, even for root
-        + SAVE + "use(sys.argv[1])\nprint('COMPILED', jit.compilations(), jit.cache_directories(), dsq_ckpt.__file__)",
+        + SAVE + "use(sys.argv[1])\n"
+        "print('COMPILED', jit.count_compilations(), jit.cache_directories(), dsq_ckpt.__file__)",
         tmp_path / "run", NUMBA_CACHE_DIR=str(own), PYTHONPATH=str(site.parent), PYTHONSAFEPATH="1",
     )
     assert "COMPILED 0 " in output and str(own) in output and str(site) in output
@@ -275,7 +276,7 @@ def test_without_a_directory_for_caches(fresh):
         "import time; from dsq_ckpt.kernels import jit\n"
         "warmup._TASKS['save'].append(lambda: time.sleep(2))\n"
         "warmup.wait('save')\n"
-        "print('COMPILED', jit.compilations() > 0, jit.cache_directories())\n"
+        "print('COMPILED', jit.count_compilations() > 0, jit.cache_directories())\n"
     )
     blocked = (  # by which Numba finds out where it may write; as root there is no such place
         "import tempfile, numba.core.caching\n"

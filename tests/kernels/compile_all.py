@@ -60,7 +60,7 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     kernels.dequantize_refined(codes, codes, 4, cells, cells, cells, levels, 0.7, -1, levels, False, x)
     kernels.blend(average, x, 0.9)
     kernels.sketch_sensitivity(x, average, torch.zeros(FULL.size, dtype=torch.int64), x, 0.9)
-    kernels.classes(kernels.importance(x, average), 0.1, 0.2)
+    kernels.classify(kernels.compute_importance(x, average), 0.1, 0.2)
     for bits in (3, 4):
         kernels.unpack(kernels.pack(codes, bits), bits, codes)
     kernels.apply_changes(codes, *kernels.changed_codes(codes, codes, 100)[:2], codes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dsq_ckpt import kernels
-from dsq_ckpt.kernels.importance import NORMAL, PROTECT, PRUNE, classes, importance, thresholds
+from dsq_ckpt.kernels.importance import NORMAL, PROTECT, PRUNE, classify, compute_importance, importance_thresholds
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 
 SIZES = [0, 1, 3, 64, 4097, 100_003]
@@ -62,7 +62,7 @@ def test_importance(n):
     weight, average = floats(1, n), floats(2, n)
     with np.errstate(all="ignore"):
         expected = np.abs(weight * average)
-    found = importance(weight, average)
+    found = compute_importance(weight, average)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
     assert not np.signbit(found[~np.isnan(found)]).any()
@@ -75,7 +75,7 @@ def test_importance(n):
 ])
 def test_classes(n, limits):
     values = np.abs(floats(3, n))
-    found = classes(values, *limits)
+    found = classify(values, *limits)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, reference_classes(values, *limits))
 
@@ -86,9 +86,9 @@ def test_thresholds_between_two_fp32_numbers():
     values = np.array([one, after], np.float32)
     for part in (0.25, 0.75):
         between = (1 - part) * float(one) + part * float(after)
-        assert classes(values, between, math.inf).tolist() == [PRUNE, NORMAL]
-        assert classes(values, 0.0, between).tolist() == [NORMAL, PROTECT]
-    assert classes(values, float(one), float(after)).tolist() == [NORMAL, PROTECT]
+        assert classify(values, between, math.inf).tolist() == [PRUNE, NORMAL]
+        assert classify(values, 0.0, between).tolist() == [NORMAL, PROTECT]
+    assert classify(values, float(one), float(after)).tolist() == [NORMAL, PROTECT]
 
 
 FRACTIONS = st.tuples(
@@ -104,9 +104,9 @@ VALUES = hnp.arrays(np.float32, st.integers(0, 200), elements=st.one_of(
 def test_thresholds(values, fractions, swap):
     protect, prune = fractions[::-1] if swap else fractions
     counts = counts_of(values)
-    prune_below, protect_from = thresholds(counts, protect, prune)
+    prune_below, protect_from = importance_thresholds(counts, protect, prune)
     magnitudes = np.abs(values)
-    found = classes(magnitudes, prune_below, protect_from)
+    found = classify(magnitudes, prune_below, protect_from)
     np.testing.assert_array_equal(found, by_bins(values, protect, prune))
     assert np.count_nonzero(found == PRUNE) <= prune * values.size
     assert np.count_nonzero(found == PROTECT) <= protect * values.size
@@ -126,9 +126,9 @@ def test_thresholds_are_quantiles(protect, prune, seed):
     values = np.abs(rng.lognormal(0, 3, 50_000) * rng.standard_normal(50_000)).astype(np.float32)
     signed = values * np.where(rng.random(values.size) < 0.5, -1, 1).astype(np.float32)
     counts = sum(counts_of(part) for part in np.array_split(values, 7))
-    found = thresholds(counts, protect, prune)
-    assert found == thresholds(counts_of(signed), protect, prune)
-    np.testing.assert_array_equal(classes(values, *found), by_bins(values, protect, prune))
+    found = importance_thresholds(counts, protect, prune)
+    assert found == importance_thresholds(counts_of(signed), protect, prune)
+    np.testing.assert_array_equal(classify(values, *found), by_bins(values, protect, prune))
     assert prune - 0.003 < np.mean(values < found[0]) <= prune
     assert protect - 0.003 < np.mean(values >= found[1]) <= protect
     assert math.isclose(found[0], np.quantile(values, prune), rel_tol=2 / 64, abs_tol=values.min())
@@ -137,12 +137,12 @@ def test_thresholds_are_quantiles(protect, prune, seed):
 
 def test_all_of_it():
     values = np.array([0.0, 1e-3, 2.0, 3.4e38], np.float32)
-    assert thresholds(counts_of(values), 0.0, 1.0) == (EDGE, math.inf)
-    assert thresholds(counts_of(values), 1.0, 0.0) == (0.0, 0.0)
-    assert thresholds(counts_of(values[:0]), 0.5, 0.5) == (0.0, math.inf)
+    assert importance_thresholds(counts_of(values), 0.0, 1.0) == (EDGE, math.inf)
+    assert importance_thresholds(counts_of(values), 1.0, 0.0) == (0.0, 0.0)
+    assert importance_thresholds(counts_of(values[:0]), 0.5, 0.5) == (0.0, math.inf)
     infinite = np.array([math.inf, 1.0, 1.0, 1.0], np.float32)
-    assert thresholds(counts_of(infinite), 0.3, 0.0) == (0.0, EDGE)
-    assert thresholds(counts_of(infinite), 0.2, 0.0) == (0.0, math.inf)
+    assert importance_thresholds(counts_of(infinite), 0.3, 0.0) == (0.0, EDGE)
+    assert importance_thresholds(counts_of(infinite), 0.2, 0.0) == (0.0, math.inf)
 
 
 def test_wrong_arguments():
@@ -150,15 +150,15 @@ def test_wrong_arguments():
     values = np.ones(4, np.float32)
     for fractions in [(-0.1, 0.0), (0.0, 1.1), (0.6, 0.6), (math.nan, 0.0)]:
         with pytest.raises(ValueError, match="fractions"):
-            thresholds(good, *fractions)
+            importance_thresholds(good, *fractions)
     for bad in (good[:-1], good.astype(np.int32), np.zeros(KeyWindow(64, 65).size, np.int64)):
         with pytest.raises(ValueError, match="counts"):
-            thresholds(bad, 0.1, 0.1)
+            importance_thresholds(bad, 0.1, 0.1)
     with pytest.raises(ValueError, match="average"):
-        importance(values, values[:3])
+        compute_importance(values, values[:3])
     with pytest.raises(ValueError, match="weight"):
-        importance(values.astype(np.float64), values)
+        compute_importance(values.astype(np.float64), values)
     with pytest.raises(ValueError, match="importance"):
-        classes(values[::2], 0.0, 1.0)
+        classify(values[::2], 0.0, 1.0)
     with pytest.raises(ValueError, match="not numbers"):
-        classes(values, math.nan, 1.0)
+        classify(values, math.nan, 1.0)

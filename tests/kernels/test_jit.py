@@ -8,14 +8,14 @@ import pytest
 from tests.helpers import processes
 
 KERNEL = """
-from dsq_ckpt.kernels.jit import compilations, jit
+from dsq_ckpt.kernels.jit import count_compilations, jit
 
 @jit
 def twice(value):
     return 2 * value
 
 if __name__ == "__main__":
-    print(twice(21), compilations())
+    print(twice(21), count_compilations())
 """
 
 

@@ -35,7 +35,7 @@ def blended(subject, average, new, weight):
 
 def sketch_of(weight, average):
     counts = np.full(FULL.size, 3, np.int64)
-    kernels.sketch(kernels.importance(weight, average), FULL.lo, FULL.hi, 1.0, counts)
+    kernels.sketch(kernels.compute_importance(weight, average), FULL.lo, FULL.hi, 1.0, counts)
     return counts
 
 
@@ -69,8 +69,8 @@ def test_sketch_alone(subject):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_importance(subject, dtype):
     weight, average = floats(1, 300, dtype), floats(2, 300)
-    found = subject.backend.importance(subject(weight, 1), subject(average, 3))
-    assert_same(found, kernels.importance(as_fp32(weight), average.numpy()))
+    found = subject.backend.compute_importance(subject(weight, 1), subject(average, 3))
+    assert_same(found, kernels.compute_importance(as_fp32(weight), average.numpy()))
 
 
 @pytest.mark.parametrize("limits", [
@@ -79,20 +79,20 @@ def test_importance(subject, dtype):
 ])
 def test_classes(subject, limits):
     values = floats(3, 300).abs()
-    assert_same(subject.backend.classes(subject(values), *limits), kernels.classes(values.numpy(), *limits))
+    assert_same(subject.backend.classify(subject(values), *limits), kernels.classify(values.numpy(), *limits))
 
 
 def test_wrong_arguments(subject):
     values, counts = subject(torch.ones(8)), subject(np.zeros(FULL.size, np.int64))
     backend = subject.backend
     with pytest.raises(ValueError, match="average"):
-        backend.importance(values, values[:3])
+        backend.compute_importance(values, values[:3])
     with pytest.raises(ValueError, match="weight"):
-        backend.importance(values.double(), values)
+        backend.compute_importance(values.double(), values)
     with pytest.raises(ValueError, match="not numbers"):
-        backend.classes(values, math.nan, 1.0)
+        backend.classify(values, math.nan, 1.0)
     with pytest.raises(ValueError, match="importance"):
-        backend.classes(values.double(), 0.0, 1.0)
+        backend.classify(values.double(), 0.0, 1.0)
     with pytest.raises(ValueError, match=r"average|new"):
         backend.blend(values, values[:3], 0.9)
     with pytest.raises(ValueError, match="average"):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.kernels.scan import Samples, as_integers, factor_between, gather, identical
+from dsq_ckpt.kernels.scan import Samples, as_integers, bitwise_equal, find_scale, gather_elements
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -31,9 +31,9 @@ def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], se
     supports = [torch.tensor(rng.integers(0, one.numel(), 3 if one.numel() else 0)) for one in gradients]
     counts = [support.numel() for support in supports]
     values, nonzero = torch.ones(sum(counts), dtype=dtype), torch.full((len(shapes),), -1)
-    gather(gradients, torch.cat(supports), counts, values, nonzero)
+    gather_elements(gradients, torch.cat(supports), counts, values, nonzero)
     expected = torch.cat([one.reshape(-1)[support] for one, support in zip(gradients, supports, strict=True)])
-    assert identical(values, expected)
+    assert bitwise_equal(values, expected)
     assert nonzero.tolist() == [int(as_integers(one).count_nonzero()) for one in gradients]
 
 
@@ -45,7 +45,7 @@ def test_gather_goes_by_row_major_places(layout: str) -> None:
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     }[layout]
     places, values, nonzero = torch.tensor([1, 8, 19]), torch.empty(3), torch.empty(1, dtype=torch.int64)
-    gather([gradient], places, [3], values, nonzero)
+    gather_elements([gradient], places, [3], values, nonzero)
     assert torch.equal(values, gradient.flatten()[places]) and int(nonzero) == gradient.numel()
 
 
@@ -53,7 +53,7 @@ def test_gather_goes_by_row_major_places(layout: str) -> None:
 def test_gather_reads_nothing_else(place: int) -> None:
     places, values, nonzero = torch.tensor([0, place]), torch.empty(2), torch.empty(2, dtype=torch.int64)
     with pytest.raises(IndexError, match="gradient 1 of"):
-        gather([torch.ones(9), torch.ones(4)], places, [1, 1], values, nonzero)
+        gather_elements([torch.ones(9), torch.ones(4)], places, [1, 1], values, nonzero)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,26 +67,26 @@ def test_products_are_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]],
     scales = [1.25, float(factor)]
     changeable = [one for one in after if one.numel()]
     if changeable and (dtype == torch.float32 or scale == 1.0):
-        found = factor_between(before, scales, after)
+        found = find_scale(before, scales, after)
         assert found in (scales if dtype == torch.float32 else [1.0])
         products = before if found == 1.0 else [one * found for one in before]
-        assert all(identical(one, other) for one, other in zip(products, after, strict=True))
+        assert all(bitwise_equal(one, other) for one, other in zip(products, after, strict=True))
         as_integers(changeable[-1]).view(-1)[-1] ^= 1  # the last bit
-        assert factor_between(before, [float(factor)], after) is None
+        assert find_scale(before, [float(factor)], after) is None
     elif changeable:
-        assert factor_between(before, scales, after) is None
+        assert find_scale(before, scales, after) is None
 
 
 def test_products_of_other_layouts() -> None:
     before = torch.randn(2, 3, 4, 5)
     after = (before * 0.5).contiguous(memory_format=torch.channels_last)
-    assert factor_between([before], [0.25, 0.5], [after]) == 0.5
+    assert find_scale([before], [0.25, 0.5], [after]) == 0.5
 
 
 @pytest.mark.parametrize("other", [torch.ones(8, dtype=torch.bfloat16), torch.ones(4), torch.ones(2, 4)])
 def test_other_forms_are_no_products(other: torch.Tensor) -> None:
     """And nothing beyond their ends is read."""
-    assert factor_between([torch.ones(8)], [1.0, 0.5], [other]) is None
+    assert find_scale([torch.ones(8)], [1.0, 0.5], [other]) is None
 
 
 @settings(deadline=None)
