@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import Faults, check_flat, check_tensor, faults_of
-from .compact import chosen_of, count_chosen, ends_of, slots_of
-from .launch import launch, parts, tiles_of
-from .marks import mark_if
+from .checks import Faults, check_flat, check_tensor, collect_faults
+from .compaction import count_selected, output_slots, selection_mask, tile_ends
+from .index_bounds import mark_if
+from .launch import launch, parts, slice_tiles
 
 
 def changed_codes(
@@ -35,8 +35,8 @@ def changed_codes(
     """
     check_flat("codes", codes, torch.uint8)
     check_tensor("parent", parent, torch.uint8, (codes.numel(),), like=codes)
-    tally = count_chosen(codes, parent, 0)
-    ends, total = ends_of(tally)
+    tally = count_selected(codes, parent, 0)
+    ends, total = tile_ends(tally)
     m = int(total) if capacity is None else capacity
     wide = codes.numel() > 1 << 31
     positions = torch.empty(m, dtype=torch.int64 if wide else torch.int32, device=codes.device)
@@ -44,7 +44,7 @@ def changed_codes(
     for part in parts(codes.numel()) if m else ():
         launch(
             _changed_codes, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
-            tiles_of(tally, part), tiles_of(ends, part), positions, changed, m,
+            slice_tiles(tally, part), slice_tiles(ends, part), positions, changed, m,
         )
     return positions, changed, total
 
@@ -69,11 +69,11 @@ def apply_changes(
     check_tensor("positions", positions, (torch.int32, torch.int64), (changed.numel(),), like=parent)
     check_tensor("changed", changed, torch.uint8, (changed.numel(),), like=parent)
     out.copy_(parent)
-    with faults_of(faults, parent.device) as marks:
+    with collect_faults(faults, parent.device) as collected:
         for part in parts(changed.numel()):
             launch(
                 _apply_changes, (part.tiles,), positions[part.where], changed[part.where], part.n, out, out.numel(),
-                marks.of("positions"),
+                collected.flag("positions"),
             )
 
 
@@ -82,14 +82,14 @@ def apply_changes(
 )
 def _changed_codes(codes, parent, n, first, tally, ends, positions, changed, m, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    held = tl.load(tally + tile)
-    if held > 0:
+    n_selected = tl.load(tally + tile)
+    if n_selected > 0:
         at = tile * TILE + tl.arange(0, TILE)
-        chosen = chosen_of(codes, parent, 0, at, n)
-        slot = slots_of(chosen, held, ends, tile)
-        served = chosen & (slot < m)
-        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=served)
-        tl.store(changed + slot, tl.load(codes + at, mask=served, other=0), mask=served)
+        selected = selection_mask(codes, parent, 0, at, n)
+        slot = output_slots(selected, n_selected, ends, tile)
+        writable = selected & (slot < m)
+        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=writable)
+        tl.store(changed + slot, tl.load(codes + at, mask=writable, other=0), mask=writable)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["fault"])

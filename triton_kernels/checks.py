@@ -34,7 +34,7 @@ class Faults:
     def __init__(self, device: torch.device) -> None:
         self.marks = torch.zeros(len(self.NAMES), dtype=torch.int32, device=device)
 
-    def of(self, name: str) -> torch.Tensor:
+    def flag(self, name: str) -> torch.Tensor:
         """Return the mark of the argument of this name, which kernels set: int32[1]."""
         at = self.NAMES.index(name)
         return self.marks[at : at + 1]
@@ -53,11 +53,11 @@ class Faults:
 
 
 @contextmanager
-def faults_of(given: Faults | None, device: torch.device) -> Iterator[Faults]:
+def collect_faults(caller_faults: Faults | None, device: torch.device) -> Iterator[Faults]:
     """Yield the marks of an operation: the caller's, or its own, which are checked at the end."""
-    faults = given or Faults(device)
+    faults = caller_faults or Faults(device)
     yield faults
-    if given is None:
+    if caller_faults is None:
         faults.check()
 
 
@@ -75,14 +75,14 @@ def check_tensor(
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.device.type != ("cpu" if INTERPRETED else "cuda"):
-        wanted = "CPU tensors, being interpreted" if INTERPRETED else "CUDA tensors"
-        raise ValueError(f"{name}: is on {tensor.device}, but these kernels take {wanted}")
+        expected = "CPU tensors, being interpreted" if INTERPRETED else "CUDA tensors"
+        raise ValueError(f"{name}: is on {tensor.device}, but these kernels take {expected}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name}: is on {tensor.device}, expected {like.device}")
     if tensor.dtype not in dtypes or not tensor.is_contiguous() or (shape is not None and tensor.shape != shape):
-        wanted = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+        expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
         found = f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
-        raise ValueError(f"{name}: expected contiguous {wanted}{'' if shape is None else list(shape)}, got {found}")
+        raise ValueError(f"{name}: expected contiguous {expected}{'' if shape is None else list(shape)}, got {found}")
 
 
 def check_flat(name: str, tensor: torch.Tensor, dtype: torch.dtype | tuple[torch.dtype, ...]) -> None:
@@ -119,7 +119,7 @@ def check_rows(
         raise ValueError(f"row {context} is outside {name}, which has {table.shape[0]} rows")
 
 
-def fp32(inv_scale: float) -> float:
+def fp32_scale(inv_scale: float) -> float:
     """Return ``inv_scale`` in the precision in which it is applied.
 
     Raises:

@@ -22,16 +22,16 @@ import triton.language as tl
 
 from . import launch
 
-LARGEST = 1 << 15
+MAX_BINS = 1 << 15
 """Bins of one histogram at most: 128 KiB."""
-SPLITS = 2
+MAX_SPLITS = 2
 """Histograms side by side at most."""
-_BALLOTS = 1 << 9  # likewise LARGEST, where Triton makes histograms of ballots, whose cost grows with the bins
-_LEAST = 1 << 8  # a bin for each thread of a tile
-_COPIED = 1 << 23  # bins in global memory, of all copies together: 32 MiB, which the L2 cache holds
+_MAX_BALLOT_BINS = 1 << 9  # likewise MAX_BINS, where Triton makes histograms of ballots, whose cost grows with the bins
+_MIN_BINS = 1 << 8  # a bin for each thread of a tile
+_MAX_COPIED_BINS = 1 << 23  # bins in global memory, of all copies together: 32 MiB, which the L2 cache holds
 
 
-class Plan(NamedTuple):
+class CountingPlan(NamedTuple):
     """Assignment of histograms to programs."""
 
     bins: int
@@ -45,19 +45,20 @@ class Plan(NamedTuple):
     """Largest number of copies of the counts, which programs without histograms share."""
 
 
-def plan_for(bins: int, device: torch.device) -> Plan:
+def make_plan(bins: int, device: torch.device) -> CountingPlan:
     """Return the plan to count into a number of bins on a device."""
-    limits = launch.limits_of(device)
-    largest, most = (LARGEST, SPLITS) if _shared_atomics() else (_BALLOTS, 1)
-    held = min(max(triton.next_power_of_2(bins), _LEAST), largest, 1 << (limits.shared // 4 - 1).bit_length() - 1)
-    splits = triton.cdiv(bins, held)
-    if splits > most:
-        return Plan(0, 1, launch.TILE, 8 * limits.processors, max(1, _COPIED // bins))
+    limits = launch.device_limits(device)
+    max_bins, max_splits = (MAX_BINS, MAX_SPLITS) if _shared_atomics() else (_MAX_BALLOT_BINS, 1)
+    shared_bins = 1 << (limits.shared // 4 - 1).bit_length() - 1
+    histogram_bins = min(max(triton.next_power_of_2(bins), _MIN_BINS), max_bins, shared_bins)
+    splits = triton.cdiv(bins, histogram_bins)
+    if splits > max_splits:
+        return CountingPlan(0, 1, launch.TILE, 8 * limits.processors, max(1, _MAX_COPIED_BINS // bins))
     # A histogram is cleared and read once per tile, which must take less time than it saves.
-    tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(held, 1 << 14))
-    resident = max(1, min(4, limits.shared // (4 * held)))
+    tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(histogram_bins, 1 << 14))
+    resident = max(1, min(4, limits.shared // (4 * histogram_bins)))
     programs = max(1, limits.processors * resident // splits)
-    return Plan(held, splits, tile, programs, 1)
+    return CountingPlan(histogram_bins, splits, tile, programs, 1)
 
 
 def _shared_atomics() -> bool:
@@ -65,8 +66,8 @@ def _shared_atomics() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
 
 
-def count(
-    kernel: Any, plan: Plan, n: int, arguments: Callable[[launch.Part], tuple[Any, ...]], counts: torch.Tensor
+def run_counting(
+    kernel: Any, plan: CountingPlan, n: int, arguments: Callable[[launch.Part], tuple[Any, ...]], counts: torch.Tensor
 ) -> None:
     """Run a counting kernel on all parts of n elements and add its counts.
 
@@ -81,34 +82,35 @@ def count(
     for part in launch.parts(n):
         programs = min(plan.programs, triton.cdiv(part.n, plan.tile))
         copies = max(1, min(plan.copies, programs, part.n // bins))  # clearing and summing them must pay off
-        into = counts if copies == 1 else torch.zeros((copies, bins), dtype=torch.int32, device=counts.device)
+        target = counts if copies == 1 else torch.zeros((copies, bins), dtype=torch.int32, device=counts.device)
         grid = programs, plan.splits
-        launch.launch(kernel, grid, *arguments(part), part.n, into, copies, bins, tile=plan.tile, BINS=plan.bins)
+        launch.launch(kernel, grid, *arguments(part), part.n, target, copies, bins, tile=plan.tile, BINS=plan.bins)
         if copies > 1:
-            counts.view(-1).add_(into.sum(0, dtype=torch.int32))  # of a launch, whose elements an int32 counts
+            counts.view(-1).add_(target.sum(0, dtype=torch.int32))  # of a launch, whose elements an int32 counts
 
 
 @triton.jit
-def empty(BINS: tl.constexpr):
+def empty_histogram(BINS: tl.constexpr):
     """Return an empty histogram; a single bin if there are none."""
     return tl.zeros([BINS if BINS else 1], tl.int32)
 
 
 @triton.jit
-def add(held, where, inside, counts, copies, bins, BINS: tl.constexpr):
-    """Count a tile's bins: into the histogram ``held``, which is returned, or in global memory."""
+def count_tile(histogram, bin_index, inside, counts, copies, bins, BINS: tl.constexpr):
+    """Count a tile's bins: into the histogram, which is returned, or in global memory."""
     if BINS:
-        where -= tl.program_id(1) * BINS
-        return held + tl.histogram(where, BINS, mask=inside & (where >= 0) & (where < BINS))
+        bin_index -= tl.program_id(1) * BINS
+        return histogram + tl.histogram(bin_index, BINS, mask=inside & (bin_index >= 0) & (bin_index < BINS))
     else:
-        mine = counts + (tl.program_id(0) % copies) * bins
-        tl.atomic_add(mine + where, tl.full(where.shape, 1, counts.dtype.element_ty), mask=inside, sem="relaxed")
-        return held
+        target = counts + (tl.program_id(0) % copies) * bins
+        ones = tl.full(bin_index.shape, 1, counts.dtype.element_ty)
+        tl.atomic_add(target + bin_index, ones, mask=inside, sem="relaxed")
+        return histogram
 
 
 @triton.jit
-def merge(held, counts, BINS: tl.constexpr):
+def add_to_counts(histogram, counts, BINS: tl.constexpr):
     """Add the histogram, if there is one, to the counts of all programs."""
     if BINS:
-        mine = counts + tl.program_id(1) * BINS + tl.arange(0, BINS)
-        tl.atomic_add(mine, held.to(tl.int64), mask=held > 0, sem="relaxed")
+        target = counts + tl.program_id(1) * BINS + tl.arange(0, BINS)
+        tl.atomic_add(target, histogram.to(tl.int64), mask=histogram > 0, sem="relaxed")

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from dsq_ckpt.kernels.checks import check_bits
 
-from .checks import FLOATS, Faults, check_entries, check_flat, check_tensor, faults_of
-from .compact import tally_like
-from .launch import launch, of, parts, tiles_of
-from .marks import checked
+from .checks import FLOATS, Faults, check_entries, check_flat, check_tensor, collect_faults
+from .compaction import empty_tally
+from .index_bounds import clamp_index
+from .launch import launch, parts, slice_elements, slice_tiles
 from .protected import fill_protected
 
 
@@ -100,13 +100,13 @@ def _look_up(
     known = values.numel() >> bits
     check_entries("levels and cells", known)
     rounded = values.to(out.dtype)
-    tally = tally_like(codes) if 0 <= protected_code < 256 else None
-    with faults_of(faults, codes.device) as marks:
+    tally = empty_tally(codes) if 0 <= protected_code < 256 else None
+    with collect_faults(faults, codes.device) as collected:
         for part in parts(codes.numel()):
             launch(
-                _dequantize, (part.tiles,), codes[part.where], of(refinement, part), part.n, rounded, known,
-                out[part.where], protected_code, tiles_of(tally, part), marks.of("codes"), marks.of("refinement"),
-                BITS=bits,
+                _dequantize, (part.tiles,), codes[part.where], slice_elements(refinement, part), part.n, rounded, known,
+                out[part.where], protected_code, slice_tiles(tally, part), collected.flag("codes"),
+                collected.flag("refinement"), BITS=bits,
             )
     if tally is None:
         return torch.zeros((), dtype=torch.int64, device=codes.device)
@@ -126,10 +126,10 @@ def _dequantize(
     at = tile * TILE + tl.arange(0, TILE)
     inside = at < n
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    entry = checked(code, known, code_fault)
+    entry = clamp_index(code, known, code_fault)
     if BITS:
         symbol = tl.load(refinement + at, mask=inside, other=0).to(tl.int32)
-        entry = (entry << BITS) | checked(symbol, 1 << BITS, symbol_fault)
+        entry = (entry << BITS) | clamp_index(symbol, 1 << BITS, symbol_fault)
     tl.store(out + at, tl.load(values + entry), mask=inside)
     if tally is not None:
         tl.store(tally + tile, tl.sum((inside & (code == protected_code)).to(tl.int32), 0))

@@ -60,12 +60,12 @@ def tile_count(n: int) -> int:
     return sum(part.tiles for part in parts(n))
 
 
-def of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
+def slice_elements(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
     """Return a launch's slice of a flat tensor that has one entry per element; None for None."""
     return None if tensor is None else tensor[part.where]
 
 
-def tiles_of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
+def slice_tiles(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
     """Return a launch's slice of a tensor that has one entry per tile; None for None."""
     return None if tensor is None else tensor[part.first : part.first + part.tiles]
 
@@ -83,15 +83,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, tile: int = 0, **cons
     """
     tile = tile or TILE
     warps = min(max(tile // (32 * _PER_THREAD), 1), 32)
-    with _current(args[0].device):
+    with _use_device(args[0].device):
         kernel[grid](*args, TILE=tile, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else _one_at_a_time
+def _use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else _interpreter_lock
 
 
-_one_at_a_time = threading.RLock()  # the interpreter patches Triton's modules while a kernel runs
+_interpreter_lock = threading.RLock()  # the interpreter patches Triton's modules while a kernel runs
 
 
 class DeviceLimits(NamedTuple):
@@ -103,7 +103,7 @@ class DeviceLimits(NamedTuple):
 
 
 @functools.cache
-def limits_of(device: torch.device) -> DeviceLimits:
+def device_limits(device: torch.device) -> DeviceLimits:
     """Return the limits of a CUDA device as reported by its driver; for the interpreter, those of a small device."""
     if device.type != "cuda":
         return DeviceLimits(2, 1 << 17)

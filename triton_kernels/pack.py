@@ -17,8 +17,8 @@ import triton.language as tl
 from dsq_ckpt.kernels.checks import check_bits
 
 from . import launch
-from .checks import Faults, check_flat, check_tensor, faults_of
-from .marks import mark_if
+from .checks import Faults, check_flat, check_tensor, collect_faults
+from .index_bounds import mark_if
 
 
 def _parts(n: int) -> list[launch.Part]:
@@ -45,13 +45,13 @@ def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torc
     out = torch.empty((symbols.numel() * bits + 7) // 8, dtype=torch.uint8, device=symbols.device)
     # Bytes begin up to bits - gcd(bits, 8) bits into a symbol.
     overlaps = (bits - math.gcd(bits, 8) + 7) // bits + 1
-    with faults_of(faults, symbols.device) as marks:
+    with collect_faults(faults, symbols.device) as collected:
         for part in _parts(symbols.numel()):
-            mine = out[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
-            programs = triton.cdiv(mine.numel(), launch.TILE)
+            stream = out[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
+            programs = triton.cdiv(stream.numel(), launch.TILE)
             launch.launch(
-                _pack, (programs,), symbols[part.where], part.n, mine, mine.numel(), marks.of("symbols"), BITS=bits,
-                OVERLAPS=overlaps,
+                _pack, (programs,), symbols[part.where], part.n, stream, stream.numel(), collected.flag("symbols"),
+                BITS=bits, OVERLAPS=overlaps,
             )
     return out
 
@@ -66,8 +66,8 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     check_flat("out", out, torch.uint8)
     check_tensor("packed", packed, torch.uint8, ((out.numel() * bits + 7) // 8,), like=out)
     for part in _parts(out.numel()):
-        mine = packed[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
-        launch.launch(_unpack, (part.tiles,), mine, mine.numel(), out[part.where], part.n, BITS=bits)
+        stream = packed[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
+        launch.launch(_unpack, (part.tiles,), stream, stream.numel(), out[part.where], part.n, BITS=bits)
 
 
 @triton.jit(do_not_specialize_on_alignment=["fault"])

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, check_flat, check_tensor
-from .compact import chosen_of, count_chosen, ends_of, slots_of
+from .compaction import count_selected, output_slots, selection_mask, tile_ends
 from .keys import as_fp32, bf16_bits, fp32_bits
-from .launch import launch, parts, tile_count, tiles_of
+from .launch import launch, parts, slice_tiles, tile_count
 
 
 def gather_protected(
@@ -41,14 +41,14 @@ def gather_protected(
     if not 0 <= protected_code < 256:
         return torch.empty(0, dtype=dtype, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
     if tally is None:
-        tally = count_chosen(codes, None, protected_code)
+        tally = count_selected(codes, None, protected_code)
     check_tensor("tally", tally, torch.int32, (tile_count(x.numel()),), like=x)
-    ends, total = ends_of(tally)
+    ends, total = tile_ends(tally)
     out = torch.empty(int(total) if capacity is None else capacity, dtype=dtype, device=x.device)
     for part in parts(x.numel()) if len(out) else ():
         launch(
-            _gather, (part.tiles,), x[part.where], codes[part.where], protected_code, part.n, tiles_of(tally, part),
-            tiles_of(ends, part), out, out.numel(), BF16=bf16,
+            _gather, (part.tiles,), x[part.where], codes[part.where], protected_code, part.n, slice_tiles(tally, part),
+            slice_tiles(ends, part), out, out.numel(), BF16=bf16,
         )
     return out, total
 
@@ -64,36 +64,36 @@ def fill_protected(
         tally: number of such codes in each tile, int32[tiles].
         protected, out: of one dtype, [m] and [n].
     """
-    ends, _ = ends_of(tally)
+    ends, _ = tile_ends(tally)
     for part in parts(codes.numel()) if protected.numel() else ():
         launch(
-            _fill, (part.tiles,), codes[part.where], protected_code, part.n, tiles_of(tally, part),
-            tiles_of(ends, part), protected, protected.numel(), out[part.where],
+            _fill, (part.tiles,), codes[part.where], protected_code, part.n, slice_tiles(tally, part),
+            slice_tiles(ends, part), protected, protected.numel(), out[part.where],
         )
 
 
-@triton.jit(do_not_specialize=["wanted", "m"], do_not_specialize_on_alignment=["tally", "ends", "out"])
-def _gather(x, codes, wanted, n, tally, ends, out, m, BF16: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["target", "m"], do_not_specialize_on_alignment=["tally", "ends", "out"])
+def _gather(x, codes, target, n, tally, ends, out, m, BF16: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    held = tl.load(tally + tile)
-    if held > 0:
+    n_selected = tl.load(tally + tile)
+    if n_selected > 0:
         at = tile * TILE + tl.arange(0, TILE)
-        chosen = chosen_of(codes, None, wanted, at, n)
-        slot = slots_of(chosen, held, ends, tile)
-        bits = fp32_bits(as_fp32(tl.load(x + at, mask=chosen, other=0)))
+        selected = selection_mask(codes, None, target, at, n)
+        slot = output_slots(selected, n_selected, ends, tile)
+        bits = fp32_bits(as_fp32(tl.load(x + at, mask=selected, other=0)))
         if BF16:
-            tl.store(out + slot, bf16_bits(bits).to(tl.uint16), mask=chosen & (slot < m))
+            tl.store(out + slot, bf16_bits(bits).to(tl.uint16), mask=selected & (slot < m))
         else:
-            tl.store(out + slot, bits.to(tl.uint32, bitcast=True), mask=chosen & (slot < m))
+            tl.store(out + slot, bits.to(tl.uint32, bitcast=True), mask=selected & (slot < m))
 
 
-@triton.jit(do_not_specialize=["wanted", "m"], do_not_specialize_on_alignment=["tally", "ends", "protected"])
-def _fill(codes, wanted, n, tally, ends, protected, m, out, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["target", "m"], do_not_specialize_on_alignment=["tally", "ends", "protected"])
+def _fill(codes, target, n, tally, ends, protected, m, out, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    held = tl.load(tally + tile)
-    if held > 0:
+    n_selected = tl.load(tally + tile)
+    if n_selected > 0:
         at = tile * TILE + tl.arange(0, TILE)
-        chosen = chosen_of(codes, None, wanted, at, n)
-        slot = slots_of(chosen, held, ends, tile)
-        served = chosen & (slot < m)
-        tl.store(out + at, tl.load(protected + slot, mask=served, other=0), mask=served)
+        selected = selection_mask(codes, None, target, at, n)
+        slot = output_slots(selected, n_selected, ends, tile)
+        writable = selected & (slot < m)
+        tl.store(out + at, tl.load(protected + slot, mask=writable, other=0), mask=writable)

@@ -12,11 +12,11 @@ from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.checks import check_bits
 from dsq_ckpt.kernels.keys import KeyWindow
 
-from .checks import FLOATS, Faults, check_entries, check_flat, check_rows, check_tensor, faults_of, fp32
-from .compact import tally_like
+from .checks import FLOATS, Faults, check_entries, check_flat, check_rows, check_tensor, collect_faults, fp32_scale
+from .compaction import empty_tally
+from .index_bounds import clamp_index
 from .keys import MAGNITUDE, bin_of, fp32_bits, is_negative, scaled
-from .launch import launch, of, parts, tiles_of
-from .marks import checked
+from .launch import launch, parts, slice_elements, slice_tiles
 
 
 def quantize(
@@ -49,19 +49,19 @@ def quantize(
     check_flat("x", x, FLOATS)
     check_rows("table", table, torch.uint8, x, parent, context, window.size)
     check_tensor("codes", codes, torch.uint8, (n,), like=x)
-    factor = fp32(inv_scale)
+    factor = fp32_scale(inv_scale)
     low, inv_width, bits, log_domain, out = refinement or (None, None, 0, False, None)
     if refinement is not None:
         _check_cells(x, *refinement)
-    tally = tally_like(codes) if 0 <= protected_code < 256 else None
+    tally = empty_tally(codes) if 0 <= protected_code < 256 else None
     rows = table if parent is not None else table[context]
     cells = 256 if low is None or inv_width is None else min(low.numel(), inv_width.numel())
-    with faults_of(faults, x.device) as marks:
+    with collect_faults(faults, x.device) as collected:
         for part in parts(n):
             launch(
-                _quantize, (part.tiles,), x[part.where], of(parent, part), part.n, lo, hi, factor, rows, table.shape[0],
-                codes[part.where], low, inv_width, cells, of(out, part), protected_code, tiles_of(tally, part),
-                marks.of("parent"), marks.of("codes"), BITS=bits, LOG=log_domain,
+                _quantize, (part.tiles,), x[part.where], slice_elements(parent, part), part.n, lo, hi, factor, rows,
+                table.shape[0], codes[part.where], low, inv_width, cells, slice_elements(out, part), protected_code,
+                slice_tiles(tally, part), collected.flag("parent"), collected.flag("codes"), BITS=bits, LOG=log_domain,
             )
     return tally
 
@@ -89,12 +89,12 @@ def refine(
     check_flat("x", x, FLOATS)
     check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)
     _check_cells(x, low, inv_width, bits, log_domain, out)
-    factor, cells = fp32(inv_scale), min(low.numel(), inv_width.numel())
-    with faults_of(faults, x.device) as marks:
+    factor, cells = fp32_scale(inv_scale), min(low.numel(), inv_width.numel())
+    with collect_faults(faults, x.device) as collected:
         for part in parts(x.numel()):
             launch(
                 _refine, (part.tiles,), x[part.where], codes[part.where], part.n, factor, low, inv_width, cells,
-                out[part.where], marks.of("codes"), BITS=bits, LOG=log_domain,
+                out[part.where], collected.flag("codes"), BITS=bits, LOG=log_domain,
             )
 
 
@@ -109,7 +109,7 @@ def _check_cells(
 
 
 @triton.jit
-def place(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
+def cell_symbol(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
     """Return the symbol of a scaled element: ``clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)``."""
     # In the bits domain in units of 2**-23.
     u = (fp32_bits(value) & MAGNITUDE).to(tl.float64) * 1.1920928955078125e-07 if LOG else value.to(tl.float64)
@@ -135,13 +135,13 @@ def _quantize(
     entry = bin_of(fp32_bits(value) & MAGNITUDE, is_negative(raw), lo, hi)
     if parent is not None:
         before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
-        entry += checked(before, rows, parent_fault) * (2 * (hi - lo + 3))
+        entry += clamp_index(before, rows, parent_fault) * (2 * (hi - lo + 3))
     code = tl.load(table + entry)
     tl.store(codes + at, code, mask=inside)
     wide = code.to(tl.int32)
     if BITS:
-        cell = checked(tl.where(inside, wide, 0), cells, code_fault)
-        symbol = place(value, cell, low, inv_width, BITS, LOG)
+        cell = clamp_index(tl.where(inside, wide, 0), cells, code_fault)
+        symbol = cell_symbol(value, cell, low, inv_width, BITS, LOG)
         tl.store(symbols + at, symbol, mask=inside)
     if tally is not None:
         tl.store(tally + tile, tl.sum((inside & (wide == protected_code)).to(tl.int32), 0))
@@ -155,5 +155,5 @@ def _refine(
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
     value = scaled(tl.load(x + at, mask=inside, other=0), factor)
-    code = checked(tl.load(codes + at, mask=inside, other=0).to(tl.int32), cells, fault)
-    tl.store(symbols + at, place(value, code, low, inv_width, BITS, LOG), mask=inside)
+    code = clamp_index(tl.load(codes + at, mask=inside, other=0).to(tl.int32), cells, fault)
+    tl.store(symbols + at, cell_symbol(value, code, low, inv_width, BITS, LOG), mask=inside)

@@ -13,9 +13,9 @@ from dsq_ckpt.kernels.keys import FULL
 
 from . import counting
 from .checks import FLOATS, check_flat, check_tensor
-from .counting import add, empty, merge
+from .counting import add_to_counts, count_tile, empty_histogram
 from .keys import MAGNITUDE, as_fp32, bin_of, fp32_bits
-from .launch import launch, of, parts
+from .launch import launch, parts, slice_elements
 
 _HALF = FULL.n
 
@@ -60,9 +60,11 @@ def sketch_sensitivity(
     if new is not None:
         _check(average, new)
     positive = counts[:_HALF]
-    counting.count(
-        _sensitivity, counting.plan_for(_HALF, average.device), average.numel(),
-        lambda part: (average[part.where], of(new, part), *_weights(weight), parameter[part.where], FULL.lo, FULL.hi),
+    counting.run_counting(
+        _sensitivity, counting.make_plan(_HALF, average.device), average.numel(),
+        lambda part: (
+            average[part.where], slice_elements(new, part), *_weights(weight), parameter[part.where], FULL.lo, FULL.hi
+        ),
         positive,
     )
 
@@ -78,7 +80,7 @@ def _weights(weight: float) -> tuple[float, float]:
 
 
 @triton.jit
-def _blended(old, new, weight, rest):
+def _blend_values(old, new, weight, rest):
     return tl.fma(as_fp32(new), tl.full(old.shape, weight, tl.float32), old * tl.full(old.shape, rest, tl.float32))
 
 
@@ -87,22 +89,22 @@ def _blend(average, new, n, weight, rest, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
     old = tl.load(average + at, mask=inside, other=0)
-    tl.store(average + at, _blended(old, tl.load(new + at, mask=inside, other=0), weight, rest), mask=inside)
+    tl.store(average + at, _blend_values(old, tl.load(new + at, mask=inside, other=0), weight, rest), mask=inside)
 
 
 @triton.jit(do_not_specialize=["copies", "bins"])
 def _sensitivity(
     average, new, weight, rest, parameter, lo, hi, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr
 ):
-    held = empty(BINS)
+    histogram = empty_histogram(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
         at = start + tl.arange(0, TILE)
         inside = at < n
         mean = tl.load(average + at, mask=inside, other=0)
         if new is not None:
-            mean = _blended(mean, tl.load(new + at, mask=inside, other=0), weight, rest)
+            mean = _blend_values(mean, tl.load(new + at, mask=inside, other=0), weight, rest)
             tl.store(average + at, mean, mask=inside)
         product = as_fp32(tl.load(parameter + at, mask=inside, other=0)) * mean
-        where = bin_of(fp32_bits(product) & MAGNITUDE, False, lo, hi)
-        held = add(held, where, inside, counts, copies, bins, BINS)
-    merge(held, counts, BINS)
+        bin_index = bin_of(fp32_bits(product) & MAGNITUDE, False, lo, hi)
+        histogram = count_tile(histogram, bin_index, inside, counts, copies, bins, BINS)
+    add_to_counts(histogram, counts, BINS)

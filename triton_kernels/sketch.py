@@ -11,11 +11,11 @@ import triton.language as tl
 from dsq_ckpt.kernels.keys import KeyWindow
 
 from . import counting
-from .checks import FLOATS, Faults, check_flat, check_rows, check_tensor, faults_of, fp32
-from .counting import add, empty, merge
+from .checks import FLOATS, Faults, check_flat, check_rows, check_tensor, collect_faults, fp32_scale
+from .counting import add_to_counts, count_tile, empty_histogram
+from .index_bounds import clamp_index
 from .keys import bin_of_element
-from .launch import of
-from .marks import checked
+from .launch import slice_elements
 
 
 def sketch(x: torch.Tensor, lo: int, hi: int, inv_scale: float, counts: torch.Tensor) -> None:
@@ -59,18 +59,19 @@ def joint_sketch(
     if parent is None:
         _count(x, None, 0, window, inv_scale, counts[context : context + 1], None)
         return
-    with faults_of(faults, x.device) as marks:
-        _count(x, parent, context, window, inv_scale, counts, marks.of("parent"))
+    with collect_faults(faults, x.device) as collected:
+        _count(x, parent, context, window, inv_scale, counts, collected.flag("parent"))
 
 
 def _count(
     x: torch.Tensor, parent: torch.Tensor | None, context: int, window: KeyWindow, inv_scale: float,
     counts: torch.Tensor, fault: torch.Tensor | None,
 ) -> None:
-    factor, rows = fp32(inv_scale), counts.shape[0]
-    counting.count(
-        _sketch, counting.plan_for(counts.numel(), x.device), x.numel(),
-        lambda part: (x[part.where], of(parent, part), rows, window.lo, window.hi, factor, fault), counts,
+    factor, rows = fp32_scale(inv_scale), counts.shape[0]
+    counting.run_counting(
+        _sketch, counting.make_plan(counts.numel(), x.device), x.numel(),
+        lambda part: (x[part.where], slice_elements(parent, part), rows, window.lo, window.hi, factor, fault),
+        counts,
     )
 
 
@@ -78,13 +79,13 @@ def _count(
     do_not_specialize=["rows", "lo", "hi", "copies", "bins"], do_not_specialize_on_alignment=["fault", "counts"]
 )
 def _sketch(x, parent, rows, lo, hi, factor, fault, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr):
-    held = empty(BINS)
+    histogram = empty_histogram(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
         at = start + tl.arange(0, TILE)
         inside = at < n
-        where = bin_of_element(tl.load(x + at, mask=inside, other=0), factor, lo, hi)
+        bin_index = bin_of_element(tl.load(x + at, mask=inside, other=0), factor, lo, hi)
         if parent is not None:
             before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
-            where += checked(before, rows, fault) * (2 * (hi - lo + 3))
-        held = add(held, where, inside, counts, copies, bins, BINS)
-    merge(held, counts, BINS)
+            bin_index += clamp_index(before, rows, fault) * (2 * (hi - lo + 3))
+        histogram = count_tile(histogram, bin_index, inside, counts, copies, bins, BINS)
+    add_to_counts(histogram, counts, BINS)

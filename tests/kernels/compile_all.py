@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from dsq_ckpt import triton_kernels as kernels
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.triton_kernels import checks, compact, launch
+from dsq_ckpt.triton_kernels import checks, compaction, launch
 from tests.kernels.subjects import WINDOW
 
 N = 1 << 14
@@ -69,8 +69,8 @@ def work(dtype: torch.dtype, everything: bool) -> None:
 triton.runtime.driver.set_active(Driver())
 run, JITFunction.run = JITFunction.run, compile_instead
 checks.INTERPRETED = True  # CPU tensors will do
-launch.limits_of = lambda device: launch.DeviceLimits(132, 232448)
-compact.count_chosen(torch.zeros(N, dtype=torch.uint8), None, 9)
+launch.device_limits = lambda device: launch.DeviceLimits(132, 232448)
+compaction.count_selected(torch.zeros(N, dtype=torch.uint8), None, 9)
 work(torch.float32, True)
 work(torch.bfloat16, False)
 work(torch.float16, False)

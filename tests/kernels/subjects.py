@@ -61,7 +61,7 @@ def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     if name == "triton-tiny":
         monkeypatch.setattr(launch, "TILE", TILE)
         monkeypatch.setattr(launch, "PIECE", 3 * TILE)
-        monkeypatch.setattr(counting, "LARGEST", 1 << 10)  # so that a window takes two histograms, and rows atomics
+        monkeypatch.setattr(counting, "MAX_BINS", 1 << 10)  # so that a window takes two histograms, and rows atomics
         sizes = (0, 1, 16, TILE + 1, 300)
     return Subject(name, backend.TritonBackend(torch.device(device)), device, sizes)
 

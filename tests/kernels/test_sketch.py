@@ -81,10 +81,10 @@ def test_copies_of_a_table_too_large_for_histograms(monkeypatch):
     subject = subject_of("triton", monkeypatch)
     from dsq_ckpt.triton_kernels import counting
 
-    monkeypatch.setattr(counting, "LARGEST", 64)
-    monkeypatch.setattr(counting, "_BALLOTS", 64)
+    monkeypatch.setattr(counting, "MAX_BINS", 64)
+    monkeypatch.setattr(counting, "_MAX_BALLOT_BINS", 64)
     window = KeyWindow(7900, 7967)
-    plan = counting.plan_for(window.size, torch.device(subject.device))
+    plan = counting.make_plan(window.size, torch.device(subject.device))
     assert plan.bins == 0 and plan.copies > 1
     with np.errstate(all="ignore"):
         check(subject, floats(5, 100_003), window, 1.0)
@@ -156,8 +156,8 @@ def test_what_is_cleared_and_summed_is_no_more_than_what_is_counted(monkeypatch,
         cleared.append(0 if into is counts else into.numel())
 
     monkeypatch.setattr(launch, "launch", launched)
-    monkeypatch.setattr(launch, "limits_of", lambda device: launch.DeviceLimits(132, 227 << 10))
-    counting.count(None, counting.plan_for(bins, counts.device), n, lambda part: (), counts)
+    monkeypatch.setattr(launch, "device_limits", lambda device: launch.DeviceLimits(132, 227 << 10))
+    counting.run_counting(None, counting.make_plan(bins, counts.device), n, lambda part: (), counts)
     assert cleared and sum(cleared) <= n
 
 
@@ -168,8 +168,8 @@ def test_plans_fit_the_device(monkeypatch, bins, shared):
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import counting, launch
 
-    monkeypatch.setattr(launch, "limits_of", lambda device: launch.DeviceLimits(132, shared))
-    plan = counting.plan_for(bins, torch.device("cpu"))
+    monkeypatch.setattr(launch, "device_limits", lambda device: launch.DeviceLimits(132, shared))
+    plan = counting.make_plan(bins, torch.device("cpu"))
     if plan.bins:
         assert plan.bins * plan.splits >= bins and plan.bins * 4 < shared
         assert plan.bins & (plan.bins - 1) == 0 and plan.tile & (plan.tile - 1) == 0

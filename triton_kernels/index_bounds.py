@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def checked(index, limit, fault):
+def clamp_index(index, limit, fault):
     """Return ``index``, not negative, clamped below ``limit``; ``fault`` is marked if any was clamped."""
     mark_if(tl.max(index, 0) >= limit, fault)
     return tl.minimum(index, limit - 1)
