@@ -150,7 +150,7 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: Rows) -> No
         "dequantize, 4 refinement bits, fp32": (6, lambda i: backend.dequantize_refined(
             codes[i], symbol_mask[i], 4, low, width, sign, levels, 1.0, -1, kept, False, floats[i])),
         "pack, 4 bits": (1.5, lambda i: backend.pack(symbol_mask[i], 4)),
-        "changed_codes": (2, lambda i: backend.changed_codes(codes[i], previous[i], n // 8)),
+        "changed_codes": (2, lambda i: backend.find_changes(codes[i], previous[i], n // 8)),
     }
     rounds = itertools.cycle(range(BUFFERS))
     bandwidth: dict[str, list[float]] = {}
@@ -206,7 +206,7 @@ def measure_small(where: torch.device, chunks: int, repeats: int, rows: Rows) ->
         "quantize, joint table": quantized,
         "gather protected": lambda i: backend.gather_protected(
             after[i], codes[i], second.codebook.protected, tallies[i], capacity=n),
-        "changed_codes": lambda i: backend.changed_codes(codes[i], previous[i], n // 8),
+        "changed_codes": lambda i: backend.find_changes(codes[i], previous[i], n // 8),
     }
     for key, run in work.items():
         run(0)  # compiled now

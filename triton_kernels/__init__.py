@@ -24,7 +24,7 @@ Kernels can also be interpreted on CPU tensors (TRITON_INTERPRET=1 before Triton
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.importance import PROTECT, PRUNE
 
-from .changed_codes import apply_changes, changed_codes
+from .changed_codes import apply_changes, find_changes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
 from .importance import classify, compute_importance
@@ -41,11 +41,11 @@ __all__ = [
     "Refinement",
     "apply_changes",
     "blend",
-    "changed_codes",
     "classify",
     "compute_importance",
     "dequantize",
     "dequantize_refined",
+    "find_changes",
     "gather_protected",
     "joint_sketch",
     "pack",

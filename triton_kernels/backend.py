@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from . import sensitivity as _sensitivity
-from .changed_codes import apply_changes, changed_codes
+from .changed_codes import apply_changes, find_changes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
 from .importance import classify, compute_importance
@@ -31,7 +31,7 @@ class TritonBackend:
     classify = staticmethod(classify)
     gather_protected = staticmethod(gather_protected)
     compute_importance = staticmethod(compute_importance)
-    changed_codes = staticmethod(changed_codes)
+    find_changes = staticmethod(find_changes)
     sketch = staticmethod(sketch)
     unpack = staticmethod(unpack)
     blend = staticmethod(_sensitivity.blend)

@@ -14,7 +14,7 @@ from .index_bounds import mark_if
 from .launch import launch, parts, slice_tiles
 
 
-def changed_codes(
+def find_changes(
     codes: torch.Tensor, parent: torch.Tensor, capacity: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the elements whose code is not the previous one, in order.
@@ -43,7 +43,7 @@ def changed_codes(
     changed = torch.empty(m, dtype=torch.uint8, device=codes.device)
     for part in parts(codes.numel()) if m else ():
         launch(
-            _changed_codes, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
+            _find_changes, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
             slice_tiles(tally, part), slice_tiles(ends, part), positions, changed, m,
         )
     return positions, changed, total
@@ -53,7 +53,7 @@ def apply_changes(
     parent: torch.Tensor, positions: torch.Tensor, changed: torch.Tensor, out: torch.Tensor,
     faults: Faults | None = None,
 ) -> None:
-    """Invert ``changed_codes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
+    """Invert ``find_changes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
 
     Args:
         parent, out: uint8[n]; may be the same.
@@ -80,7 +80,7 @@ def apply_changes(
 @triton.jit(
     do_not_specialize=["first", "m"], do_not_specialize_on_alignment=["tally", "ends", "positions", "changed"]
 )
-def _changed_codes(codes, parent, n, first, tally, ends, positions, changed, m, TILE: tl.constexpr):
+def _find_changes(codes, parent, n, first, tally, ends, positions, changed, m, TILE: tl.constexpr):
     tile = tl.program_id(0)
     n_selected = tl.load(tally + tile)
     if n_selected > 0:

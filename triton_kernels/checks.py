@@ -68,10 +68,10 @@ def check_tensor(
     shape: tuple[int, ...] | None = None,
     like: torch.Tensor | None = None,
 ) -> None:
-    """Require a contiguous tensor that kernels can access, of a dtype and, if given, a shape and another's device.
+    """Require a contiguous tensor of this dtype that kernels can access; unless None, of this shape, on ``like``'s device.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the dtype, layout, shape or device is wrong.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.device.type != ("cpu" if INTERPRETED else "cuda"):
@@ -107,7 +107,7 @@ def check_rows(
     """Require a table of rows of ``size`` bins, that has ``context``, and a previous code for every element.
 
     Raises:
-        ValueError: another shape or dtype, or ``context`` names a row it lacks.  Codes are up to the kernel.
+        ValueError: the shape or dtype is wrong, or there is no row ``context``.  The kernel checks codes.
     """
     check_tensor(name, table, dtype, like=x)
     if table.ndim != 2 or table.shape[1] != size:

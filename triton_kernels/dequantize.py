@@ -31,7 +31,7 @@ def dequantize(
     Args:
         codes: uint8[n].
         levels: float32, one per code.
-        scale: see there.
+        scale: factor of levels.
         protected_code: the code of protected elements, -1 for none.
         protected: float32[m].
         out: float32[n], bfloat16[n] or float16[n], filled with the nearest numbers.
@@ -42,7 +42,7 @@ def dequantize(
         to ``m``: if it is larger, the last elements had no value left and hold ``levels[protected_code] * scale``.
 
     Raises:
-        ValueError: a shape, dtype or device is another; without ``faults`` also a code past the levels.
+        ValueError: a shape, dtype or device is wrong; without ``faults`` also a code past the levels.
     """
     check_tensor("levels", levels, torch.float32, (levels.numel(),), like=codes)
     values = levels * float(np.float32(scale))

@@ -30,13 +30,13 @@ def compute_importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Ten
         float32[n], as ``dsq_ckpt.kernels.importance`` has it.
 
     Raises:
-        ValueError: a shape, dtype or device is another.
+        ValueError: a shape, dtype or device is wrong.
     """
     check_flat("weight", weight, FLOATS)
     check_tensor("average", average, torch.float32, (weight.numel(),), like=weight)
     out = torch.empty_like(average)
     for part in parts(weight.numel()):
-        launch(_importance, (part.tiles,), weight[part.where], average[part.where], part.n, out[part.where])
+        launch(_compute_importance, (part.tiles,), weight[part.where], average[part.where], part.n, out[part.where])
     return out
 
 
@@ -53,7 +53,7 @@ def classify(importance: torch.Tensor, prune_below: float, protect_from: float) 
         uint8[n].
 
     Raises:
-        ValueError: another shape or dtype, or a threshold that is NaN.
+        ValueError: the shape or dtype is wrong, or a threshold is NaN.
     """
     check_flat("importance", importance, torch.float32)
     if math.isnan(prune_below) or math.isnan(protect_from):
@@ -63,12 +63,12 @@ def classify(importance: torch.Tensor, prune_below: float, protect_from: float) 
     upper = math.nan if protect_from == math.inf else float(fp32_at_or_above(protect_from))
     lower = float(fp32_at_or_above(prune_below))
     for part in parts(importance.numel()):
-        launch(_classes, (part.tiles,), importance[part.where], part.n, lower, upper, out[part.where])
+        launch(_classify, (part.tiles,), importance[part.where], part.n, lower, upper, out[part.where])
     return out
 
 
 @triton.jit
-def _importance(weight, average, n, out, TILE: tl.constexpr):
+def _compute_importance(weight, average, n, out, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
     product = as_fp32(tl.load(weight + at, mask=inside, other=0)) * tl.load(average + at, mask=inside, other=0)
@@ -76,7 +76,7 @@ def _importance(weight, average, n, out, TILE: tl.constexpr):
 
 
 @triton.jit
-def _classes(values, n, prune_below, protect_from, out, TILE: tl.constexpr):
+def _classify(values, n, prune_below, protect_from, out, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
     value = tl.load(values + at, mask=inside, other=0)

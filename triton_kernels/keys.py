@@ -44,7 +44,7 @@ def fp32_bits(value):
 
 
 @triton.jit
-def scaled(raw, factor):
+def scale_elements(raw, factor):
     """Return the element times a positive fp32 factor, fp32."""
     # A factor is a Python number when interpreted; as a tensor it is fp32, compiled or interpreted.
     return as_fp32(raw) * tl.full([1], factor, tl.float32)
@@ -62,7 +62,7 @@ def bin_of(magnitude, negative, lo, hi):
 @triton.jit
 def bin_of_element(raw, factor, lo, hi):
     """Return the bin of a loaded element, scaled."""
-    return bin_of(fp32_bits(scaled(raw, factor)) & MAGNITUDE, is_negative(raw), lo, hi)
+    return bin_of(fp32_bits(scale_elements(raw, factor)) & MAGNITUDE, is_negative(raw), lo, hi)
 
 
 @triton.jit

@@ -40,19 +40,19 @@ class Part(NamedTuple):
         return int(self.where.stop - self.where.start)
 
 
-def parts(n: int, most: int | None = None) -> list[Part]:
+def parts(n: int, max_elements: int | None = None) -> list[Part]:
     """Return the launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
-    most = most or PIECE
+    max_elements = max_elements or PIECE
     whole = n - n % ALIGNED
-    slices = [slice(start, min(start + most, whole)) for start in range(0, whole, most)]
+    slices = [slice(start, min(start + max_elements, whole)) for start in range(0, whole, max_elements)]
     if whole < n:
         slices.append(slice(whole, n))
-    found, first = [], 0
+    launches, first = [], 0
     for where in slices:
         tiles = triton.cdiv(where.stop - where.start, TILE)
-        found.append(Part(where, first, tiles))
+        launches.append(Part(where, first, tiles))
         first += tiles
-    return found
+    return launches
 
 
 def tile_count(n: int) -> int:

@@ -60,7 +60,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Invert ``pack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)].
 
     Raises:
-        ValueError: ``bits`` is out of range, or a shape, dtype or device is another.
+        ValueError: ``bits`` is out of range, or a shape, dtype or device is wrong.
     """
     check_bits(bits)
     check_flat("out", out, torch.uint8)

@@ -33,7 +33,7 @@ def gather_protected(
         the bits have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
-        ValueError: a shape, dtype or device is another.
+        ValueError: a shape, dtype or device is wrong.
     """
     check_flat("x", x, FLOATS)
     check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)

@@ -15,7 +15,7 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from .checks import FLOATS, Faults, check_entries, check_flat, check_rows, check_tensor, collect_faults, fp32_scale
 from .compaction import empty_tally
 from .index_bounds import clamp_index
-from .keys import MAGNITUDE, bin_of, fp32_bits, is_negative, scaled
+from .keys import MAGNITUDE, bin_of, fp32_bits, is_negative, scale_elements
 from .launch import launch, parts, slice_elements, slice_tiles
 
 
@@ -27,8 +27,8 @@ def quantize(
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements use ``context``.
-        context: see there.
+        parent: previous codes, uint8[n]; None: all elements use row ``context``.
+        context: row of the table, without ``parent``.
         lo, hi: the window of magnitude keys.
         inv_scale: multiplies ``x`` in fp32 before its key is taken.
         table: uint8[rows, size].
@@ -42,7 +42,7 @@ def quantize(
         these codes as long as they are not changed.  Else None.
 
     Raises:
-        ValueError: a shape, dtype or device is another, a number is out of range, or the row is none of the table's;
+        ValueError: a shape, dtype or device is wrong, a number is out of range, or there is no such row;
             without ``faults`` also a previous code past its last row, or a code past the cells.
     """
     window, n = KeyWindow(lo, hi), x.numel()
@@ -84,7 +84,7 @@ def refine(
         faults: where codes past the cells are marked.
 
     Raises:
-        ValueError: a shape, dtype or device is another, or a number is out of range; without ``faults`` also a code.
+        ValueError: a shape, dtype or device is wrong, or a number is out of range; without ``faults`` also a code.
     """
     check_flat("x", x, FLOATS)
     check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)
@@ -131,7 +131,7 @@ def _quantize(
     at = tile * TILE + tl.arange(0, TILE)
     inside = at < n
     raw = tl.load(x + at, mask=inside, other=0)
-    value = scaled(raw, factor)
+    value = scale_elements(raw, factor)
     entry = bin_of(fp32_bits(value) & MAGNITUDE, is_negative(raw), lo, hi)
     if parent is not None:
         before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
@@ -154,6 +154,6 @@ def _refine(
 ):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
-    value = scaled(tl.load(x + at, mask=inside, other=0), factor)
+    value = scale_elements(tl.load(x + at, mask=inside, other=0), factor)
     code = clamp_index(tl.load(codes + at, mask=inside, other=0).to(tl.int32), cells, fault)
     tl.store(symbols + at, cell_symbol(value, code, low, inv_width, BITS, LOG), mask=inside)

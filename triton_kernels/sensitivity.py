@@ -32,7 +32,7 @@ def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
         weight: in [0, 1].
 
     Raises:
-        ValueError: a shape, dtype or device is another.
+        ValueError: a shape, dtype or device is wrong.
     """
     _check(average, new)
     for part in parts(average.numel()):
@@ -52,7 +52,7 @@ def sketch_sensitivity(
         new, weight: as in ``blend``.
 
     Raises:
-        ValueError: a shape, dtype or device is another.
+        ValueError: a shape, dtype or device is wrong.
     """
     check_flat("parameter", parameter, FLOATS)
     check_tensor("average", average, torch.float32, (parameter.numel(),), like=parameter)

@@ -28,7 +28,7 @@ def sketch(x: torch.Tensor, lo: int, hi: int, inv_scale: float, counts: torch.Te
         counts: int64[size] of the window, added to in place.
 
     Raises:
-        ValueError: a shape, dtype or device is another, or the window or ``inv_scale`` is out of range.
+        ValueError: a shape, dtype or device is wrong, or the window or ``inv_scale`` is out of range.
     """
     window = KeyWindow(lo, hi)
     check_flat("x", x, FLOATS)
@@ -44,14 +44,14 @@ def joint_sketch(
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements are of ``context``.
-        context: see there.
+        parent: previous codes, uint8[n]; None: all elements use row ``context``.
+        context: row of the table, without ``parent``.
         lo, hi, inv_scale: as in ``sketch``.
         counts: int64[rows, size], added to in place.
         faults: where previous codes past the last row are marked.
 
     Raises:
-        ValueError: as ``sketch`` does, or the row is none of the table's; without ``faults`` also a previous code.
+        ValueError: as ``sketch`` does, or there is no such row; without ``faults`` also a previous code.
     """
     window = KeyWindow(lo, hi)
     check_flat("x", x, FLOATS)

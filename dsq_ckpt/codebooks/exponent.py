@@ -54,7 +54,7 @@ def exponent_buckets(
     A bucket holds values of one sign and one exponent, floor(log2 |x|).  It represents the average of its smallest and
     largest values; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
     the value itself.  Priority promotion keeps the 2**bits - 1 buckets of largest exponent, whatever their sign.
-    The paper does not say which of two buckets of one exponent goes first, and with an odd number of them kept
+    The paper does not define which of two buckets of one exponent goes first, and with an odd number of them kept
     this often matters: here the one with more elements, and with equally many the positive one.  All other
     buckets become zero, as zero itself is.
 

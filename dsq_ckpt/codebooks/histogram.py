@@ -51,8 +51,8 @@ class Histogram:
     @cached_property
     def occupied(self) -> I64:
         """Return the bins within the window that hold elements, in ascending order of their values."""
-        held = np.flatnonzero(~self.beyond & (self.counts > 0))
-        return held[np.argsort(self.values[held], kind="stable")]
+        bins = np.flatnonzero(~self.beyond & (self.counts > 0))
+        return bins[np.argsort(self.values[bins], kind="stable")]
 
     def merged(self) -> tuple[F64, I64]:
         """Return the values of occupied bins, ascending, and their counts, with zeros of both signs as one."""

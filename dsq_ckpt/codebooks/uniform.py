@@ -2,8 +2,8 @@
 
 Zhang et al., "QD-Compressor: a Quantization-based Delta Compression Framework for Deep Neural Networks", ICCD 2021,
 and its journal version, Jin et al., IEEE TPDS 2023: quantizers follow each layer's own range, and their bit width
-the layer's entropy.  Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it and gives every layer a
-minimum and a maximum number of bins.  None of these says how entropy becomes a bit width: see ``entropy_bins``.
+the layer's entropy.  Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it, with a minimum and a
+maximum number of bins for every layer.  No paper has a formula for the bit width: see ``entropy_bins``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _WIDENING_FACTORS = (2**0.25, 2**0.5, 2**0.75)  # between one number of bits and
 class _FirstMomentCodebook(CodebookConfig, ABC):
     """Wide cells, which cost history next to nothing, and as few refinement bits as keep the error of the next update.
 
-    A first moment of ten steps ago says nothing about today's. So most of it is in the refinement layer, which the
+    A first moment does not predict the one ten steps later. So most of it is in the refinement layer, which the
     newest checkpoints alone have.
     """
 
@@ -70,7 +70,7 @@ class Update(_FirstMomentCodebook):
 
 @register_codebook
 class Relative(_FirstMomentCodebook):
-    """Momentum without a second moment, as of SGD: cells in root mean squares of each tensor."""
+    """Momentum without a second moment, as in SGD: cells in root mean squares of each tensor."""
 
     coordinates: ClassVar[Coordinates] = "relative"
 

@@ -15,7 +15,7 @@ from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.kernels.jit import jit
 
 MAX_WIDTH = 16
-PADDING = 4  # zero bytes that `padded` appends, so that a read of MAX_WIDTH bits needs no check of each byte
+PADDING = 4  # zero bytes that `pad` appends, so that a read of MAX_WIDTH bits needs no check of each byte
 
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
@@ -65,7 +65,7 @@ def read_number(buffer: Array, position: int) -> tuple[int, int]:
     return (1 << k) - 1 + read_bits(buffer, position, k), position + k
 
 
-def padded(data: Array) -> U8:
+def pad(data: Array) -> U8:
     """Return a copy of bytes, uint8 (n,), with the padding that the functions here read past its end."""
     return np.concatenate((data, np.zeros(PADDING, np.uint8)))
 

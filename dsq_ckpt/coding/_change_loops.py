@@ -71,7 +71,7 @@ def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
 
 
 @jit
-def _listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
+def _find_listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
     """Write the positions of listed elements; return their number, or an error."""
     classes, found = limits.size, 0
     ends = np.cumsum(counts)
@@ -117,7 +117,7 @@ def _decode(tables: Any, kinds: Array, limits: Array, codes: Array, block: Array
     if at < 0:
         return at
     places = np.empty(codes.size, np.uint32)
-    found = _listed(kinds, limits, tokens, counts, codes, places)
+    found = _find_listed(kinds, limits, tokens, counts, codes, places)
     if found < tail:
         return found if found < 0 else BAD_SIZE
     context, symbols = codes[places[:found]], np.empty(found, np.uint8)

@@ -158,7 +158,7 @@ def group_values(
 def ungroup_values(
     values: Array, parent: Array, modulus: int, symbols: int, starts: Array, out: Array
 ) -> bool:
-    """Undo `group_values` (Algorithm 6); False if a value gives no code."""
+    """Undo `group_values` (Algorithm 6); return False if a code is not below `symbols`."""
     one_group = starts.size == 1
     for i in range(out.size):
         row = _i64(parent[i])

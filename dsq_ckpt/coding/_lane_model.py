@@ -157,7 +157,7 @@ def write_rows(freqs: Array, firsts: Array, escape_freqs: Array, bits: Array, da
 
 def read_rows(data: Array, freqs: Array, firsts: Array, escape_freqs: Array, bits: Array) -> bool:
     """Read the rows of a model; see `dsq_read_rows` in native/model.c."""
-    padded = _bits.padded(data)
+    padded = _bits.pad(data)
     at: int = _read_rows(padded, freqs, firsts, escape_freqs, bits)
     return at >= 0 and _bits.is_end(padded, at)
 

@@ -158,7 +158,7 @@ def check_counts(counts: Array) -> I64:
     return np.ascontiguousarray(counts, np.int64)
 
 
-def check_vector(what: str, array: U8) -> None:
+def check_vector(name: str, array: U8) -> None:
     """Raise `CodingError` unless an array is a valid vector of codes."""
     if array.dtype != np.uint8 or array.ndim != 1:
-        raise CodingError(f"{what} must be a uint8 vector, got {array.dtype} of shape {array.shape}")
+        raise CodingError(f"{name} must be a uint8 vector, got {array.dtype} of shape {array.shape}")

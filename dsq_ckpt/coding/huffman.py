@@ -3,7 +3,7 @@
 Inshrinkerator section 6 with Algorithms 5 and 6. A delta is (previous code - code) mod B, B the larger of the
 two alphabets, so that alphabets may change between checkpoints. Deltas are split into groups by previous code
 (rearrangement), each group keeps its order, and a reader needs nothing to undo it but the parent. In each
-group only runs of two or more have their lengths stored. The papers tell values and lengths apart by sign;
+group only runs of two or more have their lengths stored. The papers distinguish values and lengths by sign;
 here they are disjoint tokens of one alphabet, which is the same to the Huffman code that each group has of
 its own. Codes without a parent are one group of plain codes with B = symbols.
 
@@ -13,7 +13,7 @@ alphabet: a long run is written as its largest power of two, and so on with the 
 
 Block: a stream of bits, laid out and with "numbers" (Exp-Golomb) as described in `_bits`, zeros to the next
 whole byte; no bytes for no codes. For each group that is not empty, in the order of previous codes (all
-elements in one group if the model says rearrange = 0): number of used tokens minus 1; for each used token,
+elements in one group if rearrange = 0 in the model): number of used tokens minus 1; for each used token,
 ascending, its distance to the one before minus 1 (for the first one: the token itself) as a number, and 4
 bits of code length, 1..15; then the codes of the group's tokens. Codes are canonical (shorter ones first,
 then smaller tokens) and sent from their most significant bit. A single used token has neither length nor
@@ -21,8 +21,8 @@ codes: the group is that value throughout.
 
 Model: uint8 1 (version), uint8 flags (1 rearrange, 2 run_length), uint16 contexts, uint16 symbols
 (little-endian), then bits: for each of the contexts + 1 rows the number of its symbols and, for each, its
-distance to the one before minus 1, as numbers; zeros to the next whole byte. The model says which codes may
-follow which; the Huffman tables are in the blocks.
+distance to the one before minus 1, as numbers; zeros to the next whole byte. The model has the codes that may follow
+each code; the Huffman tables are in the blocks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HuffmanCoder(Coder):
         groups.append((counts[-1], self.symbols))
         return float(sum(_group_bits(row, n, self.run_length) for row, n in groups if row.any()))
 
-    def _layout(self, parent: U8 | None, n: int) -> tuple[U8, int, int, int, Array]:
+    def _group_layout(self, parent: U8 | None, n: int) -> tuple[U8, int, int, int, Array]:
         """Return (parent, modulus, n_values, row offset, starts of the groups) of a block."""
         if parent is None:
             return np.zeros(n, np.uint8), 0, self.symbols, self.contexts, np.array([0, n], np.int64)
@@ -99,7 +99,7 @@ class HuffmanCoder(Coder):
         )
 
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
-        parent, modulus, n_values, row_offset, starts = self._layout(parent, codes.size)
+        parent, modulus, n_values, row_offset, starts = self._group_layout(parent, codes.size)
         values = np.empty(codes.size, np.uint8)
         if not kernels.group_values(
             codes, parent, row_offset, modulus, self._support, starts[:-1].copy(), values
@@ -120,8 +120,8 @@ class HuffmanCoder(Coder):
         return buffer[: (position + 7) // 8].tobytes()
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
-        parent, modulus, n_values, _, starts = self._layout(parent, out.size)
-        buffer = _bits.padded(data)
+        parent, modulus, n_values, _, starts = self._group_layout(parent, out.size)
+        buffer = _bits.pad(data)
         values = np.empty(out.size, np.uint8)
         lookup = np.empty(1 << kernels.MAX_LENGTH, np.int32)
         position = 0
@@ -155,7 +155,7 @@ class HuffmanCoder(Coder):
             raise CodingError(
                 f"no Huffman model: version {version}, flags {flags}, {contexts} contexts, {symbols} symbols"
             )
-        bits = _bits.padded(np.frombuffer(data, np.uint8)[_HEADER.size :])
+        bits = _bits.pad(np.frombuffer(data, np.uint8)[_HEADER.size :])
         support = np.zeros((contexts + 1, symbols), np.bool_)
         position = _read_support(bits, support)
         if position < 0 or not _bits.is_end(bits, position):

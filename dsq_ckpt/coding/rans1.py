@@ -94,7 +94,7 @@ class Rans1Coder(Coder):
         version, contexts, symbols = _HEADER.unpack(bytes(data[: _HEADER.size]))
         if version != _VERSION or contexts > MAX_SYMBOLS or not 1 <= symbols <= MAX_SYMBOLS:
             raise CodingError(f"no rANS model: version {version}, {contexts} contexts, {symbols} symbols")
-        bits = _bits.padded(np.frombuffer(data, np.uint8)[_HEADER.size :])
+        bits = _bits.pad(np.frombuffer(data, np.uint8)[_HEADER.size :])
         freqs = np.zeros((contexts + 1, symbols), np.int32)
         firsts = np.full(contexts + 1, -1, np.int32)
         escape_freqs = np.zeros(contexts + 1, np.int32)

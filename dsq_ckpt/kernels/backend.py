@@ -88,7 +88,7 @@ class Backend(Protocol):
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
         """Invert ``pack``."""
 
-    def changed_codes(
+    def find_changes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return positions, int32[m], and codes, uint8[m], of the elements whose codes differ, and m.
@@ -97,7 +97,7 @@ class Backend(Protocol):
         """
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
-        """Invert ``changed_codes``."""
+        """Invert ``find_changes``."""
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
         """Set ``average = weight * new + (1 - weight) * average``, rounded as ``gradients.offload.blend`` does."""

@@ -8,7 +8,7 @@ from dsq_ckpt.core.arrays import U8, Integers
 from dsq_ckpt.kernels.checks import check_array
 
 
-def changed_codes(codes: U8, parent: U8) -> tuple[Integers, U8]:
+def find_changes(codes: U8, parent: U8) -> tuple[Integers, U8]:
     """Return the elements whose code is not the previous one, in order.
 
     Args:
@@ -18,7 +18,7 @@ def changed_codes(codes: U8, parent: U8) -> tuple[Integers, U8]:
         Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
 
     Raises:
-        ValueError: another dtype, or lengths that differ.
+        ValueError: a dtype is wrong, or lengths differ.
     """
     check_array("codes", codes, np.uint8, (codes.size,))
     check_array("parent", parent, np.uint8, codes.shape)
@@ -27,7 +27,7 @@ def changed_codes(codes: U8, parent: U8) -> tuple[Integers, U8]:
 
 
 def apply_changes(parent: U8, positions: Integers, changed: U8, out: U8) -> None:
-    """Invert ``changed_codes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
+    """Invert ``find_changes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
 
     Args:
         parent, out: uint8[n]; may be the same.
@@ -35,7 +35,7 @@ def apply_changes(parent: U8, positions: Integers, changed: U8, out: U8) -> None
         changed: uint8[m].
 
     Raises:
-        ValueError: another dtype, lengths that differ, or a position past the end.
+        ValueError: a dtype is wrong, lengths differ, or a position is past the end.
     """
     check_array("parent", parent, np.uint8, (parent.size,))
     check_array("out", out, np.uint8, parent.shape)

@@ -29,10 +29,10 @@ def scale_factor(inv_scale: float) -> np.float32:
 
 
 def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> None:
-    """Require a C-contiguous array of this dtype and, if given, of this shape.
+    """Require a C-contiguous array of this dtype and, unless None, of this shape.
 
     Raises:
-        ValueError: the array does not satisfy this.
+        ValueError: the dtype, layout or shape is wrong.
     """
     if array.dtype != dtype or not array.flags.c_contiguous or (shape is not None and array.shape != shape):
         expected = f"{np.dtype(dtype)}{list(shape) if shape is not None else ''}"
@@ -54,7 +54,7 @@ def check_rows(table_name: str, table: Array, parent: Array | None, context: int
     """Require a table with rows of ``size`` bins and with the row of every element.
 
     Raises:
-        ValueError: the table has another shape, or a parent code or ``context`` names a row it lacks.
+        ValueError: the shape of the table is wrong, or it has no row for a parent code or ``context``.
     """
     if table.ndim != 2 or table.shape[1] != size:
         raise ValueError(f"{table_name}: expected shape (rows, {size}), got {table.shape}")

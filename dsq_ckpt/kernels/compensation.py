@@ -46,7 +46,7 @@ def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, ta
         levels: float32[codes], values of the codes; codes from `levels.size` on are protected.
 
     Raises:
-        ValueError: another dtype or shape.
+        ValueError: a dtype or shape is wrong.
     """
     if values.dtype != np.float32 or values.ndim != 2:
         raise ValueError(f"values: expected float32[inputs, outputs], got {values.dtype}{list(values.shape)}")

@@ -114,11 +114,11 @@ class HostBackend:
         """Implement ``reference.unpack``."""
         self._operations.unpack(_array(packed), bits, _array(out))
 
-    def changed_codes(
+    def find_changes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement ``kernels.changed_codes.changed_codes``.  All elements are returned, whatever the capacity."""
-        positions, changed = changes.changed_codes(_array(codes), _array(parent))
+        """Implement ``kernels.changed_codes.find_changes``.  All elements are returned, whatever the capacity."""
+        positions, changed = changes.find_changes(_array(codes), _array(parent))
         return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed), device="cpu")
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:

@@ -21,7 +21,7 @@ NORMAL, PRUNE, PROTECT = 0, 1, 2
 
 
 @jit
-def _importance(weight, average, out):  # type: ignore[no-untyped-def]
+def _compute_importance(weight, average, out):  # type: ignore[no-untyped-def]
     for i in range(weight.size):
         out[i] = abs(weight[i] * average[i])
 
@@ -38,12 +38,12 @@ def compute_importance(weight: F32, average: F32) -> F32:
         sketch counts as zero; NaN where either is NaN.
 
     Raises:
-        ValueError: another dtype, or lengths that differ.
+        ValueError: a dtype is wrong, or lengths differ.
     """
     check_array("weight", weight, np.float32, (weight.size,))
     check_array("average", average, np.float32, (weight.size,))
     out = np.empty(weight.size, np.float32)
-    _importance(weight, average, out)
+    _compute_importance(weight, average, out)
     return out
 
 
@@ -65,7 +65,7 @@ def importance_thresholds(counts: I64, protect: float, prune: float) -> tuple[fl
         ``2**128``, past the largest one.
 
     Raises:
-        ValueError: the row has another dtype or length, a fraction is not in [0, 1], or together they are more than 1.
+        ValueError: the dtype or length of the row is wrong, a fraction is not in [0, 1], or their sum is more than 1.
     """
     check_array("counts", counts, np.int64, (FULL.size,))
     if not (0.0 <= protect <= 1.0 and 0.0 <= prune <= 1.0 and protect + prune <= 1.0):
@@ -92,7 +92,7 @@ def importance_thresholds(counts: I64, protect: float, prune: float) -> tuple[fl
 
 
 @jit
-def _classes(values, prune_below, protect_from, out):  # type: ignore[no-untyped-def]
+def _classify(values, prune_below, protect_from, out):  # type: ignore[no-untyped-def]
     for i in range(values.size):
         protected = values[i] >= protect_from
         pruned = (values[i] < prune_below) & (not protected)
@@ -121,7 +121,7 @@ def classify(importance: F32, prune_below: float, protect_from: float) -> U8:
         uint8[n].
 
     Raises:
-        ValueError: another dtype or more dimensions, or a threshold that is NaN.
+        ValueError: the dtype or the number of dimensions is wrong, or a threshold is NaN.
     """
     check_array("importance", importance, np.float32, (importance.size,))
     if math.isnan(prune_below) or math.isnan(protect_from):
@@ -129,5 +129,5 @@ def classify(importance: F32, prune_below: float, protect_from: float) -> U8:
     out = np.empty(importance.size, np.uint8)
     # No value is at or above NaN, not even infinity.
     upper = np.float32(np.nan) if protect_from == math.inf else fp32_at_or_above(protect_from)
-    _classes(importance, fp32_at_or_above(prune_below), upper, out)
+    _classify(importance, fp32_at_or_above(prune_below), upper, out)
     return out

@@ -1,6 +1,6 @@
 """NumPy implementations of the kernels, written to be read next to their formulas.
 
-All arrays are C-contiguous, and one-dimensional unless said otherwise; ``x`` is float32[n].  ``inv_scale``
+All arrays are C-contiguous, and one-dimensional unless documented otherwise; ``x`` is float32[n].  ``inv_scale``
 multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous codes, uint8[n]; where it is
 ``None`` every element uses row ``context`` of the table.  Wrong dtypes or shapes, and codes past the end of a table,
 raise ``ValueError``.
@@ -15,7 +15,7 @@ from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_
 from dsq_ckpt.kernels.keys import KeyWindow
 
 
-def _scaled(x: F32, inv_scale: float) -> F32:
+def _scale(x: F32, inv_scale: float) -> F32:
     check_array("x", x, np.float32, (x.size,))
     factor = scale_factor(inv_scale)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -26,7 +26,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
     """Add the elements of ``x`` to ``counts``, int64[size], of the window ``[lo, hi)``."""
     window = KeyWindow(lo, hi)
     check_array("counts", counts, np.int64, (window.size,))
-    counts += np.bincount(window.bin_of(_scaled(x, inv_scale)), minlength=window.size)
+    counts += np.bincount(window.bin_of(_scale(x, inv_scale)), minlength=window.size)
 
 
 def joint_sketch(
@@ -37,7 +37,7 @@ def joint_sketch(
     check_array("counts", counts, np.int64)
     check_rows("counts", counts, parent, context, x.size, window.size)
     rows = context if parent is None else parent.astype(np.int64)
-    pairs = rows * window.size + window.bin_of(_scaled(x, inv_scale))
+    pairs = rows * window.size + window.bin_of(_scale(x, inv_scale))
     counts += np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
 
 
@@ -56,7 +56,7 @@ def quantize(
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
     check_rows("table", table, parent, context, x.size, window.size)
-    codes[:] = table[context if parent is None else parent, window.bin_of(_scaled(x, inv_scale))]
+    codes[:] = table[context if parent is None else parent, window.bin_of(_scale(x, inv_scale))]
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
@@ -74,7 +74,7 @@ def refine(
 
     With ``u`` the scaled element, or in the bits domain its magnitude bits over ``2**23``, and ``c`` its
     code: ``out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)``.  A cell with
-    ``inv_width`` 0 is not refined and gives symbol 0, and so does NaN.
+    ``inv_width`` 0 is not refined: its symbol is 0.  So is the symbol of NaN.
 
     Args:
         low: lower edge of each cell, float64[256] (float32 is accepted), in units of the domain.
@@ -86,7 +86,7 @@ def refine(
     check_array("codes", codes, np.uint8, (x.size,))
     check_array("out", out, np.uint8, (x.size,))
     check_below("codes", codes, min(low.size, inv_width.size))
-    scaled = _scaled(x, inv_scale)
+    scaled = _scale(x, inv_scale)
     u = scaled.astype(np.float64)
     if log_domain:
         u = (scaled.view(np.uint32) & np.uint32(0x7FFFFFFF)) / 2.0**23

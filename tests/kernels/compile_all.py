@@ -63,7 +63,7 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     kernels.classify(kernels.compute_importance(x, average), 0.1, 0.2)
     for bits in (3, 4):
         kernels.unpack(kernels.pack(codes, bits), bits, codes)
-    kernels.apply_changes(codes, *kernels.changed_codes(codes, codes, 100)[:2], codes)
+    kernels.apply_changes(codes, *kernels.find_changes(codes, codes, 100)[:2], codes)
 
 
 triton.runtime.driver.set_active(Driver())

@@ -17,7 +17,7 @@ def changed(seed, n, share):
 def check(subject, n, share, seed=0, offset=0):
     parent, later = changed(seed, n, share)
     before = subject(parent, offset)
-    found = subject.backend.changed_codes(subject(later, offset), before)
+    found = subject.backend.find_changes(subject(later, offset), before)
     where = np.flatnonzero(parent != later)
     assert_same(found[0], where.astype(np.int32))
     assert_same(found[1], later[where])
@@ -41,7 +41,7 @@ def test_room(subject):
     where = np.flatnonzero(parent != later)
     m = len(where)
     for capacity in (0, 1, m - 1, m, m + 1, 400):
-        positions, new, count = subject.backend.changed_codes(subject(later), subject(parent), capacity)
+        positions, new, count = subject.backend.find_changes(subject(later), subject(parent), capacity)
         served = min(m, capacity)
         assert int(count) == m and min(len(positions), len(new)) >= served
         assert_same(positions[:served], where[:served].astype(np.int32))
@@ -58,7 +58,7 @@ def test_long_positions(subject):
 def test_wrong_arguments(subject):
     parent, out, new = subject(codes(0, 20)), subject.empty(20), subject(codes(1, 1))
     with pytest.raises(ValueError, match="parent"):
-        subject.backend.changed_codes(parent, parent[:-1])
+        subject.backend.find_changes(parent, parent[:-1])
     for wrong in (-1, 20, 2**31 - 1):
         with pytest.raises(ValueError, match="positions: found"):
             subject.backend.apply_changes(parent, subject(torch.tensor([wrong], dtype=torch.int32)), new, out)

@@ -88,7 +88,7 @@ class KMeansPath:
     weights: F64
     """float64[n], positive."""
     k_max: int
-    """Largest number of clusters: no more than asked for, and no more than there are points."""
+    """Largest number of clusters: at most the number requested, and at most the number of points."""
     _starts: I32
 
     def starts(self, k: int) -> I64:
@@ -136,7 +136,7 @@ def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> K
         k_max: largest number of clusters wanted, >= 1.
 
     Returns:
-        The path; its ``k_max`` is smaller than asked for if fewer points have weight.
+        The path; its ``k_max`` is smaller than requested if fewer points have weight.
 
     Raises:
         ValueError: the arguments are not as above, or no point has weight.

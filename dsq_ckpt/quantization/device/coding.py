@@ -138,7 +138,7 @@ class DeviceChunk:
             # Allocated before the numbers of elements are known, so that the host does not wait for the device here.
             protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
             # Here and not in the background, so that the previous codes can be freed at once.
-            changed = backend.changed_codes(codes, known, changes) if known is not None and changes else None
+            changed = backend.find_changes(codes, known, changes) if known is not None and changes else None
         except BaseException:
             transfer.release(size)
             raise

@@ -169,7 +169,7 @@ def test_values_that_memory_holds_negated(here, tmp_path, monkeypatch, place):
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
     """Memory is reserved for the results of a search before their number is known."""
-    capacities = {"gather_protected": [], "changed_codes": []}
+    capacities = {"gather_protected": [], "find_changes": []}
     made = coding.backend_for
 
     def watched(where: torch.device) -> Any:
