@@ -68,7 +68,7 @@ def check_tensor(
     shape: tuple[int, ...] | None = None,
     like: torch.Tensor | None = None,
 ) -> None:
-    """Require a contiguous tensor of this dtype that kernels can access; unless None, of this shape, on ``like``'s device.
+    """Require a contiguous tensor that kernels can access, of this dtype, and optionally of a shape and on a device.
 
     Raises:
         ValueError: the dtype, layout, shape or device is wrong.
