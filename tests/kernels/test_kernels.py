@@ -93,12 +93,12 @@ def test_octaves(n):
     x = random_floats(n, n)
     counts = [np.full(512, 3, np.int64) for _ in range(2)]
     for implementation, found in zip((reference, cpu), counts, strict=True):
-        implementation.octaves(x, found)
+        implementation.count_octaves(x, found)
     assert_same_bits(*counts)
     assert counts[0].sum() == x.size + 3 * 512
     for implementation in (reference, cpu):
         with pytest.raises(ValueError, match="counts"):
-            implementation.octaves(x, counts[0][:256])
+            implementation.count_octaves(x, counts[0][:256])
 
 
 @pytest.mark.parametrize("with_parent", [True, False])
