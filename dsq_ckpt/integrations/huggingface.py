@@ -3,8 +3,8 @@
     trainer = dsq_ckpt.integrations.huggingface.attach(Trainer(model, arguments, train_dataset=data))
     trainer.train(resume_from_checkpoint=...)
 
-`checkpoint-500/` then has model and optimizer in a compressed checkpoint, in place of `model.safetensors` and
-`optimizer.pt`. All other files are Trainer's own.
+A directory such as `checkpoint-500/` then stores model and optimizer in a compressed checkpoint, in place of
+`model.safetensors` and `optimizer.pt`. All other files are Trainer's own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError, LoadFailed, described
-from dsq_ckpt.integrations.attaching import attached
-from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
+from dsq_ckpt.integrations.mixins import add_mixin
+from dsq_ckpt.integrations.staged_checkpoint import StagedCheckpoint, is_compressed_on_all_ranks
 from dsq_ckpt.integrations.training_state import TrainingState
 
-_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.index.json")
+_WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "*.index.json")
 
 
 def attach(
@@ -45,84 +45,84 @@ def attach(
     Args:
         trainer: a `Trainer`, or an instance of a subclass.
         config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
-        on_save: called with the `SaveResult` of each checkpoint, on rank 0, for a logger.
-        asynchronous: save in the background. Training goes on as soon as the state is copied, or quantized; the next
-            save and the end of `train` wait for the one before, and raise its error.
+        on_save: function that is called with the `SaveResult` of each checkpoint on rank 0, such as for a logger.
+        asynchronous: save in the background. Training continues as soon as the state is copied or quantized; the next
+            save and the end of `train` wait for the previous save, and raise its error.
 
     Returns:
         The same trainer.
 
     Raises:
-        ConfigError: the configuration is wrong, or the trainer is set up for something that is not supported: PEFT,
-            DeepSpeed (which has an integration of its own), FSDP1, `save_on_each_node`, or pushes of checkpoints.
+        ConfigError: the configuration is invalid, or the trainer uses an unsupported feature: PEFT, DeepSpeed (which
+            has an integration of its own), FSDP1, `save_on_each_node`, or pushes of checkpoints.
     """
     expect("trainer", trainer, Trainer, "a transformers.Trainer: attach(trainer)")
     expect_on_save(on_save)
     expect("asynchronous", asynchronous, bool, "True or False")
-    checked = as_config(config)
-    _refuse(trainer)
-    made = attached(trainer, DSQTrainer)
-    made.dsq_config, made.dsq_on_save, made.dsq_asynchronous = checked, on_save, asynchronous
-    return made
+    parsed_config = as_config(config)
+    _check_supported(trainer)
+    extended = add_mixin(trainer, DSQTrainer)
+    extended.dsq_config, extended.dsq_on_save, extended.dsq_asynchronous = parsed_config, on_save, asynchronous
+    return extended
 
 
 class DSQTrainer(Trainer):
-    """A `Trainer` whose checkpoints are compressed; `attach` makes one of any trainer.
+    """A `Trainer` whose checkpoints are compressed; `attach` converts any trainer to one.
 
-    It overrides methods of Trainer that write and read parts of a checkpoint, and leaves the rest to Trainer, such as
-    when to save and which checkpoints to remove.
+    It overrides the methods of Trainer that write and read parts of a checkpoint. Trainer still decides when to save,
+    and which checkpoints to remove.
     """
 
     dsq_config: DSQConfig | None = None
-    """The configuration; None: the defaults."""
+    """Configuration; None for the defaults."""
     dsq_on_save: OnSave | None = None
-    """Called with the `SaveResult` of each checkpoint, on rank 0."""
+    """Function that is called with the `SaveResult` of each checkpoint on rank 0."""
     dsq_asynchronous = False
-    """Whether a thread completes checkpoints while training goes on."""
+    """Whether a thread completes checkpoints while training continues."""
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _saves_checkpoint = False
+    _is_saving_checkpoint = False
     _staged: StagedCheckpoint | None = None
-    _pending: Future[None] | None = None
-    _goal: str
+    _pending_save: Future[None] | None = None
+    _checkpoint_path: str
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does; the end waits for the save in the background.
+        """Train as Trainer does, and wait for the save in the background at the end.
 
         Raises:
             DSQError: the last save failed.
         """
         try:
-            found = super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
         except BaseException:
-            if self._pending is not None and (failure := self._pending.exception()) is not None:
+            if self._pending_save is not None and (failure := self._pending_save.exception()) is not None:
                 warn_safely(f"the last save in the background failed too: {described(failure)}")
-            self._pending = None
+            self._pending_save = None
             raise
-        self._wait()
-        return found
+        self._wait_for_save()
+        return output
 
-    def _wait(self) -> None:
+    def _wait_for_save(self) -> None:
         """Wait until the save in the background is complete.
 
         Raises:
-            DSQError: it failed.
+            DSQError: the save failed.
         """
-        pending, self._pending = self._pending, None  # a failure is raised once
+        pending, self._pending_save = self._pending_save, None  # a failure is raised once
         if pending is not None:
             pending.result()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._wait()  # it loads the best checkpoint, and removes others
+        self._wait_for_save()  # Trainer loads the best checkpoint, and removes others
         return super()._finalize_training(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._wait()
-        self._saves_checkpoint = True
+        self._wait_for_save()
+        self._is_saving_checkpoint = True
         try:
             if self.dsq_asynchronous:
-                self._save_later(model, trial)
+                self._save_in_background(model, trial)
             else:
                 super()._save_checkpoint(model, trial)
         except BaseException as error:
@@ -130,47 +130,50 @@ class DSQTrainer(Trainer):
                 self._staged.__exit__(type(error), error, None)
             raise
         finally:
-            self._staged, self._saves_checkpoint = None, False
+            self._staged, self._is_saving_checkpoint = None, False
 
-    def _save_later(self, model: nn.Module, trial: Any) -> None:
-        """Save in the background; Trainer writes its own files below a hidden name, and sees no other checkpoint there.
+    def _save_in_background(self, model: nn.Module, trial: Any) -> None:
+        """Save in the background; Trainer writes its own files to a hidden directory without other checkpoints.
 
-        It removes old checkpoints once it has saved, which here has to wait until the new one is complete.
+        So it removes no old checkpoints, which must be kept until the new checkpoint is complete.
         """
         run_directory = super()._get_output_dir(trial)
-        goal = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        self._staged = staged = StagedCheckpoint(goal, self.dsq_config or DSQConfig(), self.dsq_on_save, True)
+        target = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._staged = staged = StagedCheckpoint(target, self.dsq_config or DSQConfig(), self.dsq_on_save, True)
         super()._save_checkpoint(model, trial)
-        if self.state.best_global_step:  # Trainer looked for it beside the files that it wrote
-            known = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            if self._is_best() or os.path.exists(known):
-                self.state.best_model_checkpoint = known
-        self._write_state()
+        if self.state.best_global_step:  # Trainer looked for this checkpoint in the hidden directory
+            best_checkpoint = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if self._is_best() or os.path.exists(best_checkpoint):
+                self.state.best_model_checkpoint = best_checkpoint
+        self._write_trainer_state()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        self._pending = staged.publish_later(lambda: rotate_checkpoints(run_directory, limit, best, use_mtime=True))
-        if self.control.should_training_stop:  # as on SIGTERM with enable_jit_checkpoint, which takes it for complete
-            self._wait()
+        def remove_old_checkpoints() -> None:
+            rotate_checkpoints(run_directory, limit, best, use_mtime=True)
+
+        self._pending_save = staged.publish_in_background(remove_old_checkpoints)
+        if self.control.should_training_stop:  # on SIGTERM, enable_jit_checkpoint expects a complete checkpoint
+            self._wait_for_save()
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._saves_checkpoint and self._staged is not None and self.dsq_asynchronous:
-            return str(self._staged.files.parent)
-        found: str = super()._get_output_dir(trial)
-        return found
+        if self._is_saving_checkpoint and self._staged is not None and self.dsq_asynchronous:
+            return str(self._staged.files_directory.parent)
+        directory: str = super()._get_output_dir(trial)
+        return directory
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model for `from_pretrained`, as Trainer does; in a checkpoint, compressed with the optimizer."""
-        if not (self._saves_checkpoint and _internal_call and output_dir is not None):
+        """Save the model for `from_pretrained`, as Trainer does; within a checkpoint, save it with the optimizer."""
+        if not (self._is_saving_checkpoint and _internal_call and output_dir is not None):
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        _refuse(self)
-        self._goal = output_dir
+        _check_supported(self)
+        self._checkpoint_path = output_dir
         if self._staged is None:
             self._staged = StagedCheckpoint(output_dir, self.dsq_config or DSQConfig(), self.dsq_on_save)
-        state = TrainingState([self.model], [] if self.args.save_only_model else [self._plain_optimizer()])
+        state = TrainingState([self.model], [] if self.args.save_only_model else [self._unwrap_optimizer()])
         self._staged.save(state.collect, model=self.model, pinned=self._is_best())
-        self._staged.write(self._write_settings)
+        self._staged.write(self._write_model_files)
         if self.args.save_only_model:
-            self._publish()
+            self._publish_checkpoint()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._staged is None:
@@ -196,20 +199,20 @@ class DSQTrainer(Trainer):
             save(output_dir)
         else:
             self._staged.write(lambda directory: save(str(directory)))
-            self._publish()
+            self._publish_checkpoint()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if holds_checkpoint(resume_from_checkpoint):
-            _refuse(self)
+        if is_compressed_on_all_ranks(resume_from_checkpoint):
+            _check_supported(self)
             TrainingState([self.model if model is None else model]).restore(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not holds_checkpoint(checkpoint):
+        if checkpoint is None or not is_compressed_on_all_ranks(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        TrainingState([self.model], [self._plain_optimizer()]).restore(checkpoint, told=True)
+        TrainingState([self.model], [self._unwrap_optimizer()]).restore(checkpoint, quiet=True)
         scheduler = Path(checkpoint, SCHEDULER_NAME)
 
         def load_scheduler() -> None:
@@ -222,7 +225,7 @@ class DSQTrainer(Trainer):
         run_on_all_ranks(communicator(None), load_scheduler, LoadFailed)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and holds_checkpoint(checkpoint):
+        if checkpoint is not None and is_compressed_on_all_ranks(checkpoint):
             name = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
             if not Path(checkpoint, name).is_file():
                 warn(
@@ -233,37 +236,37 @@ class DSQTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is not None and holds_checkpoint(best):
+        if best is not None and is_compressed_on_all_ranks(best):
             TrainingState([self.model]).restore(best)
         else:
             super()._load_best_model()
 
-    def _plain_optimizer(self) -> Optimizer:
+    def _unwrap_optimizer(self) -> Optimizer:
         return unwrap_optimizer(self.optimizer)  # Accelerate wraps it
 
     def _is_best(self) -> bool:
         return self.state.best_global_step is not None and self.state.best_global_step == self.state.global_step
 
-    def _write_settings(self, directory: Path) -> None:
-        """Write what Trainer stores beside weights: configuration, tokenizer and arguments."""
+    def _write_model_files(self, directory: Path) -> None:
+        """Write the files that Trainer stores beside weights: configuration, tokenizer and arguments."""
         if self.args.should_save:
             self._save(str(directory), state_dict={})
-            for pattern in _WEIGHTS:  # of no weights
+            for pattern in _WEIGHT_PATTERNS:  # files of the empty state dict
                 for file in directory.glob(pattern):
                     file.unlink()
 
-    def _publish(self) -> None:
-        """Let the checkpoint appear; Trainer writes `trainer_state.json` again, with the state of callbacks."""
+    def _publish_checkpoint(self) -> None:
+        """Publish the checkpoint; Trainer writes `trainer_state.json` again afterwards, with the state of callbacks."""
         if self.dsq_asynchronous:
             return
         assert self._staged is not None
-        if self._is_best():  # Trainer looks for the directory before it has its name
-            self.state.best_model_checkpoint = self._goal
-        self._write_state()
+        if self._is_best():  # Trainer looked for the directory before it was published
+            self.state.best_model_checkpoint = self._checkpoint_path
+        self._write_trainer_state()
         self._staged.publish()
         self._staged = None
 
-    def _write_state(self) -> None:
+    def _write_trainer_state(self) -> None:
         assert self._staged is not None
 
         def write(directory: Path) -> None:
@@ -273,11 +276,11 @@ class DSQTrainer(Trainer):
         self._staged.write(write)
 
 
-def _refuse(trainer: Trainer) -> None:
-    """Refuse what would be saved wrongly, or not at all.
+def _check_supported(trainer: Trainer) -> None:
+    """Check that a trainer can be saved completely.
 
     Raises:
-        ConfigError: the trainer is set up for it.
+        ConfigError: the trainer uses an unsupported feature.
     """
     arguments = trainer.args
     model = trainer.model

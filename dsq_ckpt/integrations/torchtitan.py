@@ -2,7 +2,7 @@
 
     config.checkpoint = DSQCheckpointManager.Config(enable=True, interval=500)
 
-All else is torchtitan's own: when it saves, what it saves, names of directories, and export to safetensors.
+Everything else is torchtitan's own: when and what it saves, names of directories, and export to safetensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.integrations.staged import is_compressed
+from dsq_ckpt.integrations.staged_checkpoint import is_compressed
 from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.manifest import is_complete
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
@@ -36,30 +36,30 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class DSQCheckpointManager(CheckpointManager):
-    """torchtitan's `CheckpointManager`, whose checkpoints are compressed; `Config.build` makes it.
+    """A `CheckpointManager` of torchtitan with compressed checkpoints; created by `Config.build`.
 
-    Checkpoints of torchtitan's own are loaded too, so that a run may change over at any step.
+    Torchtitan's own checkpoints are loaded too, so that a run may switch to this class at any step.
 
     Raises:
-        ConfigError: the configuration is wrong.
-        DSQError: a save or a load failed, on every rank; a save in the background raises it from the next save, or
-            from `close`.
+        ConfigError: the configuration is invalid.
+        DSQError: a save or a load failed, on every rank; an error of a save in the background is raised by the next
+            save, or by `close`.
     """
 
     save_future: Future[Any] | None
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """Settings of `CheckpointManager.Config`, and those of compression."""
+        """Settings of `CheckpointManager.Config`, and settings of compression."""
 
         async_mode: Literal["disabled", "async"] = "disabled"
-        """Whether a thread compresses and writes, while training goes on."""
+        """Whether a thread compresses and writes while training continues."""
 
         compression: str = "default"
         """Name of a preset, such as "exact", or path of a JSON or YAML file of a `DSQConfig`."""
 
         pinned: bool = True
-        """Keep the refinement layer of every checkpoint; False: of the newest `refinement.keep_last`."""
+        """Keep the refinement layer of every checkpoint; if False, of the newest `refinement.keep_last` only."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -70,17 +70,19 @@ class DSQCheckpointManager(CheckpointManager):
                 )
             as_config(self.compression)
 
-    def __init__(self, config: Config, **parts: Any) -> None:
-        # Its thread would remove directories without regard to files that other checkpoints need.
-        without_thread: Any = {"keep_latest_k": 0}
-        super().__init__(replace(config, **without_thread), **parts)
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        # torchtitan's thread would remove files that other checkpoints need.
+        no_purging: Any = {"keep_latest_k": 0}
+        super().__init__(replace(config, **no_purging), **kwargs)
         if not self.enable:
             return
         self._config, self._pinned, self._step = as_config(config.compression), config.pinned, 0
         self.keep_latest_k = config.keep_latest_k
         if self.keep_latest_k > 0:
             self.purge_queue: queue.Queue[str | None] = queue.Queue()
-            self.purge_thread = threading.Thread(target=purge_thread, args=(self.purge_queue, _remove), daemon=True)
+            self.purge_thread = threading.Thread(
+                target=purge_thread, args=(self.purge_queue, _remove_checkpoint), daemon=True
+            )
             self.purge_thread.start()
 
     @torch.no_grad()
@@ -91,14 +93,14 @@ class DSQCheckpointManager(CheckpointManager):
         """Save a state dict, compressed, or as safetensors; collective.
 
         Args:
-            state_dict: weights by their names, and other states by their keys.
-            checkpoint_id: the directory; a complete checkpoint of this package there is replaced.
-            async_mode: `DISABLED`, or `ASYNC` for a thread.
+            state_dict: weights by name, and other states by key.
+            checkpoint_id: directory; a complete checkpoint of this package in it is replaced.
+            async_mode: `DISABLED`, or `ASYNC` to save in a thread.
             enable_garbage_collection: collect garbage after the save.
             to_hf: save as `CheckpointManager` does, in the format of Hugging Face.
 
         Returns:
-            A future of the save, if it is in a thread.
+            A future of a save in a thread, else None.
 
         Raises:
             DSQError: the save failed; earlier checkpoints are untouched.
@@ -108,7 +110,7 @@ class DSQCheckpointManager(CheckpointManager):
         model = join_models([("", part) for part in self.states[MODEL].model])  # stages of a pipeline
         options: dict[str, Any] = {
             "config": self._config, "overwrite": True, "pinned": self._pinned, "model": model,
-            "parent": "auto" if OPTIMIZER in state_dict else None,  # the model alone, at the end: needs no other
+            "parent": "auto" if OPTIMIZER in state_dict else None,  # the final model needs no parent
         }
         future = None
         if async_mode == AsyncMode.DISABLED:
@@ -124,27 +126,27 @@ class DSQCheckpointManager(CheckpointManager):
 
         Args:
             state_dict: tensors to load into, and states.
-            checkpoint_id: the directory.
-            from_hf: it is in the format of Hugging Face.
-            from_quantized: its tensors are quantized, in that format.
+            checkpoint_id: directory.
+            from_hf: the checkpoint is in the format of Hugging Face.
+            from_quantized: its tensors are quantized, in the format of Hugging Face.
 
         Raises:
             DSQError: the checkpoint cannot be loaded.
         """
         comm = communicator(None)
-        ours = gather_from_all_ranks(
-            comm, lambda: comm.rank == 0 and not from_hf and _is_ours(checkpoint_id), LoadFailed
+        is_compressed_checkpoint = gather_from_all_ranks(
+            comm, lambda: comm.rank == 0 and not from_hf and _is_package_checkpoint(checkpoint_id), LoadFailed
         )[0]
-        if not ours:
+        if not is_compressed_checkpoint:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, checkpoint_id)
 
-        def give() -> None:
+        def apply_state() -> None:
             with in_user_code(loads_module=True):
                 self.states[MODEL].load_state_dict(state_dict)
 
-        run_on_all_ranks(comm, give, LoadFailed)
+        run_on_all_ranks(comm, apply_state, LoadFailed)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self._step = curr_step
@@ -152,7 +154,7 @@ class DSQCheckpointManager(CheckpointManager):
         return saved
 
     def _wait_for_saving(self) -> None:
-        future, self.save_future = self.save_future, None  # a failure is told once, and `close` after it succeeds
+        future, self.save_future = self.save_future, None  # a failure is raised once, and `close` succeeds then
         assert future is not None
         future.result()
 
@@ -164,59 +166,60 @@ class DSQCheckpointManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         if step == -1:
-            found = gather_from_all_ranks(communicator(None), self._find_load_step, LoadFailed)
-            if min(found) != max(found):
+            steps = gather_from_all_ranks(communicator(None), self._find_load_step, LoadFailed)
+            if min(steps) != max(steps):
                 raise LoadFailed(
-                    f"'{self.folder}': ranks see other checkpoints; the newest is of step {max(found)} for rank "
-                    f"{found.index(max(found))}, and {min(found) if min(found) >= 0 else 'not there'} for rank "
-                    f"{found.index(min(found))}: give a checkpoint.folder that all hosts share"
+                    f"'{self.folder}': ranks see other checkpoints; the newest is of step {max(steps)} for rank "
+                    f"{steps.index(max(steps))}, and {min(steps) if min(steps) >= 0 else 'not there'} for rank "
+                    f"{steps.index(min(steps))}: give a checkpoint.folder that all hosts share"
                 )
-            step = found[0]
+            step = steps[0]
         loaded: bool = super()._load(step)
         return loaded
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest step that has a complete checkpoint; -1: there is none."""
-        return max(_complete(folder or self.folder), default=-1)
+        """Return the newest step with a complete checkpoint, or -1."""
+        return max(_list_complete_checkpoints(folder or self.folder), default=-1)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Remove all but the newest complete checkpoints up to the present step.
+        """Remove all but the newest complete checkpoints up to the current step.
 
-        Those of later steps are of a run that was ended before its restart from an earlier one; they stay until this
-        run replaces them.
+        Checkpoints of later steps are from before a restart from an earlier step. They stay until this run replaces
+        them.
         """
         if self._should_purge():
-            found = {step: path for step, path in _complete(self.folder).items() if step <= self._step}
-            for step in sorted(found)[: -self.keep_latest_k]:
-                self.purge_queue.put(found[step])
+            paths_by_step = _list_complete_checkpoints(self.folder)
+            steps = sorted(step for step in paths_by_step if step <= self._step)
+            for step in steps[: -self.keep_latest_k]:
+                self.purge_queue.put(paths_by_step[step])
 
 
-def _complete(folder: str) -> dict[int, str]:
-    """Return the directories of complete checkpoints, by their step."""
-    found = {}
+def _list_complete_checkpoints(folder: str) -> dict[int, str]:
+    """Return the directories of complete checkpoints by step."""
+    paths_by_step = {}
     for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
         path = filesystem.join(folder, name)
-        theirs = (".metadata", "model.safetensors.index.json")
+        torchtitan_files = (".metadata", "model.safetensors.index.json")
         if (step := _STEP.fullmatch(name)) and (
             is_complete(resolve_checkpoint_path(path))
-            or any(filesystem.isfile(filesystem.join(path, one)) for one in theirs)
+            or any(filesystem.isfile(filesystem.join(path, file_name)) for file_name in torchtitan_files)
         ):
-            found[int(step[1])] = path
-    return found
+            paths_by_step[int(step[1])] = path
+    return paths_by_step
 
 
-def _is_ours(path: str) -> bool:
+def _is_package_checkpoint(path: str) -> bool:
     """Return whether a directory is a checkpoint of this package.
 
     Raises:
-        CheckpointNotFound: it is one without a manifest.
+        CheckpointNotFound: the directory has files of a compressed checkpoint, but no manifest.
     """
     directory = resolve_checkpoint_path(path)
     return is_complete(directory) if is_remote(directory) else is_compressed(directory)
 
 
-def _remove(path: str) -> None:
-    """Remove a checkpoint; every other one stays complete."""
+def _remove_checkpoint(path: str) -> None:
+    """Remove a checkpoint; all others stay complete."""
     directory = resolve_checkpoint_path(path)
     if is_complete(directory):
         removal.remove_checkpoint(directory)

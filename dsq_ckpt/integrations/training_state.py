@@ -1,7 +1,7 @@
-"""Models and optimizers as one nested state dict, by fully qualified names, and back.
+"""Conversion of models and optimizers to one nested state dict by fully qualified names, and back.
 
-Optimizers are taken as they are, without a step that would initialize what they do not have: parameters that are frozen
-or were never used have no state, and get none in a restart. FSDP2's sharded tensors stay sharded.
+Optimizers are not initialized by a step: frozen or unused parameters have no optimizer state, and get none in a
+restart. FSDP2's sharded tensors stay sharded.
 """
 
 from __future__ import annotations
@@ -36,70 +36,70 @@ from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import get_named_parameters
 from dsq_ckpt.storage.refinement import RefinementOption
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Options of parameter groups that schedules keep too, in the order of the groups."""
+_RATE_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Options of parameter groups that schedulers keep too, in the order of the groups."""
 
 
 class _Placeholders(NamedTuple):
-    """Places for what was saved.
+    """Placeholders for the tensors of a checkpoint.
 
     Attributes:
-        tensors: the state dict to be filled.
-        state: one with the same tensors and all other values.
-        offered: names that models need not take, by their keys.
-        warnings: what differs from what was saved.
-        refinement: how to load.
+        tensors: state dict to load into.
+        state: state dict with the same tensors and all other values.
+        extra_keys: keys that a model may not expect, by the path of its state dict.
+        warnings: warnings about differences from the checkpoint.
+        refinement: refinement option of the load.
     """
 
     tensors: dict[str, Any]
     state: dict[str, Any]
-    offered: Mapping[tuple[Any, ...], Collection[str]]
+    extra_keys: Mapping[tuple[Any, ...], Collection[str]]
     warnings: list[str]
     refinement: RefinementOption
 
 
 class TrainingState:
-    """Models and optimizers under the keys `model`, `model_1`, ..., `optimizer`, `optimizer_1`, ... of a state dict.
+    """A state dict of models and optimizers with keys `model`, `model_1`, ..., `optimizer`, `optimizer_1`, ...
 
     Args:
-        models: modules, wrapped and sharded as they are trained.
-        optimizers: optimizers of their parameters.
+        models: modules, wrapped and sharded as in training.
+        optimizers: optimizers of the modules' parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
-        self._models = {_key("model", number): model for number, model in enumerate(models)}
-        self._optimizers = {_key("optimizer", number): one for number, one in enumerate(optimizers)}
+        self._models = {_create_key("model", number): model for number, model in enumerate(models)}
+        self._optimizers = {_create_key("optimizer", number): optimizer for number, optimizer in enumerate(optimizers)}
 
     @property
     def model(self) -> nn.Module | None:
-        """The models as one, by the names that their tensors have in the state of optimizers too."""
-        models = [(_prefix(key), model) for key, model in self._models.items()]
+        """All models as one module, with the parameter names of the optimizers' state."""
+        models = [(_get_name_prefix(key), model) for key, model in self._models.items()]
         return join_models(models) if models else None
 
     def collect(self) -> dict[str, Any]:
-        """Return the state dict, whose tensors are those of models and optimizers.
+        """Return the state dict; its tensors share memory with models and optimizers.
 
         Raises:
-            ConfigError: an optimizer has a parameter that is not a model's.
+            ConfigError: an optimizer has a parameter that belongs to no model.
         """
         self._reshard()
-        parameters = self._parameters()
+        parameters = self._get_parameters()
         with in_user_code():  # hooks of modules
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
-        return state | {key: _by_name(one, _names(one, parameters)) for key, one in self._optimizers.items()}
+        return state | {key: _get_named_state(one, parameters) for key, one in self._optimizers.items()}
 
-    def restore(self, directory: str | os.PathLike[str], *, told: bool = False) -> None:
-        """Load the models and optimizers from a checkpoint, in place; collective.
+    def restore(self, directory: str | os.PathLike[str], *, quiet: bool = False) -> None:
+        """Load models and optimizers from a checkpoint, in place; collective.
 
-        Tensors of models take the dtypes that the models have now, with a warning, as when a plain state is loaded.
+        Tensors are cast to the current dtypes of the models, with a warning.
 
         Args:
-            directory: the checkpoint.
-            told: its models were restored before, with all warnings.
+            directory: checkpoint.
+            quiet: issue no warnings; True if a former call has restored the models.
 
         Raises:
             LoadFailed: the checkpoint has other tensors or parameters, or no optimizer.
-            ConfigError: an optimizer has a parameter that is not a model's.
+            ConfigError: an optimizer has a parameter that belongs to no model.
             DSQError: the checkpoint cannot be read.
         """
         self._reshard()
@@ -108,28 +108,28 @@ class TrainingState:
             for optimizer in self._optimizers.values():
                 if not optimizer.state:
                     stack.enter_context(reset_on_failure(optimizer))
-            found = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
-            for text in () if told else found.warnings:
+            placeholders = run_on_all_ranks(comm, lambda: self._collect_placeholders(directory), LoadFailed)
+            for text in () if quiet else placeholders.warnings:
                 warn(text, rank=comm.rank)
-            load(found.tensors, directory, refinement=found.refinement, allow_cast=True)
-            run_on_all_ranks(comm, lambda: self._fill(directory, found), LoadFailed)
+            load(placeholders.tensors, directory, refinement=placeholders.refinement, allow_cast=True)
+            run_on_all_ranks(comm, lambda: self._apply_loaded(directory, placeholders), LoadFailed)
 
-    def _placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
-        parameters = self._parameters()
-        told: dict[str, Any] = {}
+    def _collect_placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
+        parameters = self._get_parameters()
+        model_states: dict[str, Any] = {}
         for key, model in self._models.items():
             with in_user_code():
-                told[key] = get_model_state_dict(model)
+                model_states[key] = get_model_state_dict(model)
         with OpenedCheckpoint(directory, False, None) as opened:
             nesting = opened.paths
             if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
                 raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
             modules: dict[tuple[Any, ...], nn.Module] = {(key,): model for key, model in self._models.items()}
-            placeholders = ModulePlaceholders(modules, told, nesting, opened.tensors)
+            placeholders = ModulePlaceholders(modules, model_states, nesting, opened.tensors)
             placeholders.add_placeholders([placeholders.unexpected_keys])
-            flat: dict[str, Any] = flatten_state_dict(told)[0]
-            stored = {name: path for name, path in nesting.items() if path[0] in self._models}
-            warnings = _same_tensors(directory, flat, stored, opened)
+            flat: dict[str, Any] = flatten_state_dict(model_states)[0]
+            stored_paths = {name: path for name, path in nesting.items() if path[0] in self._models}
+            warnings = _check_tensors(directory, flat, stored_paths, opened)
             manifest = opened.checkpoint.manifest
             if dropped := manifest.refinement == "dropped":
                 warnings.append(describe_base_loss(opened.checkpoint.directory, manifest))
@@ -139,195 +139,213 @@ class TrainingState:
                         f"'{directory}' has no '{key}', so training cannot go on from it: was it saved with "
                         "save_only_model? Load its model alone, from an export of it (`dsq export --part model`)"
                     )
-                stored |= {name: path for name, path in nesting.items() if path[0] == key}
-            whole = self._of_classes(stored, nesting, parameters)
-            stored = {name: path for name, path in stored.items() if find_class_key(path, nesting) is None}
-            asks = any(path[0] in self._optimizers and path[1] not in TORCH_KEYS for path in stored.values())
-            more = self._told_beside(parameters) if asks else {}
-            for name, path in stored.items():
+                stored_paths |= {name: path for name, path in nesting.items() if path[0] == key}
+            subclass_tensors = self._collect_subclass_tensors(stored_paths, nesting, parameters)
+            stored_paths = {name: path for name, path in stored_paths.items() if find_class_key(path, nesting) is None}
+            has_extra_entries = any(
+                path[0] in self._optimizers and path[1] not in TORCH_KEYS for path in stored_paths.values()
+            )
+            extra_tensors = self._get_extra_tensors(parameters) if has_extra_entries else {}
+            for name, path in stored_paths.items():
                 if name not in opened.tensors:
                     flat[name] = opened.object(name, allow_pickle=False)
                 elif path[0] in self._optimizers:
                     shape = torch.Size(opened.tensors[name]["shape"])
-                    like = parameters.get(str(path[2])) if path[1] == "state" else more.get(name)
-                    flat[name] = _empty(like, shape, opened.dtype(name))
-            tensors = {name: flat[name] for name in stored if name in opened.tensors}
+                    like = parameters.get(str(path[2])) if path[1] == "state" else extra_tensors.get(name)
+                    flat[name] = _create_placeholder(like, shape, opened.dtype(name))
+            tensors = {name: flat[name] for name in stored_paths if name in opened.tensors}
             empty, nesting.empty = nesting.empty, None
-            filled = nesting.unflatten(tensors)
+            tensor_state = nesting.unflatten(tensors)
             nesting.empty = [path for path in empty or () if path[0] in (*self._models, *self._optimizers)]
-            everything = nesting.unflatten({name: flat[name] for name in stored})
-            for steps, tensor in whole:
-                set_entry(filled, steps, tensor)
-                set_entry(everything, steps, tensor)
-            return _Placeholders(filled, everything, placeholders.offered_keys, warnings, False if dropped else "auto")
+            full_state = nesting.unflatten({name: flat[name] for name in stored_paths})
+            for steps, tensor in subclass_tensors:
+                set_entry(tensor_state, steps, tensor)
+                set_entry(full_state, steps, tensor)
+            refinement: RefinementOption = False if dropped else "auto"
+            return _Placeholders(tensor_state, full_state, placeholders.offered_keys, warnings, refinement)
 
-    def _told_beside(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Return the tensors that optimizers tell beside the state of parameters, by flat names."""
-        own = {key: extra_entries(_by_name(one, _names(one, parameters))) for key, one in self._optimizers.items()}
-        return {name: value for name, value in flatten_state_dict(own)[0].items() if isinstance(value, torch.Tensor)}
+    def _get_extra_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Return the tensors of optimizers' state dicts outside of `state` and `param_groups`, by flat names."""
+        extra_states = {key: extra_entries(_get_named_state(one, parameters)) for key, one in self._optimizers.items()}
+        flat = flatten_state_dict(extra_states)[0]
+        return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
 
-    def _of_classes(
-        self, stored: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
+    def _collect_subclass_tensors(
+        self, stored_paths: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
     ) -> list[tuple[list[Step], torch.Tensor]]:
-        """Return the tensors of an optimizer's state whose class is not torch's own, with their places.
+        """Return the tensors of optimizers' state that belong to tensor subclasses, with their positions.
 
-        Only the optimizer can make them. One that has no state yet makes it by a step that changes nothing.
+        Only the optimizer can create such tensors. If it has no state, create it by a step that changes nothing.
         """
-        found = dict[Path, tuple[list[Step], torch.Tensor]]()
-        for name, path in stored.items():
-            if (deep := find_class_key(path, nesting)) is not None:
+        tensors_by_path = dict[Path, tuple[list[Step], torch.Tensor]]()
+        for name, path in stored_paths.items():
+            if (depth := find_class_key(path, nesting)) is not None:
                 optimizer = self._optimizers.get(str(path[0]))
                 if optimizer is not None and not optimizer.state:
                     initialize_state(optimizer)
-                own = {} if optimizer is None else _by_name(optimizer, _names(optimizer, parameters))["state"]
-                tensor = own.get(path[2], {}).get(path[3]) if deep == 4 else None
+                state = {} if optimizer is None else _get_named_state(optimizer, parameters)["state"]
+                tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None
                 if tensor is None:
                     refuse_subclass_part(name, path, nesting)
                 else:
-                    found[path[:deep]] = nesting.steps(path[:deep]), tensor
-        return list(found.values())
+                    tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
+        return list(tensors_by_path.values())
 
-    def _fill(self, directory: str | os.PathLike[str], found: _Placeholders) -> None:
-        parameters, state = self._parameters(), found.state
+    def _apply_loaded(self, directory: str | os.PathLike[str], placeholders: _Placeholders) -> None:
+        parameters, state = self._get_parameters(), placeholders.state
         for key, model in self._models.items():
-            unexpected = allow_unexpected_keys(model, found.offered.get((key,), ()), directory)
-            with unexpected as names, in_user_code(loads_module=True):
+            allow_unexpected = allow_unexpected_keys(model, placeholders.extra_keys.get((key,), ()), directory)
+            with allow_unexpected as unexpected_keys, in_user_code(loads_module=True):
                 set_model_state_dict(model, state[key])
-            if names:
-                raise unexpected_keys_error(sorted(names), directory)
+            if unexpected_keys:
+                raise unexpected_keys_error(sorted(unexpected_keys), directory)
         for key, optimizer in self._optimizers.items():
-            by_number = _by_number(state[key], optimizer, _names(optimizer, parameters), directory)
+            names = _get_parameter_names(optimizer, parameters)
+            numbered_state = _get_numbered_state(state[key], names, directory)
             with in_user_code():
-                optimizer.load_state_dict(by_number)
+                optimizer.load_state_dict(numbered_state)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all models by names that no two of them share; a tied one has several."""
-        found: dict[str, nn.Parameter] = {}
+    def _get_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all models by unique names; a tied parameter has several names."""
+        parameters: dict[str, nn.Parameter] = {}
         for key, model in self._models.items():
-            prefix = _prefix(key)
-            found |= {f"{prefix}.{name}" if prefix else name: own for name, own in get_named_parameters(model).items()}
-        return found
+            prefix = _get_name_prefix(key)
+            for name, parameter in get_named_parameters(model).items():
+                parameters[f"{prefix}.{name}" if prefix else name] = parameter
+        return parameters
 
     def _reshard(self) -> None:
-        """Bring back sharded parameters: after an evaluation under `no_grad` FSDP2 keeps the root gathered."""
+        """Reshard parameters, since FSDP2 keeps the root gathered after an evaluation under `no_grad`."""
         for model in self._models.values():
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
 
-def _key(kind: str, number: int) -> str:
+def _create_key(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
 
 
-def _prefix(key: str) -> str:
-    """Return the name before those of a model's parameters."""
+def _get_name_prefix(key: str) -> str:
+    """Return the prefix of the names of a model's parameters."""
     return "" if key == "model" else key
 
 
-def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+def _get_parameter_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """Return the names of an optimizer's parameters, by parameter group."""
-    known: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for name, parameter in parameters.items():
-        known.setdefault(id(parameter), name)
+        names_by_id.setdefault(id(parameter), name)
     groups = [group["params"] for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         for parameter in group:
-            if id(parameter) not in known:
+            if id(parameter) not in names_by_id:
                 raise ConfigError(
                     f"parameter group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
                     "is not the model's; make the optimizer from the parameters of the model that is trained"
                 )
-    return [[known[id(parameter)] for parameter in group] for group in groups]
+    return [[names_by_id[id(parameter)] for parameter in group] for group in groups]
 
 
-def _by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an optimizer's state dict with names in place of the numbers of parameters."""
+def _get_named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names of parameters in place of numbers."""
+    names = _get_parameter_names(optimizer, parameters)
     with in_user_code():
-        plain, more = split_state(optimizer.state_dict(), type(optimizer).__name__)
-    order = [name for group in names for name in group]
-    groups = zip(plain["param_groups"], names, strict=True)
+        torch_state, extra_state = split_state(optimizer.state_dict(), type(optimizer).__name__)
+    names_by_number = [name for group in names for name in group]
+    groups = zip(torch_state["param_groups"], names, strict=True)
     return {
-        **more,
-        "state": {order[number]: entry for number, entry in plain["state"].items()},
-        "param_groups": [{**group, "params": list(own)} for group, own in groups],
+        **extra_state,
+        "state": {names_by_number[number]: entry for number, entry in torch_state["state"].items()},
+        "param_groups": [{**group, "params": list(group_names)} for group, group_names in groups],
     }
 
 
-def _by_number(
-    stored: Mapping[str, Any], optimizer: Optimizer, names: Sequence[Sequence[str]], directory: object
+def _get_numbered_state(
+    stored: Mapping[str, Any], names: Sequence[Sequence[str]], directory: object
 ) -> dict[str, Any]:
-    """Return a stored state dict for `optimizer`, whose groups must have the same parameters, in any order.
+    """Convert a stored state dict for an optimizer whose parameter groups may be in another order.
+
+    Args:
+        stored: state dict with names of parameters.
+        names: names of the optimizer's parameters, by parameter group.
+        directory: checkpoint, for error messages.
 
     Raises:
-        LoadFailed: they do not.
+        LoadFailed: parameter groups have other parameters; or groups with different rates are in another order.
     """
-    saved = stored["param_groups"]
-    unused = list(range(len(saved)))
-    order: list[int | None] = []
-    for own in names:
-        order.append(next((number for number in unused if set(saved[number]["params"]) == set(own)), None))
-        unused = [number for number in unused if number != order[-1]]
-    if lacking := sorted({*unused, *(number for number, found in enumerate(order) if found is None)}):
-        number = lacking[0]
-        before = set(saved[number]["params"]) if number in unused else set()
-        now = set(names[number]) if number < len(names) and order[number] is None else set()
-        name = min(before ^ now, default="no parameter at all")
-        raise _changed(
-            directory, f"'{directory}': '{name}' {'was' if name in before else 'was not'} in parameter group {number} "
-            f"of the optimizer when this was saved, and {'is' if name in now else 'is not'} now; make the optimizer "
-            "with the groups that it had"
+    saved_groups = stored["param_groups"]
+    unused = list(range(len(saved_groups)))
+    saved_numbers: list[int | None] = []
+    for group_names in names:
+        matches = (number for number in unused if set(saved_groups[number]["params"]) == set(group_names))
+        saved_numbers.append(next(matches, None))
+        unused = [number for number in unused if number != saved_numbers[-1]]
+    unmatched = [number for number, saved_number in enumerate(saved_numbers) if saved_number is None]
+    if mismatches := sorted({*unused, *unmatched}):
+        number = mismatches[0]
+        saved_names = set(saved_groups[number]["params"]) if number in unused else set()
+        current_names = set(names[number]) if number < len(names) and saved_numbers[number] is None else set()
+        name = min(saved_names ^ current_names, default="no parameter at all")
+        raise _mismatch_error(
+            directory,
+            f"'{directory}': '{name}' {'was' if name in saved_names else 'was not'} in parameter group {number} of the "
+            f"optimizer when this was saved, and {'is' if name in current_names else 'is not'} now; make the optimizer "
+            "with the groups that it had",
         )
-    found = [saved[number] for number in order if number is not None]
-    for option in _RATES:
-        if (rates := [group.get(option) for group in found]) != [group.get(option) for group in saved]:
+    matched_groups = [saved_groups[number] for number in saved_numbers if number is not None]
+    for option in _RATE_OPTIONS:
+        if (rates := [group.get(option) for group in matched_groups]) != [group.get(option) for group in saved_groups]:
             raise LoadFailed(
                 f"'{directory}': parameter groups were saved in another order, and have different values of "
                 f"'{option}' ({rates}), which schedules keep by the order of groups; make the optimizer with the order "
                 "that it had"
             )
-    place = {name: number for number, name in enumerate(name for group in names for name in group)}
-    groups = [{**group, "params": [place[name] for name in own]} for group, own in zip(found, names, strict=True)]
-    state = {place[name]: entry for name, entry in stored["state"].items()}
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group_names]}
+        for group, group_names in zip(matched_groups, names, strict=True)
+    ]
+    state = {numbers[name]: entry for name, entry in stored["state"].items()}
     return join_state({"state": state, "param_groups": groups}, extra_entries(stored))
 
 
-def _empty(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor to load into, placed and sharded as its parameter, or the one before, if it has that shape."""
+def _create_placeholder(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor to load into, on the device and with the sharding of `like` if `like` has the same shape."""
     if like is not None and like.shape == shape:
         return torch.empty_like(like.detach(), dtype=dtype)
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _same_tensors(
-    directory: object, own: Mapping[str, Any], stored: Mapping[str, Any], opened: OpenedCheckpoint
+def _check_tensors(
+    directory: object, model_tensors: Mapping[str, Any], stored_paths: Mapping[str, Any], opened: OpenedCheckpoint
 ) -> list[str]:
-    """Compare names, shapes and dtypes of the models' tensors with those that are stored; return what to warn of.
+    """Compare names, shapes and dtypes of the models' tensors with the stored ones; return warnings.
 
     Raises:
         LoadFailed: names or shapes differ.
     """
-    if missing := sorted(own.keys() - stored.keys()):
-        hint = name_hint(missing[0], stored)
-        raise _changed(directory, f"'{directory}' has no '{missing[0]}', which the model has{hint}")
-    if unknown := sorted(stored.keys() - own.keys()):
-        raise _changed(directory, f"'{directory}' has '{unknown[0]}', which the model does not have")
-    cast = []
-    for name, value in own.items():
+    if missing := sorted(model_tensors.keys() - stored_paths.keys()):
+        hint = name_hint(missing[0], stored_paths)
+        raise _mismatch_error(directory, f"'{directory}' has no '{missing[0]}', which the model has{hint}")
+    if unexpected := sorted(stored_paths.keys() - model_tensors.keys()):
+        raise _mismatch_error(directory, f"'{directory}' has '{unexpected[0]}', which the model does not have")
+    casts = []
+    for name, value in model_tensors.items():
         if name in opened.tensors and isinstance(value, torch.Tensor):
             shape, dtype = tuple(opened.tensors[name]["shape"]), opened.dtype(name)
             if shape != tuple(value.shape):
                 text = f"'{directory}': '{name}' is of shape {shape}, the model's of {tuple(value.shape)}"
-                raise _changed(directory, text)
+                raise _mismatch_error(directory, text)
             if dtype != value.dtype:
-                cast.append(f"'{name}' as {dtype}, which is {value.dtype} now")
-    if not cast:
+                casts.append(f"'{name}' as {dtype}, which is {value.dtype} now")
+    if not casts:
         return []
-    return [f"'{directory}' has {len(cast)} tensor(s) of another dtype than the model, which are cast: {cast[0]}"]
+    return [f"'{directory}' has {len(casts)} tensor(s) of another dtype than the model, which are cast: {casts[0]}"]
 
 
-def _changed(directory: object, text: str) -> LoadFailed:
-    """Return the error about a model or an optimizer that is not the one that was saved, with the way to go on."""
+def _mismatch_error(directory: object, text: str) -> LoadFailed:
+    """Return the error about a changed model or optimizer, with advice on how to continue."""
     return LoadFailed(
         f"{text}{'' if text.endswith('?') else '.'} A changed model goes on from the weights, with a fresh optimizer: "
         f"export them (`dsq export {directory} plain/model.safetensors --part model`), load them into the model (as by "

@@ -15,7 +15,7 @@ from dsq_ckpt.cli import verify_command
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import merging
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
-from dsq_ckpt.integrations.staged import StagedCheckpoint
+from dsq_ckpt.integrations.staged_checkpoint import StagedCheckpoint
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.manifest_text import insert_checksum
@@ -39,7 +39,7 @@ def save(goal: Path, step: int = 0, files: list[str] = LIBRARY, asynchronous: bo
         staged.save(lambda: {"w": values, "step": step})
         staged.write(write)
         if asynchronous:
-            staged.publish_later(lambda: None).result()
+            staged.publish_in_background(lambda: None).result()
         else:
             staged.publish()
     return goal

@@ -3,7 +3,7 @@
     from dsq_ckpt.integrations.lightning import DSQCheckpointIO
     trainer = Trainer(plugins=[DSQCheckpointIO()])
 
-Checkpoints keep the names that Lightning gives them, and are directories. Both write the same layout, so that a run may
+Checkpoints are directories at the paths that Lightning chooses. Both classes write the same layout, so that a run may
 change between one device, DDP and FSDP2.
 """
 

@@ -1,8 +1,8 @@
-"""The checkpoint dict of a Trainer as a nested state dict of ours, and back.
+"""Conversion of a Trainer's checkpoint dict to a nested state dict of this package, and back.
 
-Model weights and the state of optimizers become tensors of the checkpoint, the latter under the names of their
-parameters (see `parameter_names`), as moments are quantized with the weights that they belong to. All else, the tensors
-of callbacks among it, is one object, exact, which is loaded with `weights_only=True`.
+Model weights and optimizer state become tensors of the checkpoint. Optimizer state is stored under the names of its
+parameters (see `parameter_names`), since moments are quantized with their weights. All other values, including tensors
+of callbacks, become one exact object, the skeleton, which is loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -24,259 +24,262 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt.api.optimizer_state import extra_entries, join_state, split_state
 from dsq_ckpt.core.tensor_subclasses import refuse_cycles
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed, SaveFailed, UnsupportedFormat, described
-from dsq_ckpt.integrations.lightning.names import parameter_names
+from dsq_ckpt.integrations.lightning.parameter_names import infer_parameter_names
 
-Where = tuple[Any, ...]
-"""Keys of dicts and places in lists that lead to a value of Lightning's dict."""
-_OWN = "lightning"
+ValuePath = tuple[Any, ...]
+"""Dict keys and list indices that lead to a value of Lightning's dict."""
+_KEY = "lightning"
 _FORMAT = 1
 _WEIGHTS = ("state_dict", "current_model_state")
 """Top-level keys of models; the second is that of Lightning's `WeightAveraging`."""
 
 
-def to_state(checkpoint: Mapping[str, Any], everything: bool = True) -> dict[str, Any]:
-    """Return the state dict that is saved for a checkpoint dict of Lightning.
+def to_state_dict(checkpoint: Mapping[str, Any], include_skeleton: bool = True) -> dict[str, Any]:
+    """Return the state dict to save for a checkpoint dict of Lightning.
 
     Args:
-        checkpoint: of `Trainer`; it is not changed. Optimizer state is keyed by numbers, as torch's optimizers do it,
-            or by names of parameters, as `get_optimizer_state` does it.
-        everything: include what is neither model nor optimizer state; one rank of a sharded save does.
+        checkpoint: checkpoint dict of `Trainer`; it is not changed. Optimizer state has numbers of parameters as keys,
+            as in torch's optimizers, or names, as from `get_optimizer_state`.
+        include_skeleton: include the skeleton; True on one rank of a sharded save.
 
     Raises:
-        SaveFailed: a value cannot be stored so that it is loaded again without running code of the file.
+        SaveFailed: a value cannot be loaded without running code of the file.
     """
     refuse_cycles(checkpoint)
-    states, weights = checkpoint.get("optimizer_states"), checkpoint.get("state_dict")
+    states, model_state = checkpoint.get("optimizer_states"), checkpoint.get("state_dict")
     optimizers = [
-        _Optimizer(state, weights if isinstance(weights, Mapping) else {})
-        for state in (states if isinstance(states, list | tuple) else ())  # in another form all of it is exact
+        _NumberedOptimizerState(state, model_state if isinstance(model_state, Mapping) else {})
+        for state in (states if isinstance(states, list | tuple) else ())  # another form becomes part of the skeleton
     ]
     if optimizers:
-        checkpoint = {**checkpoint, "optimizer_states": [optimizer.numbered for optimizer in optimizers]}
+        checkpoint = {**checkpoint, "optimizer_states": [optimizer.numbered_state for optimizer in optimizers]}
     names = [optimizer.names for optimizer in optimizers]
     state: dict[str, Any] = {}
-    stored: list[Where] = []
+    stored_paths: list[ValuePath] = []
 
-    def apart(where: Where, value: Any) -> Any:
-        place = _place(where, names) if type(value) in (torch.Tensor, nn.Parameter, DTensor) else None
-        if place is None:
-            return _by_itself(where, value)
+    def move_tensor_to_state(path: ValuePath, value: Any) -> Any:
+        storage_path = _get_storage_path(path, names) if type(value) in (torch.Tensor, nn.Parameter, DTensor) else None
+        if storage_path is None:
+            return _to_plain_value(path, value)
         node = state
-        for key in place[:-1]:
+        for key in storage_path[:-1]:
             node = node.setdefault(key, {})
-        node[place[-1]] = value.detach()
-        stored.append(where)
+        node[storage_path[-1]] = value.detach()
+        stored_paths.append(path)
         return None
 
-    rest = _mapped(checkpoint, apart)
-    if everything:
-        own = {"format": _FORMAT, "checkpoint": rest, "tensors": stored, "names": names}
-        _check_plain(own)
-        state[_OWN] = {"checkpoint": (own,)}  # a tuple: one object for DCP
+    values = _map_values(checkpoint, move_tensor_to_state)
+    if include_skeleton:
+        skeleton = {"format": _FORMAT, "checkpoint": values, "tensors": stored_paths, "names": names}
+        _check_loadable(skeleton)
+        state[_KEY] = {"checkpoint": (skeleton,)}  # a tuple: one object for DCP
     return state
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Name the checkpoint in errors of a load, and say what allows the classes that it needs.
+def explain_load_errors(checkpoint_path: Path) -> Iterator[None]:
+    """Add the checkpoint's path to load errors in this context; explain how to allow a class that the skeleton needs.
 
     Raises:
-        LoadFailed: the object beside tensors holds a class that is not allowed.
+        LoadFailed: the skeleton holds a class that is not allowed.
     """
     try:
         yield
     except DSQError as error:
-        if "is more than plain data" in str(error):  # of the one object that a checkpoint has
+        if "is more than plain data" in str(error):  # about the skeleton, the only object
             raise LoadFailed(
-                f"'{path}': hyperparameters, or the state of a callback, are of a class that is not allowed here: "
-                "allow it by torch.serialization.add_safe_globals([...]), as the program did that saved them"
+                f"'{checkpoint_path}': hyperparameters, or the state of a callback, are of a class that is not allowed "
+                "here: allow it by torch.serialization.add_safe_globals([...]), as the program did that saved them"
             ) from error
-        if str(path) not in str(error):
-            raise type(error)(f"'{path}': {error}") from error
+        if str(checkpoint_path) not in str(error):
+            raise type(error)(f"'{checkpoint_path}': {error}") from error
         raise
 
 
-def rest_of(state: dict[str, Any]) -> Rest:
-    """Return what a loaded state dict has beside tensors, which is taken out of it.
+def pop_skeleton(state: dict[str, Any]) -> CheckpointSkeleton:
+    """Remove and return the skeleton of a loaded state dict.
 
     Raises:
-        LoadFailed: it is not of Lightning.
-        UnsupportedFormat: a newer version saved it.
+        LoadFailed: Lightning did not save the checkpoint.
+        UnsupportedFormat: a newer version of this package saved the checkpoint.
     """
     try:
-        own = state.pop(_OWN)["checkpoint"][0]
-        found = own["format"]
+        content = state.pop(_KEY)["checkpoint"][0]
+        version = content["format"]
     except (KeyError, TypeError, IndexError) as error:
         raise LoadFailed(
             "the checkpoint was not saved by Lightning: it lacks the state of loops and callbacks; load it with "
             "dsq_ckpt.load, or save it through Trainer"
         ) from error
-    if found != _FORMAT:
-        raise UnsupportedFormat(f"the state of Lightning is in layout {found!r}, this dsq_ckpt reads {_FORMAT}")
-    return Rest(own["checkpoint"], own["tensors"], own["names"])
+    if version != _FORMAT:
+        raise UnsupportedFormat(f"the state of Lightning is in layout {version!r}, this dsq_ckpt reads {_FORMAT}")
+    return CheckpointSkeleton(content["checkpoint"], content["tensors"], content["names"])
 
 
-class Rest:
+class CheckpointSkeleton:
     """A checkpoint dict without the tensors of model and optimizers.
 
     Attributes:
-        names: name of each parameter by its number, for each optimizer.
+        names: for each optimizer, the name of each parameter by its number.
     """
 
-    def __init__(self, checkpoint: dict[str, Any], tensors: Sequence[Where], names: list[dict[Hashable, str]]) -> None:
-        self._checkpoint, self._tensors, self.names = checkpoint, set(tensors), names
+    def __init__(
+        self, checkpoint: dict[str, Any], tensor_paths: Sequence[ValuePath], names: list[dict[Hashable, str]]
+    ) -> None:
+        self._checkpoint, self._tensor_paths, self.names = checkpoint, set(tensor_paths), names
 
-    def weights(self) -> set[str]:
+    def weight_names(self) -> set[str]:
         """Return the names of the model's tensors."""
-        return {where[1] for where in self._tensors if where[0] == _WEIGHTS[0]}
+        return {path[1] for path in self._tensor_paths if path[0] == _WEIGHTS[0]}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the entries of the model's state dict that are no tensors."""
-        return {key: value for key, value in self._checkpoint["state_dict"].items() if key not in self.weights()}
+        """Return the entries of the model's state dict that are not tensors."""
+        return {key: value for key, value in self._checkpoint["state_dict"].items() if key not in self.weight_names()}
 
-    def moments(self, number: int) -> list[tuple[str, str]]:
-        """Return parameter and name of each tensor of an optimizer's state."""
-        places = (_place(where, self.names) for where in self._tensors if where[:2] == ("optimizer_states", number))
-        return [(place[3], place[4]) for place in places if place is not None]
+    def moment_keys(self, number: int) -> list[tuple[str, str]]:
+        """Return the parameter's name and the key of each tensor of an optimizer's state."""
+        own_paths = (path for path in self._tensor_paths if path[:2] == ("optimizer_states", number))
+        storage_paths = (_get_storage_path(path, self.names) for path in own_paths)
+        return [(path[3], path[4]) for path in storage_paths if path is not None]
 
-    def filled(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint dict with the tensors of a state dict.
+    def fill(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint dict, filled with the tensors of a state dict.
 
         Raises:
-            CorruptCheckpoint: a tensor is not there.
+            CorruptCheckpoint: a tensor is missing.
         """
 
-        def tensor(where: Where, value: Any) -> Any:
-            if where not in self._tensors:
+        def get_tensor(path: ValuePath, value: Any) -> Any:
+            if path not in self._tensor_paths:
                 return value
             node: Any = state
             try:
-                for key in _place(where, self.names) or ():
+                for key in _get_storage_path(path, self.names) or ():
                     node = node[key]
             except KeyError as error:
-                raise CorruptCheckpoint(f"the checkpoint lacks the tensor '{_named(where)}'") from error
+                raise CorruptCheckpoint(f"the checkpoint lacks the tensor '{_format_path(path)}'") from error
             return node
 
-        filled: dict[str, Any] = _mapped(self._checkpoint, tensor)
+        filled: dict[str, Any] = _map_values(self._checkpoint, get_tensor)
         return filled
 
-    def without_tensors(self) -> dict[str, Any]:
-        """Return the checkpoint dict without model and optimizer states."""
+    def get_other_entries(self) -> dict[str, Any]:
+        """Return the entries of the checkpoint dict besides model and optimizer states."""
         return {key: value for key, value in self._checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
-    def optimizer(self, number: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of an optimizer by names of parameters, with all that it told, for `set_optimizer_state`.
+    def build_optimizer_state(self, number: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the complete state of an optimizer by parameter name, for `set_optimizer_state`.
 
         Args:
-            number: of the optimizer.
-            tensors: its tensors, by parameter and name.
+            number: index of the optimizer.
+            tensors: tensors of its state, by parameter name and key.
         """
-        saved, names = self._checkpoint["optimizer_states"][number], self.names[number]
-        of_torch, more = split_state(saved, "Optimizer")
-        state: dict[str, dict[str, Any]] = {names[key]: {} for key in of_torch["state"]}
-        for key, entries in of_torch["state"].items():
+        saved_state, names = self._checkpoint["optimizer_states"][number], self.names[number]
+        torch_state, extra_state = split_state(saved_state, "Optimizer")
+        state: dict[str, dict[str, Any]] = {names[key]: {} for key in torch_state["state"]}
+        for key, entries in torch_state["state"].items():
             for name, value in entries.items():
-                place = ("optimizer_states", number, "state", key, name)
-                state[names[key]][name] = tensors[names[key]][name] if place in self._tensors else value
-        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in saved["param_groups"]]
-        return {**more, "state": state, "param_groups": groups}
+                tensor_path = ("optimizer_states", number, "state", key, name)
+                state[names[key]][name] = tensors[names[key]][name] if tensor_path in self._tensor_paths else value
+        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in saved_state["param_groups"]]
+        return {**extra_state, "state": state, "param_groups": groups}
 
     @property
-    def optimizers(self) -> int | None:
-        """Number of optimizers; None: the checkpoint has weights only."""
+    def optimizer_count(self) -> int | None:
+        """Number of optimizers; None if the checkpoint has weights only."""
         return len(self._checkpoint["optimizer_states"]) if "optimizer_states" in self._checkpoint else None
 
 
-class _Optimizer:
-    """The state of an optimizer by numbers of parameters, and the name of each."""
+class _NumberedOptimizerState:
+    """An optimizer's state with numbers of parameters as keys, and the name of each parameter."""
 
-    def __init__(self, state: Any, weights: Mapping[str, Any]) -> None:
-        self.numbered, self.names = state, dict[Hashable, str]()
+    def __init__(self, state: Any, model_state: Mapping[str, Any]) -> None:
+        self.numbered_state, self.names = state, dict[Hashable, str]()
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-            return  # of an optimizer that keeps it in another way: all of it is exact
+            return  # a state of another form becomes part of the skeleton
         keys = [key for group in state["param_groups"] for key in group["params"]]
         if not any(isinstance(key, str) for key in keys):
-            self.names = parameter_names(state, weights)
+            self.names = infer_parameter_names(state, model_state)
             return
-        number = {name: place for place, name in enumerate(keys)}
-        self.names = {place: name for name, place in number.items()}
+        numbers = {name: number for number, name in enumerate(keys)}
+        self.names = {number: name for name, number in numbers.items()}
         numbered = {
-            "state": {number[name]: entries for name, entries in state["state"].items()},
+            "state": {numbers[name]: entries for name, entries in state["state"].items()},
             "param_groups": [
-                {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
+                {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
             ],
         }
-        self.numbered = join_state(numbered, extra_entries(state))
+        self.numbered_state = join_state(numbered, extra_entries(state))
 
 
-def _place(where: Where, names: Sequence[Mapping[Hashable, str]]) -> tuple[str, ...] | None:
-    """Return where a tensor is stored; None: with the rest."""
-    if not all(isinstance(key, str) for key in (where[0], where[-1])):
+def _get_storage_path(path: ValuePath, names: Sequence[Mapping[Hashable, str]]) -> tuple[str, ...] | None:
+    """Return the path of a tensor in the saved state dict; None if it is stored in the skeleton."""
+    if not all(isinstance(key, str) for key in (path[0], path[-1])):
         return None
-    if len(where) == 2 and where[0] in _WEIGHTS:
-        return where
-    if len(where) == 5 and (where[0], where[2]) == ("optimizer_states", "state") and where[1] in range(len(names)):
-        name = names[where[1]].get(where[3])
-        return None if name is None else ("optimizer_states", str(where[1]), "state", name, where[4])
+    if len(path) == 2 and path[0] in _WEIGHTS:
+        return path
+    if len(path) == 5 and (path[0], path[2]) == ("optimizer_states", "state") and path[1] in range(len(names)):
+        name = names[path[1]].get(path[3])
+        return None if name is None else ("optimizer_states", str(path[1]), "state", name, path[4])
     return None
 
 
-def _mapped(value: Any, change: Callable[[Where, Any], Any], where: Where = ()) -> Any:
-    """Return a copy of nested dicts, lists and tuples, with each value replaced; attributes of dicts stay."""
+def _map_values(value: Any, change: Callable[[ValuePath, Any], Any], path: ValuePath = ()) -> Any:
+    """Return a copy of nested dicts, lists and tuples with each value mapped; attributes of dicts are kept."""
     if type(value) in (dict, OrderedDict):
-        found = copy(value)
+        mapped = copy(value)
         for key, inner in value.items():
-            found[key] = _mapped(inner, change, (*where, key))
-        return found
+            mapped[key] = _map_values(inner, change, (*path, key))
+        return mapped
     if type(value) in (list, tuple):
-        return type(value)(_mapped(inner, change, (*where, place)) for place, inner in enumerate(value))
-    return change(where, value)
+        return type(value)(_map_values(inner, change, (*path, index)) for index, inner in enumerate(value))
+    return change(path, value)
 
 
-def _by_itself(where: Where, value: Any) -> Any:
-    """Return a value as it is stored with the rest; a tensor on the CPU, without the memory that it is a view of.
+def _to_plain_value(path: ValuePath, value: Any) -> Any:
+    """Return a value for the skeleton: tensors are copied to the CPU, and NumPy scalars become Python scalars.
 
     Raises:
-        SaveFailed: it is a part of a distributed tensor.
+        SaveFailed: the value is a distributed tensor.
     """
     if isinstance(value, DTensor | ShardedTensor):
         raise SaveFailed(
-            f"'{_named(where)}' is distributed over ranks, and only those of the model and its optimizers are saved in "
-            "parts: put full_tensor() in its place"
+            f"'{_format_path(path)}' is distributed over ranks, and only those of the model and its optimizers are "
+            "saved in parts: put full_tensor() in its place"
         )
     if type(value) in (np.float64, np.int64, np.bool_, np.str_):
-        return value.item()  # such as a learning rate computed with NumPy: the same number, of Python's own class
+        return value.item()  # such as a learning rate that was computed with NumPy
     return value.detach().cpu().clone() if type(value) in (torch.Tensor, nn.Parameter) else value
 
 
-def _check_plain(own: dict[str, Any]) -> None:
-    """Check that an object is loaded again by `torch.load(weights_only=True)`.
+def _check_loadable(content: dict[str, Any]) -> None:
+    """Check that `torch.load(weights_only=True)` can load the skeleton.
 
     Raises:
-        SaveFailed: it is not; the message names the value.
+        SaveFailed: it cannot; the message names the value.
     """
-    error = _obstacle(own)
+    error = _find_pickle_error(content)
     if error is None:
         return
 
-    def check(where: Where, value: Any) -> Any:
-        found = next((one for one in (*where, value) if _obstacle(one) is not None), None)
-        if found is not None:
-            kind = f"{type(found).__module__}.{type(found).__qualname__}"
+    def check_value(path: ValuePath, value: Any) -> Any:
+        unsupported = next((item for item in (*path, value) if _find_pickle_error(item) is not None), None)
+        if unsupported is not None:
+            kind = f"{type(unsupported).__module__}.{type(unsupported).__qualname__}"
             raise SaveFailed(
-                f"'{_named(where)}' is of class {kind}, which a load could bring back only by running code of the "
+                f"'{_format_path(path)}' is of class {kind}, which a load could bring back only by running code of the "
                 "checkpoint: store plain data in its place (a number, a string, a dict), leave it out, for example by "
                 "save_hyperparameters(ignore=[...]), or allow the class by torch.serialization.add_safe_globals([...]) "
                 "in programs that save and in those that load"
             )
         return value
 
-    _mapped(own["checkpoint"], check)
+    _map_values(content["checkpoint"], check_value)
     raise SaveFailed(f"what the checkpoint has beside tensors cannot be stored: {described(error)}") from error
 
 
-def _obstacle(value: Any) -> Exception | None:
-    """Return why a value cannot be saved and loaded as plain data, or None."""
+def _find_pickle_error(value: Any) -> Exception | None:
+    """Return the error of saving and loading a value as plain data, or None."""
     if value is None or type(value) in (str, bool, float):
         return None
     buffer = io.BytesIO()
@@ -289,5 +292,5 @@ def _obstacle(value: Any) -> Exception | None:
     return None
 
 
-def _named(where: Where) -> str:
-    return ".".join(map(str, where))
+def _format_path(path: ValuePath) -> str:
+    return ".".join(map(str, path))

@@ -126,7 +126,7 @@ class Stopped(DSQCheckpointIO):
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         if checkpoint.get("waits"):
-            with self._removals.saving(Path(path)):
+            with self._removals.defer_during_save(Path(path)):
                 self.begun.set()
                 self.goes_on.wait()
         super().save_checkpoint(checkpoint, path, storage_options)

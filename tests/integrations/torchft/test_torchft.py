@@ -171,7 +171,7 @@ def test_a_request_that_was_given_up_is_not_waited_for_again(tmp_path: Path) -> 
     """A slow receiver delays one step, and not each one until it has read all."""
     transport, begun = DSQTransport[Any](SHORT, directory=tmp_path), time.monotonic()
     transport.send_checkpoint([1], 1, small(), PATIENCE)
-    with transport.serving(1):
+    with transport.serve_state(1):
         transport.disallow_checkpoint()
         transport.timeout = PATIENCE
         transport.disallow_checkpoint()
@@ -251,7 +251,7 @@ def test_a_full_disk_of_the_receiver(transport: DSQTransport[Any], monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for what in ("_blocks", "tempfile.TemporaryDirectory"):
+    for what in ("_read_blocks", "tempfile.TemporaryDirectory"):
         with monkeypatch.context() as patched:
             patched.setattr(f"dsq_ckpt.integrations.torchft.{what}", full)
             with pytest.raises(LoadFailed, match=r"step 1 from .*No space left.*; free space here, or name another"):

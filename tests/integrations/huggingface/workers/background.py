@@ -19,7 +19,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.integrations import huggingface, staged
+from dsq_ckpt.integrations import huggingface, staged_checkpoint
 from tests.integrations.huggingface.workers.common import everything, names, same, sound, trainer, until
 
 PATIENCE = 300.0
@@ -33,7 +33,7 @@ def background_trainer(output: Path, last: int, **options: Any) -> Trainer:
 @contextmanager
 def before_publishing(number: int, work: Callable[[], object]) -> Iterator[None]:
     """Call `work` in the thread that is about to give checkpoint `number` its name."""
-    rename = staged.replace_directory
+    rename = staged_checkpoint.replace_directory
 
     def replaced(hidden: Path, goal: Path) -> None:
         if goal.name == f"checkpoint-{number}":
@@ -41,11 +41,11 @@ def before_publishing(number: int, work: Callable[[], object]) -> Iterator[None]
             work()
         rename(hidden, goal)
 
-    staged.replace_directory = replaced
+    staged_checkpoint.replace_directory = replaced
     try:
         yield
     finally:
-        staged.replace_directory = rename
+        staged_checkpoint.replace_directory = rename
 
 
 class At(TrainerCallback):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dsq_ckpt.integrations.lightning.names import only_names, parameter_names
+from dsq_ckpt.integrations.lightning.parameter_names import find_unique_names, infer_parameter_names
 
 SHAPES = st.lists(st.sampled_from([(2, 3), (3,), (3, 3)]), max_size=6)
 
@@ -24,7 +24,7 @@ def test_a_name_is_given_where_all_ways_to_find_the_shapes_agree(candidates, sha
     expected = [
         names.pop() if len(names := {way[place][0] for way in ways}) == 1 else None for place in range(len(shapes))
     ]
-    assert only_names(shapes, named) == expected
+    assert find_unique_names(shapes, named) == expected
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ class Net(nn.Module):
         optimizer.step()
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter): name for name, parameter in self.named_parameters()}
-        found = parameter_names(optimizer.state_dict(), self.state_dict())
+        found = infer_parameter_names(optimizer.state_dict(), self.state_dict())
         assert len(set(found.values())) == len(given)
         return {own[id(given[number])]: name for number, name in found.items() if not name.startswith("#")}
 
@@ -73,7 +73,7 @@ def test_names_of_the_optimizer_come_first() -> None:
     backwards = list(net.named_parameters())[::-1]
     optimizer = torch.optim.Adam(backwards)
     optimizer.step()
-    assert parameter_names(optimizer.state_dict(), net.state_dict()) == {0: "1.weight", 1: "0.weight"}
+    assert infer_parameter_names(optimizer.state_dict(), net.state_dict()) == {0: "1.weight", 1: "0.weight"}
     optimizer = torch.optim.Adam([{"params": [parameter]} for _, parameter in backwards])
     optimizer.step()
-    assert parameter_names(optimizer.state_dict(), net.state_dict()) == {0: "#0", 1: "#1"}
+    assert infer_parameter_names(optimizer.state_dict(), net.state_dict()) == {0: "#0", 1: "#1"}
