@@ -2,8 +2,8 @@
 
     "dsq_checkpoint": {"enabled": true, "search": {...}, "quantize": {...}, "delta": {...}}
 
-`initialize` replaces `deepspeed.initialize`; `attach` takes an existing engine; `install` lets every new engine of this
-process read the block, which `python -m dsq_ckpt.launch train.py` does before it runs a script.
+`initialize` replaces `deepspeed.initialize`; `attach` extends an existing engine; `install` makes every new engine of
+this process read the block. `python -m dsq_ckpt.launch train.py` calls `install` before it runs a script.
 
     log = dsq_ckpt.deepspeed.gradient_log(engine, "run")
     ...
@@ -53,7 +53,7 @@ def initialize(
     *args: Any, evaluate: Evaluate | None = None, check: Evaluate | None = None, on_save: OnSave | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Call `deepspeed.initialize`, and attach to the engine if the configuration has the block `dsq_checkpoint`.
+    """Call `deepspeed.initialize`, and call `attach` if the configuration has the block `dsq_checkpoint`.
 
     Args:
         args: positional arguments of `deepspeed.initialize`.
@@ -61,11 +61,11 @@ def initialize(
         kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:
-        Engine, optimizer, data loader and scheduler, as `deepspeed.initialize` does.
+        Engine, optimizer, data loader and scheduler, as from `deepspeed.initialize`.
 
     Raises:
-        ConfigError: the block has unknown keys or wrong values, all of which are named, or `evaluate` or `check` is no
-            function.
+        ConfigError: the block has unknown keys or invalid values (the message names all), or `evaluate` or `check` is
+            not a function.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -99,7 +99,7 @@ def attach(
     engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None,
     check: Evaluate | None = None, on_save: OnSave | None = None,
 ) -> None:
-    """Let an engine write compressed checkpoints, and read compressed and plain ones; collective.
+    """Make an engine write compressed checkpoints, and read compressed and plain checkpoints; collective.
 
     Args:
         engine: DeepSpeed engine.
@@ -107,10 +107,10 @@ def attach(
         evaluate: collective function that returns the metric of the engine's current model, as for
             `dsq_ckpt.Compressor`. Each save then searches for the smallest configuration within the bounds of
             `config.search`.
-        check: function that returns the same metric on other batches, as for `dsq_ckpt.Compressor`, on which the chosen
-            configuration must also keep the bounds.
+        check: function that returns the same metric on other batches, as for `dsq_ckpt.Compressor`; the chosen
+            configuration must keep the bounds on these, too.
         on_save: function that is called with the `SaveResult` of each tag on rank 0, once the tag is complete, before
-            `latest` names it. What it raises becomes a warning.
+            `latest` names it. An exception that it raises becomes a warning.
 
     Raises:
         ConfigError: an argument or the configuration is invalid, or ranks do not share the storage.
@@ -151,9 +151,10 @@ def attach(
 
 
 def install() -> None:
-    """Let every future engine write compressed checkpoints if its configuration has the block.
+    """Make every future engine write compressed checkpoints if its configuration has the block.
 
-    For scripts that call `deepspeed.initialize` themselves, or leave it to Hugging Face's Trainer or Accelerate.
+    Use this for scripts in which `deepspeed.initialize` is called by the script itself, or by Hugging Face's Trainer or
+    Accelerate.
     """
     _import_deepspeed()
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -225,7 +226,7 @@ def quality(engine: Any) -> dict[str, Any] | None:
 
 
 def _wrap_save_checkpoint(engine: Any) -> None:
-    """Let `engine.save_checkpoint` pass `client_state` to the checkpoint engine, which writes `latest` and scripts too.
+    """Make `engine.save_checkpoint` pass `client_state` to the checkpoint engine, which writes `latest` and scripts.
 
     DeepSpeed merges `client_state` with its own state. It writes the files beside tags on rank 0 only, where a failure
     would leave the other ranks waiting.
@@ -246,7 +247,7 @@ def _wrap_save_checkpoint(engine: Any) -> None:
 
 
 def _wrap_load_checkpoint(engine: Any) -> None:
-    """Let `engine.load_checkpoint` verify a tag on all ranks before the engine loads it, and record the loaded tag."""
+    """Make `engine.load_checkpoint` verify a tag on all ranks before the engine loads it, and record the loaded tag."""
     original = type(engine).load_checkpoint
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +283,7 @@ def parse_block(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig 
         silent: do not warn about former keys; False only for the call whose result is used.
 
     Raises:
-        ConfigError: the block has unknown keys or wrong values, all of which are named.
+        ConfigError: the block has unknown keys or invalid values; the message names all.
     """
     tree = settings.get(BLOCK)
     if tree is None:

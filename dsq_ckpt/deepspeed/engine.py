@@ -189,7 +189,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         return loaded
 
     def resolve_tag(self, load_dir: str, latest: str, tag: str | None) -> str | None:
-        """See `tags.resolve_tag`."""
+        """Return the tag to load; see `tags.resolve_tag`."""
         return resolve_tag(self._comm, load_dir, latest, tag)
 
     @contextmanager
@@ -239,7 +239,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             raise CorruptCheckpoint(f"{'; '.join(problems[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
             warn(describe_base_loss(directory, manifest), rank=self._comm.rank)
-        # Before the first step there are no moments, so that chunks are compared by parameter.
+        # The engine may have no moments before the first step, so chunks are identified by parameter.
         shards = iter_shards(take_inventory(self._engine).buffers, self._comm.rank, self._comm.size)
         own = {(get_parameter_name(shard.key.fqn), *shard.key[1:]) for shard in shards}
         with pickle_refs.keep_codes(directory, lambda key: (get_parameter_name(key.fqn), *key[1:]) in own) as codes:

@@ -136,7 +136,7 @@ class DSQTransport(CheckpointTransport[T]):
         raise SaveFailed(f"the state of step {step} is not sent, as the DSQTransport was shut down")
 
     def disallow_checkpoint(self) -> None:
-        """Refuse new requests until the next state is sent; wait for active requests, at most for the timeout."""
+        """Stop serving the state, and wait for active requests, at most for the timeout."""
         with self._state_changed:
             served, self._sent_state = self._sent_state, None
             if served is None:  # requests that timed out before are not awaited again

@@ -111,7 +111,7 @@ def test_a_model_of_another_dtype_is_cast_with_one_warning(tmp_path, dtypes):
     assert len([one for one in caught if issubclass(one.category, UserWarning)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TrainingState([other], [target]).restore(tmp_path / "a", told=True)
+        TrainingState([other], [target]).restore(tmp_path / "a", quiet=True)
     for own, was in zip(other.parameters(), model.parameters(), strict=True):
         assert own.dtype == dtypes[1] and torch.equal(own, was.to(own.dtype))
         assert torch.equal(target.state[own]["exp_avg"], optimizer.state[was]["exp_avg"].to(own.dtype))

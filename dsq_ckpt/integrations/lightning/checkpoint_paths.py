@@ -70,7 +70,7 @@ def choose_save_directory(path: Path) -> Path:
 def publish_directory(source: Path, path: Path, fsync: bool) -> None:
     """Rename a complete checkpoint to its final path.
 
-    Anything at this path is renamed before, to a name with "-replaced-", and removed afterwards.
+    Anything that exists at this path is first renamed to a name with "-replaced-", and removed at the end.
 
     Raises:
         OSError: a rename failed.
