@@ -94,7 +94,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._gradients = gradients
         self._on_save = on_save
         self._queue: dict[Path, Any] = {}
-        self._tag: str | None = None  # of the current save, as `_client_state`, `_save_latest` and `_scripts`
+        self._tag: str | None = None  # `_tag` to `_scripts`: of the current save
         self._client_state: Mapping[Any, Any] = {}
         self._save_latest = False
         self._scripts: list[tuple[Callable[[str], None], str]] = []  # functions that copy scripts, and their arguments
@@ -198,7 +198,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         `commit` also copies DeepSpeed's scripts, and writes `latest` if `save_latest` is True.
         """
-        outer = self._client_state, self._save_latest, self._scripts  # of a save that a signal handler interrupts
+        outer = self._client_state, self._save_latest, self._scripts  # an outer save, if a signal handler saves
         copy, override = self._engine._copy_recovery_script, vars(self._engine).get("_copy_recovery_script")
         scripts: list[tuple[Callable[[str], None], str]] = []
         self._client_state, self._save_latest, self._scripts = client_state, save_latest, scripts

@@ -113,7 +113,7 @@ def take_inventory(engine: Any) -> Inventory:
         moment_buffers = [
             Buffer(name, value, slices, replicated) for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.numel() == tensor.numel() and value.numel() > 1
-            and value.dtype in QUANTIZABLE and not hasattr(value, "__tensor_flatten__")  # as torchao's 8-bit moments
+            and value.dtype in QUANTIZABLE and not hasattr(value, "__tensor_flatten__")  # e.g. torchao's
         ]
         for buffer in [Buffer(MASTER, tensor, slices, replicated), *moment_buffers]:
             if buffer.tensor.is_contiguous() and buffer.tensor.numel():
@@ -189,7 +189,7 @@ def get_uncompressed_reason(engine: Any) -> str | None:
     """Return why nothing of an engine's tags is compressed; None if its buffers can be mapped to named parameters."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    is_pipeline = isinstance(engine, PipelineEngine)  # its ranks count as model-parallel ones too
+    is_pipeline = isinstance(engine, PipelineEngine)  # DeepSpeed counts its ranks as model-parallel
     has_tensor_parallelism = engine.mp_world_size > 1 and not is_pipeline
     parallelism = {"pipeline": is_pipeline, "tensor": has_tensor_parallelism, "expert": engine.has_moe_layers}
     if kinds := [kind for kind, is_used in parallelism.items() if is_used]:

@@ -97,7 +97,7 @@ def resolve_tag(comm: Communicator, load_dir: str, latest: str, tag: str | None)
             return None
 
     tags = gather_from_all_ranks(comm, lambda: (read(), platform.node()), LoadFailed)
-    has_tag = [found is not None for found, _ in tags]
+    has_tag = [tag_value is not None for tag_value, _ in tags]
     if any(has_tag) and not all(has_tag):
         rank, other = has_tag.index(False), has_tag.index(True)
         raise LoadFailed(
@@ -151,11 +151,11 @@ def _replace_file(file: Path, content: bytes, fsync: bool, mode: int | None = No
         if target.stat().st_nlink == 1 and target.read_bytes() == content:
             return
         mode = target.stat().st_mode
-    with AtomicFile(target, fsync) as new:
-        new.stream.write(content)
+    with AtomicFile(target, fsync) as atomic_file:
+        atomic_file.stream.write(content)
         if mode is not None:
-            os.fchmod(new.stream.fileno(), stat.S_IMODE(mode))
-        new.publish()
+            os.fchmod(atomic_file.stream.fileno(), stat.S_IMODE(mode))
+        atomic_file.publish()
     if fsync:
         sync_directory(target.parent)
 
@@ -179,11 +179,11 @@ def find_tag_directory(comm: Communicator, load_dir: str, tag: str) -> Path:
         )
     has_checkpoint = [found for *_, found in gathered]
     if not any(has_checkpoint):
-        what = "is empty" if directory.is_dir() and not any(directory.iterdir()) else "holds no checkpoint"
-        where = f"'{directory}' {what if directory.is_dir() else 'does not exist'}"
+        state = "is empty" if directory.is_dir() and not any(directory.iterdir()) else "holds no checkpoint"
+        message = f"'{directory}' {state if directory.is_dir() else 'does not exist'}"
         if not tag:
-            where = f"'{Path(load_dir, 'latest')}' is empty"
-        raise CheckpointNotFound(where + _describe_tags(load_dir))
+            message = f"'{Path(load_dir, 'latest')}' is empty"
+        raise CheckpointNotFound(message + _describe_tags(load_dir))
     if not all(has_checkpoint):
         rank, other = has_checkpoint.index(False), has_checkpoint.index(True)
         raise LoadFailed(

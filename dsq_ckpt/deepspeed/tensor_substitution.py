@@ -180,7 +180,7 @@ class Substitution:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor
         stored_tensor = self._find_stored_tensor(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
-        if stored_tensor is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # else all of it is pickled
+        if stored_tensor is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # a pickle would hold all of it
             copied = tensor.detach().clone()
             copied = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
             return self._views.setdefault((get_memory_key(tensor), tensor.shape), copied)
@@ -223,7 +223,7 @@ def write_substituted(
     substitution = Substitution(save_id, inventory, diverged_parameters)
     try:
         torch.save(substitution.substitute_file(state, client_state), stream)
-    except OSError:  # of the stream
+    except OSError:  # the stream failed
         raise
     except Exception as error:  # an object's `__reduce__` may raise any
         keys = [key for key, value in state.items() if not _is_picklable(substitution, value)]

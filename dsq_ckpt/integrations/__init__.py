@@ -1,1 +1,1 @@
-"""Adapters of training frameworks, one module or subpackage each; imported by nothing else."""
+"""Adapters for training frameworks, one module or subpackage each; no other part of the package imports them."""

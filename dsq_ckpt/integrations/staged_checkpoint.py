@@ -71,17 +71,17 @@ class StagedCheckpoint:
         if self._files_parent is not None:
             self.files_directory = self._files_parent / self.target.name
         self._result: SaveResult | None = None
-        self._saving: Future[SaveResult] | None = None
-        self._published = False
+        self._save_future: Future[SaveResult] | None = None
+        self._is_published = False
 
     def __enter__(self) -> StagedCheckpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._published or isinstance(error, RankUnreachable):  # other ranks may still write
+        if self._is_published or isinstance(error, RankUnreachable):  # other ranks may still write
             return
-        if self._saving is not None and self._saving.exception() is None:  # waits for the thread that writes there
-            self._result = self._saving.result()
+        if self._save_future is not None and self._save_future.exception() is None:  # waits for the save
+            self._result = self._save_future.result()
         if self._result is not None:
             default_history().remove(self._result.save_id)
         if self._comm.rank == 0:
@@ -106,7 +106,7 @@ class StagedCheckpoint:
         if self._files_parent is None:
             self._result = save(state, self._hidden_directory, **options)
         else:
-            self._saving = async_save(state, self._hidden_directory, **options)
+            self._save_future = async_save(state, self._hidden_directory, **options)
 
     def write(self, write_files: Callable[[Path], object]) -> None:
         """Call `write_files` with `files_directory` on every rank, to write files of the library.
@@ -137,9 +137,9 @@ class StagedCheckpoint:
         return future
 
     def _wait_and_publish(self, on_publish: Callable[[], object]) -> None:
-        assert self._saving is not None, "save comes first"
+        assert self._save_future is not None, "save comes first"
         with self:
-            self._result = run_on_all_ranks(self._comm, self._saving.result)
+            self._result = run_on_all_ranks(self._comm, self._save_future.result)
             self.publish()
             run_on_all_ranks(self._comm, lambda: on_publish() if self._comm.rank == 0 else None)
 
@@ -150,8 +150,8 @@ class StagedCheckpoint:
             SaveFailed: the directory cannot be flushed or renamed.
         """
         assert self._result is not None, "save comes first"
-        run_on_all_ranks(self._comm, self._rename)
-        self._published = True
+        run_on_all_ranks(self._comm, self._rename_to_target)
+        self._is_published = True
         finalize_save(self._result, self.target, self._config, self._comm.rank, self._on_save)
         if self._comm.rank == 0:
             with suppress(OSError):  # some libraries remove old checkpoints by this time
@@ -177,7 +177,7 @@ class StagedCheckpoint:
             if self._files_parent is not None:
                 self.files_directory.mkdir(parents=True)
 
-    def _rename(self) -> None:
+    def _rename_to_target(self) -> None:
         if self._comm.rank != 0:
             return
         if self._files_parent is not None:

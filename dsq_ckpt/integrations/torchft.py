@@ -139,7 +139,7 @@ class DSQTransport(CheckpointTransport[T]):
         """Stop serving the state, and wait for active requests, at most for the timeout."""
         with self._state_changed:
             served, self._sent_state = self._sent_state, None
-            if served is None:  # requests that timed out before are not awaited again
+            if served is None:  # do not wait again for requests that outlasted the timeout
                 return
             self._state_changed.wait_for(lambda: served not in self._active_reads, self.timeout.total_seconds())
         served[1].cleanup()
@@ -362,19 +362,20 @@ def _explain_errors(metadata: str, step: int, timeout: timedelta) -> Iterator[No
             "step, with a replica that is there"
         ) from error
     except DSQError as error:
-        # The text behind is for calls of `load`.
+        # The remaining text is about arguments of `load`.
         reason, is_not_plain, _ = str(error).partition("; unpickling it can run code")
         advice = ": let the state_dict of the sender return tensors and plain data in its place" if is_not_plain else ""
         raise type(error)(f"{subject}: {reason}{advice}") from error
 
 
-def _restore_sharding(state: Any, paths: Set[str], like: Any) -> Any:
-    """Return a state whose tensors at `paths` are DTensors, sharded as in `like`.
+def _restore_sharding(state: Any, paths: Set[str], reference: Any) -> Any:
+    """Return a state whose tensors at `paths` are DTensors, sharded as in the state `reference`.
 
     Raises:
-        LoadFailed: `like` has no DTensor at one of the paths, or its local shard has another shape.
+        LoadFailed: `reference` has no DTensor at one of the paths, or its local shard has another shape.
     """
-    dtensors = {keystr(path): value for path, value in tree_flatten_with_path(like)[0] if isinstance(value, DTensor)}
+    leaves = tree_flatten_with_path(reference)[0]
+    dtensors = {keystr(path): value for path, value in leaves if isinstance(value, DTensor)}
     if missing := sorted(paths - dtensors.keys()):
         raise LoadFailed(
             f"state{missing[0]} is the shard of a DTensor, and no DTensor is there in the state of this process: give "

@@ -262,7 +262,7 @@ def _get_named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter
 
 
 def _get_numbered_state(
-    stored: Mapping[str, Any], names: Sequence[Sequence[str]], directory: object
+    stored_state: Mapping[str, Any], names: Sequence[Sequence[str]], directory: object
 ) -> dict[str, Any]:
     """Convert a stored state dict for an optimizer whose parameter groups may be in another order.
 
@@ -274,7 +274,7 @@ def _get_numbered_state(
     Raises:
         LoadFailed: parameter groups have other parameters; or groups with different rates are in another order.
     """
-    saved_groups = stored["param_groups"]
+    saved_groups = stored_state["param_groups"]
     unused = list(range(len(saved_groups)))
     saved_numbers: list[int | None] = []
     for group_names in names:
@@ -306,8 +306,8 @@ def _get_numbered_state(
         {**group, "params": [numbers[name] for name in group_names]}
         for group, group_names in zip(matched_groups, names, strict=True)
     ]
-    state = {numbers[name]: entry for name, entry in stored["state"].items()}
-    return join_state({"state": state, "param_groups": groups}, extra_entries(stored))
+    state = {numbers[name]: entry for name, entry in stored_state["state"].items()}
+    return join_state({"state": state, "param_groups": groups}, extra_entries(stored_state))
 
 
 def _create_placeholder(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

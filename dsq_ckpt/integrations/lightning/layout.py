@@ -30,7 +30,7 @@ ValuePath = tuple[Any, ...]
 """Dict keys and list indices that lead to a value of Lightning's dict."""
 _KEY = "lightning"
 _FORMAT = 1
-_WEIGHTS = ("state_dict", "current_model_state")
+_MODEL_STATE_KEYS = ("state_dict", "current_model_state")
 """Top-level keys of models; the second is that of Lightning's `WeightAveraging`."""
 
 
@@ -130,7 +130,7 @@ class CheckpointSkeleton:
 
     def weight_names(self) -> set[str]:
         """Return the names of the model's tensors."""
-        return {path[1] for path in self._tensor_paths if path[0] == _WEIGHTS[0]}
+        return {path[1] for path in self._tensor_paths if path[0] == _MODEL_STATE_KEYS[0]}
 
     def extra_state(self) -> dict[str, Any]:
         """Return the entries of the model's state dict that are not tensors."""
@@ -216,7 +216,7 @@ def _get_storage_path(path: ValuePath, names: Sequence[Mapping[Hashable, str]]) 
     """Return the path of a tensor in the saved state dict; None if it is stored in the skeleton."""
     if not all(isinstance(key, str) for key in (path[0], path[-1])):
         return None
-    if len(path) == 2 and path[0] in _WEIGHTS:
+    if len(path) == 2 and path[0] in _MODEL_STATE_KEYS:
         return path
     if len(path) == 5 and (path[0], path[2]) == ("optimizer_states", "state") and path[1] in range(len(names)):
         name = names[path[1]].get(path[3])
@@ -224,16 +224,16 @@ def _get_storage_path(path: ValuePath, names: Sequence[Mapping[Hashable, str]]) 
     return None
 
 
-def _map_values(value: Any, change: Callable[[ValuePath, Any], Any], path: ValuePath = ()) -> Any:
+def _map_values(value: Any, map_value: Callable[[ValuePath, Any], Any], path: ValuePath = ()) -> Any:
     """Return a copy of nested dicts, lists and tuples with each value mapped; attributes of dicts are kept."""
     if type(value) in (dict, OrderedDict):
         mapped = copy(value)
         for key, inner in value.items():
-            mapped[key] = _map_values(inner, change, (*path, key))
+            mapped[key] = _map_values(inner, map_value, (*path, key))
         return mapped
     if type(value) in (list, tuple):
-        return type(value)(_map_values(inner, change, (*path, index)) for index, inner in enumerate(value))
-    return change(path, value)
+        return type(value)(_map_values(inner, map_value, (*path, index)) for index, inner in enumerate(value))
+    return map_value(path, value)
 
 
 def _to_plain_value(path: ValuePath, value: Any) -> Any:

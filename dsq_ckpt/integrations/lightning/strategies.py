@@ -164,8 +164,8 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             name: value for name, value in get_model_state_dict(self.model).items() if isinstance(value, torch.Tensor)
         }
         if self.lightning_module.strict_loading:
-            _refuse_names(model.keys() - skeleton.weight_names(), "the checkpoint lacks", "of the model")
-            _refuse_names(skeleton.weight_names() - model.keys(), "the model lacks", "of the checkpoint")
+            _require_no_names(model.keys() - skeleton.weight_names(), "the checkpoint lacks", "of the model")
+            _require_no_names(skeleton.weight_names() - model.keys(), "the model lacks", "of the checkpoint")
         state: dict[str, Any] = {
             "state_dict": {name: value for name, value in model.items() if name in skeleton.weight_names()},
             "optimizer_states": {},
@@ -181,7 +181,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             moment_keys = skeleton.moment_keys(number)
             with require_gradients(self.model, {name for name, _ in moment_keys}):
                 own_state = self._get_optimizer_state(optimizer)["state"]
-            _refuse_names(
+            _require_no_names(
                 {f"{name}.{key}" for name, key in moment_keys if key not in own_state.get(name, ())},
                 f"optimizer {number} lacks", "of the checkpoint (an optimizer that is made of named_parameters() has "
                 "names in any checkpoint; one that has stepped has no state of parameters that were frozen)",
@@ -226,8 +226,8 @@ def _load_skeleton(directory: Path) -> CheckpointSkeleton:
     return pop_skeleton(state)
 
 
-def _refuse_names(names: Collection[str], problem: str, of: str) -> None:
+def _require_no_names(names: Collection[str], problem: str, owner: str) -> None:
     """Raise `LoadFailed` if there are missing or unexpected names."""
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise LoadFailed(f"{problem} '{min(names)}'{more} {of}")
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LoadFailed(f"{problem} '{min(names)}'{others} {owner}")
