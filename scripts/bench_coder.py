@@ -53,7 +53,7 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
     found = {
         "lanes": {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size},
     }
-    if importlib.util.find_spec("dsq_ckpt.coding.turns"):  # former versions have none
+    if importlib.util.find_spec("dsq_ckpt.coding.decoding_tasks"):  # former versions have none
         from dsq_ckpt.coding import decoding_tasks
 
         wanted = [decoding_tasks.BlockRequest(coder, data, parent, np.empty_like(codes)) for _ in range(2)]

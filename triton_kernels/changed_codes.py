@@ -43,7 +43,7 @@ def find_changes(
     changed = torch.empty(m, dtype=torch.uint8, device=codes.device)
     for part in parts(codes.numel()) if m else ():
         launch(
-            _find_changes, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
+            _find_changes, (part.tiles,), codes[part.elements], parent[part.elements], part.n, part.elements.start,
             slice_tiles(tally, part), slice_tiles(ends, part), positions, changed, m,
         )
     return positions, changed, total
@@ -72,8 +72,8 @@ def apply_changes(
     with collect_faults(faults, parent.device) as collected:
         for part in parts(changed.numel()):
             launch(
-                _apply_changes, (part.tiles,), positions[part.where], changed[part.where], part.n, out, out.numel(),
-                collected.flag("positions"),
+                _apply_changes, (part.tiles,), positions[part.elements], changed[part.elements], part.n, out,
+                out.numel(), collected.flag("positions"),
             )
 
 
@@ -84,19 +84,19 @@ def _find_changes(codes, parent, n, first, tally, ends, positions, changed, m, T
     tile = tl.program_id(0)
     n_selected = tl.load(tally + tile)
     if n_selected > 0:
-        at = tile * TILE + tl.arange(0, TILE)
-        selected = selection_mask(codes, parent, 0, at, n)
+        offsets = tile * TILE + tl.arange(0, TILE)
+        selected = selection_mask(codes, parent, 0, offsets, n)
         slot = output_slots(selected, n_selected, ends, tile)
         writable = selected & (slot < m)
-        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=writable)
-        tl.store(changed + slot, tl.load(codes + at, mask=writable, other=0), mask=writable)
+        tl.store(positions + slot, (first + offsets).to(positions.dtype.element_ty), mask=writable)
+        tl.store(changed + slot, tl.load(codes + offsets, mask=writable, other=0), mask=writable)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["fault"])
 def _apply_changes(positions, changed, n, out, size, fault, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    place = tl.load(positions + at, mask=inside, other=0)
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    place = tl.load(positions + offsets, mask=mask, other=0)
     known = (place >= 0) & (place < size)
-    mark_if(tl.max((inside & (known == 0)).to(tl.int32), 0) > 0, fault)
-    tl.store(out + place, tl.load(changed + at, mask=inside, other=0), mask=inside & known)
+    mark_if(tl.max((mask & (known == 0)).to(tl.int32), 0) > 0, fault)
+    tl.store(out + place, tl.load(changed + offsets, mask=mask, other=0), mask=mask & known)

@@ -31,20 +31,20 @@ def count_selected(codes: torch.Tensor, parent: torch.Tensor | None, target: int
     """Count the ``codes`` of each tile that are ``target`` or, with ``parent``, differ from it: int32[tiles]."""
     tally = empty_tally(codes)
     for part in parts(codes.numel()):
-        other = None if parent is None else parent[part.where]
-        launch(_count_selected, (part.tiles,), codes[part.where], other, target, part.n, slice_tiles(tally, part))
+        other = None if parent is None else parent[part.elements]
+        launch(_count_selected, (part.tiles,), codes[part.elements], other, target, part.n, slice_tiles(tally, part))
     return tally
 
 
 @triton.jit
-def selection_mask(codes, parent, target, at, n):
+def selection_mask(codes, parent, target, offsets, n):
     """Return the mask of a tile's selected elements: codes that are ``target``, or differ from ``parent``."""
-    inside = at < n
-    code = tl.load(codes + at, mask=inside, other=0)
+    mask = offsets < n
+    code = tl.load(codes + offsets, mask=mask, other=0)
     if parent is None:
-        return inside & (code.to(tl.int32) == target)
+        return mask & (code.to(tl.int32) == target)
     else:
-        return inside & (code != tl.load(parent + at, mask=inside, other=0))
+        return mask & (code != tl.load(parent + offsets, mask=mask, other=0))
 
 
 @triton.jit

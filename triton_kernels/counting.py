@@ -96,15 +96,15 @@ def empty_histogram(BINS: tl.constexpr):
 
 
 @triton.jit
-def count_tile(histogram, bin_index, inside, counts, copies, bins, BINS: tl.constexpr):
+def count_tile(histogram, bin_index, mask, counts, copies, bins, BINS: tl.constexpr):
     """Count a tile's bins: into the histogram, which is returned, or in global memory."""
     if BINS:
         bin_index -= tl.program_id(1) * BINS
-        return histogram + tl.histogram(bin_index, BINS, mask=inside & (bin_index >= 0) & (bin_index < BINS))
+        return histogram + tl.histogram(bin_index, BINS, mask=mask & (bin_index >= 0) & (bin_index < BINS))
     else:
         target = counts + (tl.program_id(0) % copies) * bins
         ones = tl.full(bin_index.shape, 1, counts.dtype.element_ty)
-        tl.atomic_add(target + bin_index, ones, mask=inside, sem="relaxed")
+        tl.atomic_add(target + bin_index, ones, mask=mask, sem="relaxed")
         return histogram
 
 

@@ -104,8 +104,8 @@ def _look_up(
     with collect_faults(faults, codes.device) as collected:
         for part in parts(codes.numel()):
             launch(
-                _dequantize, (part.tiles,), codes[part.where], slice_elements(refinement, part), part.n, rounded, known,
-                out[part.where], protected_code, slice_tiles(tally, part), collected.flag("codes"),
+                _dequantize, (part.tiles,), codes[part.elements], slice_elements(refinement, part), part.n, rounded,
+                known, out[part.elements], protected_code, slice_tiles(tally, part), collected.flag("codes"),
                 collected.flag("refinement"), BITS=bits,
             )
     if tally is None:
@@ -123,13 +123,13 @@ def _dequantize(
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    at = tile * TILE + tl.arange(0, TILE)
-    inside = at < n
-    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    offsets = tile * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32)
     entry = clamp_index(code, known, code_fault)
     if BITS:
-        symbol = tl.load(refinement + at, mask=inside, other=0).to(tl.int32)
+        symbol = tl.load(refinement + offsets, mask=mask, other=0).to(tl.int32)
         entry = (entry << BITS) | clamp_index(symbol, 1 << BITS, symbol_fault)
-    tl.store(out + at, tl.load(values + entry), mask=inside)
+    tl.store(out + offsets, tl.load(values + entry), mask=mask)
     if tally is not None:
-        tl.store(tally + tile, tl.sum((inside & (code == protected_code)).to(tl.int32), 0))
+        tl.store(tally + tile, tl.sum((mask & (code == protected_code)).to(tl.int32), 0))

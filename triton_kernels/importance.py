@@ -36,7 +36,10 @@ def compute_importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Ten
     check_tensor("average", average, torch.float32, (weight.numel(),), like=weight)
     out = torch.empty_like(average)
     for part in parts(weight.numel()):
-        launch(_compute_importance, (part.tiles,), weight[part.where], average[part.where], part.n, out[part.where])
+        launch(
+            _compute_importance, (part.tiles,), weight[part.elements], average[part.elements], part.n,
+            out[part.elements],
+        )
     return out
 
 
@@ -63,23 +66,23 @@ def classify(importance: torch.Tensor, prune_below: float, protect_from: float) 
     upper = math.nan if protect_from == math.inf else float(fp32_at_or_above(protect_from))
     lower = float(fp32_at_or_above(prune_below))
     for part in parts(importance.numel()):
-        launch(_classify, (part.tiles,), importance[part.where], part.n, lower, upper, out[part.where])
+        launch(_classify, (part.tiles,), importance[part.elements], part.n, lower, upper, out[part.elements])
     return out
 
 
 @triton.jit
 def _compute_importance(weight, average, n, out, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    product = as_fp32(tl.load(weight + at, mask=inside, other=0)) * tl.load(average + at, mask=inside, other=0)
-    tl.store(out + at, tl.abs(product), mask=inside)
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    product = as_fp32(tl.load(weight + offsets, mask=mask, other=0)) * tl.load(average + offsets, mask=mask, other=0)
+    tl.store(out + offsets, tl.abs(product), mask=mask)
 
 
 @triton.jit
 def _classify(values, n, prune_below, protect_from, out, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    value = tl.load(values + at, mask=inside, other=0)
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    value = tl.load(values + offsets, mask=mask, other=0)
     kind = tl.where(value < tl.full([1], prune_below, tl.float32), _PRUNE, 0)
     kind = tl.where(value >= tl.full([1], protect_from, tl.float32), _PROTECT, kind)
-    tl.store(out + at, kind.to(tl.uint8), mask=inside)
+    tl.store(out + offsets, kind.to(tl.uint8), mask=mask)

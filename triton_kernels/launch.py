@@ -28,30 +28,30 @@ _PER_THREAD = 16  # elements of a tile per thread: 64 bytes of fp32, four loads
 class Part(NamedTuple):
     """Elements of one launch."""
 
-    where: slice
+    elements: slice
     """Slice of the flat tensors."""
-    first: int
-    """Number of tiles of the launches before it."""
+    first_tile: int
+    """Number of tiles of the launches before this one."""
     tiles: int
 
     @property
     def n(self) -> int:
         """Number of elements."""
-        return int(self.where.stop - self.where.start)
+        return int(self.elements.stop - self.elements.start)
 
 
 def parts(n: int, max_elements: int | None = None) -> list[Part]:
-    """Return the launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
+    """Return the launches for ``n`` elements in order, each of at most ``max_elements`` (default: ``PIECE``)."""
     max_elements = max_elements or PIECE
     whole = n - n % ALIGNED
     slices = [slice(start, min(start + max_elements, whole)) for start in range(0, whole, max_elements)]
     if whole < n:
         slices.append(slice(whole, n))
-    launches, first = [], 0
-    for where in slices:
-        tiles = triton.cdiv(where.stop - where.start, TILE)
-        launches.append(Part(where, first, tiles))
-        first += tiles
+    launches, first_tile = [], 0
+    for elements in slices:
+        tiles = triton.cdiv(elements.stop - elements.start, TILE)
+        launches.append(Part(elements, first_tile, tiles))
+        first_tile += tiles
     return launches
 
 
@@ -62,12 +62,12 @@ def tile_count(n: int) -> int:
 
 def slice_elements(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
     """Return a launch's slice of a flat tensor that has one entry per element; None for None."""
-    return None if tensor is None else tensor[part.where]
+    return None if tensor is None else tensor[part.elements]
 
 
 def slice_tiles(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
     """Return a launch's slice of a tensor that has one entry per tile; None for None."""
-    return None if tensor is None else tensor[part.first : part.first + part.tiles]
+    return None if tensor is None else tensor[part.first_tile : part.first_tile + part.tiles]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, tile: int = 0, **constants: Any) -> None:

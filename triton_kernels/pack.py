@@ -47,10 +47,10 @@ def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torc
     overlaps = (bits - math.gcd(bits, 8) + 7) // bits + 1
     with collect_faults(faults, symbols.device) as collected:
         for part in _parts(symbols.numel()):
-            stream = out[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
+            stream = out[part.elements.start // 8 * bits :][: (part.n * bits + 7) // 8]
             programs = triton.cdiv(stream.numel(), launch.TILE)
             launch.launch(
-                _pack, (programs,), symbols[part.where], part.n, stream, stream.numel(), collected.flag("symbols"),
+                _pack, (programs,), symbols[part.elements], part.n, stream, stream.numel(), collected.flag("symbols"),
                 BITS=bits, OVERLAPS=overlaps,
             )
     return out
@@ -66,8 +66,8 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     check_flat("out", out, torch.uint8)
     check_tensor("packed", packed, torch.uint8, ((out.numel() * bits + 7) // 8,), like=out)
     for part in _parts(out.numel()):
-        stream = packed[part.where.start // 8 * bits :][: (part.n * bits + 7) // 8]
-        launch.launch(_unpack, (part.tiles,), stream, stream.numel(), out[part.where], part.n, BITS=bits)
+        stream = packed[part.elements.start // 8 * bits :][: (part.n * bits + 7) // 8]
+        launch.launch(_unpack, (part.tiles,), stream, stream.numel(), out[part.elements], part.n, BITS=bits)
 
 
 @triton.jit(do_not_specialize_on_alignment=["fault"])
@@ -77,22 +77,22 @@ def _pack(symbols, n, out, size, fault, BITS: tl.constexpr, OVERLAPS: tl.constex
     value = tl.zeros([TILE], tl.int32)
     seen = tl.zeros([TILE], tl.int32)
     for i in tl.static_range(OVERLAPS):
-        at = first + i
-        symbol = tl.load(symbols + at, mask=(byte < size) & (at < n), other=0).to(tl.int32)
+        offsets = first + i
+        symbol = tl.load(symbols + offsets, mask=(byte < size) & (offsets < n), other=0).to(tl.int32)
         seen |= symbol
         # Seven bits to the left, so that the shift of a symbol that began in the byte before is not negative.
-        value |= (symbol & ((1 << BITS) - 1)) << (at * BITS - byte * 8 + 7)
+        value |= (symbol & ((1 << BITS) - 1)) << (offsets * BITS - byte * 8 + 7)
     mark_if(tl.max(seen, 0) >= 1 << BITS, fault)
     tl.store(out + byte, (value >> 7).to(tl.uint8), mask=byte < size)
 
 
 @triton.jit
 def _unpack(packed, size, out, n, BITS: tl.constexpr, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    bit = at * BITS
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    bit = offsets * BITS
     byte = bit >> 3
-    inside = at < n
-    low = tl.load(packed + byte, mask=inside, other=0).to(tl.int32)
-    high = tl.load(packed + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
+    mask = offsets < n
+    low = tl.load(packed + byte, mask=mask, other=0).to(tl.int32)
+    high = tl.load(packed + byte + 1, mask=mask & (byte + 1 < size), other=0).to(tl.int32)
     symbol = ((low | (high << 8)) >> (bit & 7)) & ((1 << BITS) - 1)
-    tl.store(out + at, symbol.to(tl.uint8), mask=inside)
+    tl.store(out + offsets, symbol.to(tl.uint8), mask=mask)

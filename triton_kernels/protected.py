@@ -47,8 +47,8 @@ def gather_protected(
     out = torch.empty(int(total) if capacity is None else capacity, dtype=dtype, device=x.device)
     for part in parts(x.numel()) if len(out) else ():
         launch(
-            _gather, (part.tiles,), x[part.where], codes[part.where], protected_code, part.n, slice_tiles(tally, part),
-            slice_tiles(ends, part), out, out.numel(), BF16=bf16,
+            _gather, (part.tiles,), x[part.elements], codes[part.elements], protected_code, part.n,
+            slice_tiles(tally, part), slice_tiles(ends, part), out, out.numel(), BF16=bf16,
         )
     return out, total
 
@@ -67,8 +67,8 @@ def fill_protected(
     ends, _ = tile_ends(tally)
     for part in parts(codes.numel()) if protected.numel() else ():
         launch(
-            _fill, (part.tiles,), codes[part.where], protected_code, part.n, slice_tiles(tally, part),
-            slice_tiles(ends, part), protected, protected.numel(), out[part.where],
+            _fill, (part.tiles,), codes[part.elements], protected_code, part.n, slice_tiles(tally, part),
+            slice_tiles(ends, part), protected, protected.numel(), out[part.elements],
         )
 
 
@@ -77,10 +77,10 @@ def _gather(x, codes, target, n, tally, ends, out, m, BF16: tl.constexpr, TILE: 
     tile = tl.program_id(0)
     n_selected = tl.load(tally + tile)
     if n_selected > 0:
-        at = tile * TILE + tl.arange(0, TILE)
-        selected = selection_mask(codes, None, target, at, n)
+        offsets = tile * TILE + tl.arange(0, TILE)
+        selected = selection_mask(codes, None, target, offsets, n)
         slot = output_slots(selected, n_selected, ends, tile)
-        bits = fp32_bits(as_fp32(tl.load(x + at, mask=selected, other=0)))
+        bits = fp32_bits(as_fp32(tl.load(x + offsets, mask=selected, other=0)))
         if BF16:
             tl.store(out + slot, bf16_bits(bits).to(tl.uint16), mask=selected & (slot < m))
         else:
@@ -92,8 +92,8 @@ def _fill(codes, target, n, tally, ends, protected, m, out, TILE: tl.constexpr):
     tile = tl.program_id(0)
     n_selected = tl.load(tally + tile)
     if n_selected > 0:
-        at = tile * TILE + tl.arange(0, TILE)
-        selected = selection_mask(codes, None, target, at, n)
+        offsets = tile * TILE + tl.arange(0, TILE)
+        selected = selection_mask(codes, None, target, offsets, n)
         slot = output_slots(selected, n_selected, ends, tile)
         writable = selected & (slot < m)
-        tl.store(out + at, tl.load(protected + slot, mask=writable, other=0), mask=writable)
+        tl.store(out + offsets, tl.load(protected + slot, mask=writable, other=0), mask=writable)

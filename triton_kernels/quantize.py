@@ -59,8 +59,8 @@ def quantize(
     with collect_faults(faults, x.device) as collected:
         for part in parts(n):
             launch(
-                _quantize, (part.tiles,), x[part.where], slice_elements(parent, part), part.n, lo, hi, factor, rows,
-                table.shape[0], codes[part.where], low, inv_width, cells, slice_elements(out, part), protected_code,
+                _quantize, (part.tiles,), x[part.elements], slice_elements(parent, part), part.n, lo, hi, factor, rows,
+                table.shape[0], codes[part.elements], low, inv_width, cells, slice_elements(out, part), protected_code,
                 slice_tiles(tally, part), collected.flag("parent"), collected.flag("codes"), BITS=bits, LOG=log_domain,
             )
     return tally
@@ -93,8 +93,8 @@ def refine(
     with collect_faults(faults, x.device) as collected:
         for part in parts(x.numel()):
             launch(
-                _refine, (part.tiles,), x[part.where], codes[part.where], part.n, factor, low, inv_width, cells,
-                out[part.where], collected.flag("codes"), BITS=bits, LOG=log_domain,
+                _refine, (part.tiles,), x[part.elements], codes[part.elements], part.n, factor, low, inv_width, cells,
+                out[part.elements], collected.flag("codes"), BITS=bits, LOG=log_domain,
             )
 
 
@@ -128,23 +128,23 @@ def _quantize(
     parent_fault, code_fault, BITS: tl.constexpr, LOG: tl.constexpr, TILE: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    at = tile * TILE + tl.arange(0, TILE)
-    inside = at < n
-    raw = tl.load(x + at, mask=inside, other=0)
+    offsets = tile * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    raw = tl.load(x + offsets, mask=mask, other=0)
     value = scale_elements(raw, factor)
     entry = bin_of(fp32_bits(value) & MAGNITUDE, is_negative(raw), lo, hi)
     if parent is not None:
-        before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
-        entry += clamp_index(before, rows, parent_fault) * (2 * (hi - lo + 3))
+        parent_code = tl.load(parent + offsets, mask=mask, other=0).to(tl.int32)
+        entry += clamp_index(parent_code, rows, parent_fault) * (2 * (hi - lo + 3))
     code = tl.load(table + entry)
-    tl.store(codes + at, code, mask=inside)
-    wide = code.to(tl.int32)
+    tl.store(codes + offsets, code, mask=mask)
+    code_i32 = code.to(tl.int32)
     if BITS:
-        cell = clamp_index(tl.where(inside, wide, 0), cells, code_fault)
+        cell = clamp_index(tl.where(mask, code_i32, 0), cells, code_fault)
         symbol = cell_symbol(value, cell, low, inv_width, BITS, LOG)
-        tl.store(symbols + at, symbol, mask=inside)
+        tl.store(symbols + offsets, symbol, mask=mask)
     if tally is not None:
-        tl.store(tally + tile, tl.sum((inside & (wide == protected_code)).to(tl.int32), 0))
+        tl.store(tally + tile, tl.sum((mask & (code_i32 == protected_code)).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["low", "inv_width", "fault"])
@@ -152,8 +152,8 @@ def _refine(
     x, codes, n, factor, low, inv_width, cells, symbols, fault, BITS: tl.constexpr, LOG: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    value = scale_elements(tl.load(x + at, mask=inside, other=0), factor)
-    code = clamp_index(tl.load(codes + at, mask=inside, other=0).to(tl.int32), cells, fault)
-    tl.store(symbols + at, cell_symbol(value, code, low, inv_width, BITS, LOG), mask=inside)
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    value = scale_elements(tl.load(x + offsets, mask=mask, other=0), factor)
+    code = clamp_index(tl.load(codes + offsets, mask=mask, other=0).to(tl.int32), cells, fault)
+    tl.store(symbols + offsets, cell_symbol(value, code, low, inv_width, BITS, LOG), mask=mask)

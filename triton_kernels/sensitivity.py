@@ -36,7 +36,7 @@ def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
     """
     _check(average, new)
     for part in parts(average.numel()):
-        launch(_blend, (part.tiles,), average[part.where], new[part.where], part.n, *_weights(weight))
+        launch(_blend, (part.tiles,), average[part.elements], new[part.elements], part.n, *_weights(weight))
 
 
 def sketch_sensitivity(
@@ -63,7 +63,8 @@ def sketch_sensitivity(
     counting.run_counting(
         _sensitivity, counting.make_plan(_HALF, average.device), average.numel(),
         lambda part: (
-            average[part.where], slice_elements(new, part), *_weights(weight), parameter[part.where], FULL.lo, FULL.hi
+            average[part.elements], slice_elements(new, part), *_weights(weight), parameter[part.elements],
+            FULL.lo, FULL.hi,
         ),
         positive,
     )
@@ -86,10 +87,10 @@ def _blend_values(old, new, weight, rest):
 
 @triton.jit
 def _blend(average, new, n, weight, rest, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    old = tl.load(average + at, mask=inside, other=0)
-    tl.store(average + at, _blend_values(old, tl.load(new + at, mask=inside, other=0), weight, rest), mask=inside)
+    offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    old = tl.load(average + offsets, mask=mask, other=0)
+    tl.store(average + offsets, _blend_values(old, tl.load(new + offsets, mask=mask, other=0), weight, rest), mask=mask)
 
 
 @triton.jit(do_not_specialize=["copies", "bins"])
@@ -98,13 +99,13 @@ def _sensitivity(
 ):
     histogram = empty_histogram(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
-        at = start + tl.arange(0, TILE)
-        inside = at < n
-        mean = tl.load(average + at, mask=inside, other=0)
+        offsets = start + tl.arange(0, TILE)
+        mask = offsets < n
+        mean = tl.load(average + offsets, mask=mask, other=0)
         if new is not None:
-            mean = _blend_values(mean, tl.load(new + at, mask=inside, other=0), weight, rest)
-            tl.store(average + at, mean, mask=inside)
-        product = as_fp32(tl.load(parameter + at, mask=inside, other=0)) * mean
+            mean = _blend_values(mean, tl.load(new + offsets, mask=mask, other=0), weight, rest)
+            tl.store(average + offsets, mean, mask=mask)
+        product = as_fp32(tl.load(parameter + offsets, mask=mask, other=0)) * mean
         bin_index = bin_of(fp32_bits(product) & MAGNITUDE, False, lo, hi)
-        histogram = count_tile(histogram, bin_index, inside, counts, copies, bins, BINS)
+        histogram = count_tile(histogram, bin_index, mask, counts, copies, bins, BINS)
     add_to_counts(histogram, counts, BINS)

@@ -70,7 +70,7 @@ def _count(
     factor, rows = fp32_scale(inv_scale), counts.shape[0]
     counting.run_counting(
         _sketch, counting.make_plan(counts.numel(), x.device), x.numel(),
-        lambda part: (x[part.where], slice_elements(parent, part), rows, window.lo, window.hi, factor, fault),
+        lambda part: (x[part.elements], slice_elements(parent, part), rows, window.lo, window.hi, factor, fault),
         counts,
     )
 
@@ -81,11 +81,11 @@ def _count(
 def _sketch(x, parent, rows, lo, hi, factor, fault, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr):
     histogram = empty_histogram(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
-        at = start + tl.arange(0, TILE)
-        inside = at < n
-        bin_index = bin_of_element(tl.load(x + at, mask=inside, other=0), factor, lo, hi)
+        offsets = start + tl.arange(0, TILE)
+        mask = offsets < n
+        bin_index = bin_of_element(tl.load(x + offsets, mask=mask, other=0), factor, lo, hi)
         if parent is not None:
-            before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
-            bin_index += clamp_index(before, rows, fault) * (2 * (hi - lo + 3))
-        histogram = count_tile(histogram, bin_index, inside, counts, copies, bins, BINS)
+            parent_code = tl.load(parent + offsets, mask=mask, other=0).to(tl.int32)
+            bin_index += clamp_index(parent_code, rows, fault) * (2 * (hi - lo + 3))
+        histogram = count_tile(histogram, bin_index, mask, counts, copies, bins, BINS)
     add_to_counts(histogram, counts, BINS)

@@ -70,7 +70,7 @@ def test_parts_cover_everything_once(launch, monkeypatch, n):
     assert [i for part in parts for i in range(part.where.start, part.where.stop)] == list(range(n))
     assert all(part.n <= 192 and part.where.start % 16 == 0 for part in parts)
     assert all(part.n % 16 == 0 for part in parts[:-1])
-    assert [part.first for part in parts] == [sum(p.tiles for p in parts[:i]) for i in range(len(parts))]
+    assert [part.first_tile for part in parts] == [sum(p.tiles for p in parts[:i]) for i in range(len(parts))]
     assert launch.tile_count(n) == sum(-(-part.n // 64) for part in parts)
 
 
