@@ -128,17 +128,17 @@ def _equal_population_means(values: F64, counts: I64, bins: int) -> F64:
     A histogram bin may be divided among groups, as its elements would be.  There must be at least ``bins`` elements.
     The result is float64, strictly ascending; fewer than ``bins`` where groups have the same mean.
     """
-    before = np.concatenate([[0], np.cumsum(counts)])
-    origin = values[np.searchsorted(before, before[-1] // 2, side="right") - 1]
+    cumulative = np.concatenate([[0], np.cumsum(counts)])
+    origin = values[np.searchsorted(cumulative, cumulative[-1] // 2, side="right") - 1]
     sums = np.concatenate([[0.0], np.cumsum(counts * (values - origin))])
     # Python's integers: the product of a rank and a count may not fit 64 bits.
-    ranks = np.array([j * int(before[-1]) // bins for j in range(bins + 1)], np.int64)
-    at = np.minimum(np.searchsorted(before, ranks, side="right") - 1, len(values) - 1)
-    up_to = sums[at] + (ranks - before[at]) * (values[at] - origin)
-    means = origin + np.diff(up_to) / np.diff(ranks)
+    ranks = np.array([j * int(cumulative[-1]) // bins for j in range(bins + 1)], np.int64)
+    start_bins = np.minimum(np.searchsorted(cumulative, ranks, side="right") - 1, len(values) - 1)
+    cumulative_sums = sums[start_bins] + (ranks - cumulative[start_bins]) * (values[start_bins] - origin)
+    means = origin + np.diff(cumulative_sums) / np.diff(ranks)
     # Differences of sums are inexact, but a mean lies between the first and the last element of its group.
-    last = np.searchsorted(before, ranks[1:] - 1, side="right") - 1
-    return np.unique(np.clip(means, values[at[:-1]], values[last]))
+    last_bins = np.searchsorted(cumulative, ranks[1:] - 1, side="right") - 1
+    return np.unique(np.clip(means, values[start_bins[:-1]], values[last_bins]))
 
 
 def _lloyd_step(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
@@ -146,8 +146,8 @@ def _lloyd_step(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
 
     A level that is nearest to no value is unchanged.
     """
-    own = nearest_index(values, levels)
-    gaps = counts * (values - levels[own])
-    mass = np.bincount(own, counts, minlength=len(levels))
-    shift = np.bincount(own, gaps, minlength=len(levels)) / np.maximum(mass, 1.0)
+    assignment = nearest_index(values, levels)
+    gaps = counts * (values - levels[assignment])
+    mass = np.bincount(assignment, counts, minlength=len(levels))
+    shift = np.bincount(assignment, gaps, minlength=len(levels)) / np.maximum(mass, 1.0)
     return float(np.abs(gaps).sum()), levels + shift

@@ -22,8 +22,8 @@ def find_changes(codes: U8, parent: U8) -> tuple[Integers, U8]:
     """
     check_array("codes", codes, np.uint8, (codes.size,))
     check_array("parent", parent, np.uint8, codes.shape)
-    where = np.flatnonzero(codes != parent)
-    return where.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[where]
+    positions = np.flatnonzero(codes != parent)
+    return positions.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[positions]
 
 
 def apply_changes(parent: U8, positions: Integers, changed: U8, out: U8) -> None:

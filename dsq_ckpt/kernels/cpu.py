@@ -82,8 +82,8 @@ def compute_indices(bits, parent, start, lo, hi, index):  # type: ignore[no-unty
         negative = per_sign if key > _KEY_MASK else np.int32(0)
         bin_ = np.int32(np.int32(inside + special) + negative)
         if parent is not None:
-            before = np.int32(parent[np.uint64(start) + np.uint64(i)])
-            bin_ = np.int32(bin_ + np.int32(before * size))
+            parent_code = np.int32(parent[np.uint64(start) + np.uint64(i)])
+            bin_ = np.int32(bin_ + np.int32(parent_code * size))
         index[i] = np.uint32(bin_)
 
 
@@ -98,11 +98,11 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
         compute_indices(bits, parent, start, lo, hi, index)
         fours = bits.size // 4
         for i in range(fours):
-            one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
-            counts[one & _LOW_HALF] += 1
-            counts[one >> _HALF] += 1
-            counts[other & _LOW_HALF] += 1
-            counts[other >> _HALF] += 1
+            first_pair, second_pair = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
+            counts[first_pair & _LOW_HALF] += 1
+            counts[first_pair >> _HALF] += 1
+            counts[second_pair & _LOW_HALF] += 1
+            counts[second_pair >> _HALF] += 1
         for j in range(4 * fours, bits.size):
             counts[index[j]] += 1
 
@@ -178,11 +178,11 @@ def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
     first, second, third, fourth = ways[0], ways[1], ways[2], ways[3]
     shift, fours = np.uint32(23), bits.size // 4
     for i in range(fours):
-        at = 4 * np.uint64(i)
-        first[bits[at] >> shift] += 1
-        second[bits[at + np.uint64(1)] >> shift] += 1
-        third[bits[at + np.uint64(2)] >> shift] += 1
-        fourth[bits[at + np.uint64(3)] >> shift] += 1
+        offset = 4 * np.uint64(i)
+        first[bits[offset] >> shift] += 1
+        second[bits[offset + np.uint64(1)] >> shift] += 1
+        third[bits[offset + np.uint64(2)] >> shift] += 1
+        fourth[bits[offset + np.uint64(3)] >> shift] += 1
     for j in range(4 * fours, bits.size):
         first[bits[j] >> shift] += 1
 
@@ -208,12 +208,12 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
         out = codes[start : start + BLOCK]
         fours = bits.size // 4
         for i in range(fours):
-            one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
-            to = 4 * np.uint64(i)
-            out[to] = table[one & _LOW_HALF]
-            out[to + np.uint64(1)] = table[one >> _HALF]
-            out[to + np.uint64(2)] = table[other & _LOW_HALF]
-            out[to + np.uint64(3)] = table[other >> _HALF]
+            first_pair, second_pair = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
+            offset = 4 * np.uint64(i)
+            out[offset] = table[first_pair & _LOW_HALF]
+            out[offset + np.uint64(1)] = table[first_pair >> _HALF]
+            out[offset + np.uint64(2)] = table[second_pair & _LOW_HALF]
+            out[offset + np.uint64(3)] = table[second_pair >> _HALF]
         for j in range(4 * fours, bits.size):
             out[j] = table[index[j]]
 

@@ -59,10 +59,10 @@ def find_positions(codes: U8, code: int) -> I64:
 
 
 def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
-    where = find_positions(codes, protected_code)
-    filled = where[: protected.size]
+    positions = find_positions(codes, protected_code)
+    filled = positions[: protected.size]
     out[filled] = protected[: filled.size]
-    return int(where.size)
+    return int(positions.size)
 
 
 @jit

@@ -97,10 +97,10 @@ def refine(
 
 
 def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
-    where = np.flatnonzero(codes.astype(np.int64) == protected_code)
-    filled = where[: protected.size]
+    positions = np.flatnonzero(codes.astype(np.int64) == protected_code)
+    filled = positions[: protected.size]
     out[filled] = protected[: filled.size]
-    return int(where.size)
+    return int(positions.size)
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:

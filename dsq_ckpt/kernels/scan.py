@@ -102,9 +102,9 @@ class Samples:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
-        found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _is_dense(tensor)]
-        self._addresses, _ = _addresses(found)
-        self._sizes = np.array([tensor.nbytes for tensor in found], np.int64)
+        cpu_tensors = [tensor for tensor in tensors if tensor.device.type == "cpu" and _is_dense(tensor)]
+        self._addresses, _ = _addresses(cpu_tensors)
+        self._sizes = np.array([tensor.nbytes for tensor in cpu_tensors], np.int64)
         self._every = max(int(self._sizes.sum()) // runs, _RUN)
         self._starts = self._sizes // 2 % self._every
         self._counts = -(-(self._sizes - self._starts) // self._every)
@@ -152,10 +152,10 @@ def _gather_elements(addresses, sizes, places, counts, values, nonzero):  # type
     start = 0
     for number in range(addresses.size):
         bits = carray(_pointer(addresses[number]), sizes[number], values.dtype)
-        found = 0
+        n_nonzero = 0
         for i in range(bits.size):
-            found += bits[i] != 0
-        nonzero[number] = found
+            n_nonzero += bits[i] != 0
+        nonzero[number] = n_nonzero
         stop = start + counts[number]
         for i in range(start, stop):
             place = places[i]

@@ -34,7 +34,7 @@ def _cost(w, wx, wxx, i, j):  # type: ignore[no-untyped-def]
 
 
 @jit(error_model="numpy")
-def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-def]
+def _fill_row(w, wx, wxx, k, previous_row, row, starts):  # type: ignore[no-untyped-def]
     """Fill row k (0-based: k + 1 clusters) of the dynamic program, and the starts of its last clusters."""
     n = row.size
     # Halving a range that starts with n entries leaves at most two pending ranges per level.
@@ -47,7 +47,7 @@ def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-de
         j = (left + right) // 2
         best, best_i = np.inf, i_low
         for i in range(i_low, min(i_high, j) + 1):
-            candidate = before[i - 1] + _cost(w, wx, wxx, i, j)
+            candidate = previous_row[i - 1] + _cost(w, wx, wxx, i, j)
             if candidate < best:
                 best, best_i = candidate, i
         row[j], starts[j] = best, best_i
@@ -69,13 +69,13 @@ def _solve(points, weights, k_max):  # type: ignore[no-untyped-def]
         wx[i + 1] = wx[i] + weights[i] * points[i]
         wxx[i + 1] = wxx[i] + weights[i] * points[i] * points[i]
     starts = np.zeros((k_max, n), np.int32)
-    before = np.empty(n)
+    previous_row = np.empty(n)
     for j in range(n):
-        before[j] = _cost(w, wx, wxx, 0, j)
+        previous_row[j] = _cost(w, wx, wxx, 0, j)
     row = np.empty(n)
     for k in range(1, k_max):
-        _fill_row(w, wx, wxx, k, before, row, starts[k])
-        before, row = row, before
+        _fill_row(w, wx, wxx, k, previous_row, row, starts[k])
+        previous_row, row = row, previous_row
     return starts
 
 
@@ -123,8 +123,8 @@ class KMeansPath:
     def cost(self, k: int) -> float:
         """Return the weighted sum of squared distances to the level of each point's cluster; raises as ``starts``."""
         starts = self.starts(k)
-        own = np.repeat(self.levels(k), np.diff(np.append(starts, self.points.size)))
-        return float(np.sum(self.weights * (self.points - own) ** 2))
+        point_levels = np.repeat(self.levels(k), np.diff(np.append(starts, self.points.size)))
+        return float(np.sum(self.weights * (self.points - point_levels) ** 2))
 
 
 def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> KMeansPath:
