@@ -67,8 +67,8 @@ def test_parts_cover_everything_once(launch, monkeypatch, n):
     monkeypatch.setattr(launch, "TILE", 64)
     monkeypatch.setattr(launch, "PIECE", 192)
     parts = launch.parts(n)
-    assert [i for part in parts for i in range(part.where.start, part.where.stop)] == list(range(n))
-    assert all(part.n <= 192 and part.where.start % 16 == 0 for part in parts)
+    assert [i for part in parts for i in range(part.elements.start, part.elements.stop)] == list(range(n))
+    assert all(part.n <= 192 and part.elements.start % 16 == 0 for part in parts)
     assert all(part.n % 16 == 0 for part in parts[:-1])
     assert [part.first_tile for part in parts] == [sum(p.tiles for p in parts[:i]) for i in range(len(parts))]
     assert launch.tile_count(n) == sum(-(-part.n // 64) for part in parts)
@@ -82,4 +82,4 @@ def test_offsets_fit_32_bits(launch):
     assert sum(part.n for part in launch.parts(n)) == n
     assert max(part.n for part in launch.parts(n)) + launch.TILE < 2**31
     assert max(part.n for part in _parts(n)) * 8 + 8 * launch.TILE < 2**31
-    assert all(part.where.start % 8 == 0 for part in _parts(n))
+    assert all(part.elements.start % 8 == 0 for part in _parts(n))
