@@ -180,9 +180,9 @@ class Compressor:
         expect_extra(extra)
         refuse_uninitialized(self.model)
         extra = dict(extra or {})
-        taken = sorted({"model", "optimizer"} & set(extra))
-        if taken:
-            raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
+        reserved = sorted({"model", "optimizer"} & set(extra))
+        if reserved:
+            raise ConfigError(f"extra has the key '{reserved[0]}', which the compressor fills itself; choose another")
         with in_user_code():  # hooks of modules and optimizers
             state = {"model": self._select_saved(get_model_state_dict(self.model))}
             if self.optimizer is not None:

@@ -50,7 +50,7 @@ _single_process_filter = _SingleProcessFilter()
 
 @contextmanager
 def unwrap_dcp_errors(
-    otherwise: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
+    error_type: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Raise the error of the lowest rank that failed in place of DCP's `CheckpointException`, which is its cause.
 
@@ -58,7 +58,7 @@ def unwrap_dcp_errors(
     such as KeyboardInterrupt is raised unchanged on its own rank.
 
     Args:
-        otherwise: class of the error that replaces an exception of another package.
+        error_type: class of the error that replaces an exception of another package.
         own_rank: this process's rank.
         undo: called on all ranks before the error is raised.
     """
@@ -66,28 +66,28 @@ def unwrap_dcp_errors(
         yield
     except CheckpointException as bundle:
         undo()
-        raise unwrap_dcp_error(bundle, otherwise, own_rank) from bundle
+        raise unwrap_dcp_error(bundle, error_type, own_rank) from bundle
     except RuntimeError as error:  # a collective failed, between the steps whose errors DCP gathers
         if not (dist.is_available() and dist.is_initialized()):
             raise
-        raise otherwise(
+        raise error_type(
             f"rank {dist.get_rank()}: {type(error).__name__}: {error}; if it could not reach another rank, that one or "
             "its host is gone"
         ) from error
 
 
-def unwrap_dcp_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
+def unwrap_dcp_error(bundle: CheckpointException, error_type: type[DSQError], own_rank: int | None) -> BaseException:
     """Return the error of the lowest rank that failed itself, with the rank in its message."""
     failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
-    mine = None if own_rank is None else failures.get(own_rank)
-    if mine is not None and not isinstance(mine, Exception):
-        return mine
+    own_failure = None if own_rank is None else failures.get(own_rank)
+    if own_failure is not None and not isinstance(own_failure, Exception):
+        return own_failure
     own = {rank: error for rank, error in failures.items() if not isinstance(error, RemoteFailure)}
     rank, error = min((own or failures).items(), key=lambda pair: pair[0])
     prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
     if isinstance(error, DSQError):
         return type(error)(f"{prefix}{error}")
-    return otherwise(prefix + described(error))
+    return error_type(prefix + described(error))
 
 
 @contextmanager

@@ -109,16 +109,16 @@ def explore(
     found: list[Tradeoff] = []
     for bound, path in targets.items():
         began = time.monotonic()
-        about = compress(
+        description = compress(
             source, path, config=config, evaluate=evaluate, check=check, max_degradation=bound, probes=probes,
             model=model, overwrite=overwrite,
         )
-        quality = about["quality"]
-        exact = "weights" not in about["by_kind"]
+        quality = description["quality"]
+        exact = "weights" not in description["by_kind"]
         lost, checked = quality.get("degradation"), quality.get("check_degradation")
         found = _mark_front([*found, Tradeoff(
-            bound, 0.0 if exact else lost, 0.0 if exact and check else checked, exact, about["bytes_logical"],
-            about["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
+            bound, 0.0 if exact else lost, 0.0 if exact and check else checked, exact, description["bytes_logical"],
+            description["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
         )])
         if progress is not None:
             progress(found[-1])

@@ -139,15 +139,15 @@ class ModulePlaceholders:
 
     def _saved_entries(self, prefix: Path, names: Collection[str]) -> dict[str, Any]:
         """Return the saved entries with these names below a path, with flat names in place of values."""
-        deep = len(prefix)
+        depth = len(prefix)
 
         def below(path: Path) -> bool:
-            return len(path) > deep and path[:deep] == prefix and path[deep] in names
+            return len(path) > depth and path[:depth] == prefix and path[depth] in names
 
         nesting = Nesting(
-            {fqn: path[deep:] for fqn, path in self._nesting.items() if below(path)},
-            {path[deep:]: key for path, key in self._nesting.typed.items() if below(path) and len(path) > deep + 1},
-            [path[deep:] for path in self._nesting.empty or () if below(path)],
+            {fqn: path[depth:] for fqn, path in self._nesting.items() if below(path)},
+            {path[depth:]: key for path, key in self._nesting.typed.items() if below(path) and len(path) > depth + 1},
+            [path[depth:] for path in self._nesting.empty or () if below(path)],
         )
         return nesting.unflatten({fqn: fqn for fqn in nesting})
 
@@ -260,8 +260,8 @@ def _restore_parameters(module: Any, before: Mapping[str, nn.Parameter]) -> None
     """Put the previous parameters of a module back, with the values of those of the same form that replaced them."""
     for name, new in _named_parameters(module).items():
         old = before.get(name, new)
-        alike = type(old) is type(new) is nn.Parameter and old.device == new.device
-        if old is not new and alike and (old.shape, old.dtype) == (new.shape, new.dtype):
+        is_replaceable = type(old) is type(new) is nn.Parameter and old.device == new.device
+        if old is not new and is_replaceable and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.copy_(new)
             old.requires_grad_(new.requires_grad)
             above, _, own = name.rpartition(".")

@@ -146,7 +146,7 @@ class ObjectPlaceholders:
         return path[1:2] == ("param_groups",) and type(path[2]) is int and path[2] >= groups
 
     def _is_below_empty_dict(self, path: Path) -> bool:
-        return any(path[:deep] in self._empty_paths for deep in range(1, len(path)))
+        return any(path[:depth] in self._empty_paths for depth in range(1, len(path)))
 
     def _exclude_tensors(self, names: Iterable[str]) -> set[str]:
         """Return the names of tensors, which an object may omit on purpose, and of entries that follow them in lists.
@@ -156,13 +156,13 @@ class ObjectPlaceholders:
         tensors = {name for name in names if name in self._tensors}
         ends: dict[Path, int] = {}  # index of the first excluded entry of each list
         for path in map(self._nesting.__getitem__, tensors):
-            for deep, part in enumerate(path):
+            for depth, part in enumerate(path):
                 if type(part) is int:
-                    ends[path[:deep]] = min(part, ends.get(path[:deep], part))
+                    ends[path[:depth]] = min(part, ends.get(path[:depth], part))
         return tensors | {
             name for name in names
-            if any(type(part) is int and part >= ends.get(path[:deep], part + 1)
-                   for path in [self._nesting[name]] for deep, part in enumerate(path))
+            if any(type(part) is int and part >= ends.get(path[:depth], part + 1)
+                   for path in [self._nesting[name]] for depth, part in enumerate(path))
         }
 
     def _warn_of_other_optimizer(self, text: str, optimizer: Optimizer, rank: int) -> None:
@@ -258,9 +258,9 @@ def refuse_subclass_part(name: str, path: Path, names: Container[str]) -> None:
     Raises:
         LoadFailed: it is one.
     """
-    if (deep := find_class_key(path, names)) is not None:
+    if (depth := find_class_key(path, names)) is not None:
         raise LoadFailed(
-            f"'{name}' is a part of a tensor of the class {path[deep]}, and what is loaded has no "
+            f"'{name}' is a part of a tensor of the class {path[depth]}, and what is loaded has no "
             "such tensor in its place: make it as it was made when it was saved, or load into an empty dict"
         )
 

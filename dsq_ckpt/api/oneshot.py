@@ -183,10 +183,10 @@ def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evalu
     else:
         opened = open_source(source)
     if not opened.tensors:
-        where = "the module" if isinstance(source, nn.Module) else "the state dict"
-        where = where if isinstance(source, nn.Module | Mapping) else f"'{os.fspath(source)}'"
+        location = "the module" if isinstance(source, nn.Module) else "the state dict"
+        location = location if isinstance(source, nn.Module | Mapping) else f"'{os.fspath(source)}'"
         raise ConfigError(
-            f"{where} holds no tensors (its keys: {_format_names(opened.nesting)}): there is nothing to compress"
+            f"{location} holds no tensors (its keys: {_format_names(opened.nesting)}): there is nothing to compress"
         )
     if evaluate is not None and model is not None and not isinstance(source, nn.Module):
         with closing(opened):
@@ -325,14 +325,14 @@ def _find_model_entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple
             return path, entry
         if len(own.keys() & entry.keys()) > len(own.keys() & closest.keys()):
             best, closest = path, entry
-    where = f"entry '{'.'.join(best)}' of the source" if best else "the source"
+    location = f"entry '{'.'.join(best)}' of the source" if best else "the source"
     if not closest:
         raise ConfigError(
             f"the source has none of the model's keys ({_format_names(own)}); it has {_format_names(state)}: give the "
             "model that these are of, or the state dict under the model's own names"
         )
     raise ConfigError(
-        f"{where} has other keys than the model: missing are {_format_names(own.keys() - closest.keys())}; "
+        f"{location} has other keys than the model: missing are {_format_names(own.keys() - closest.keys())}; "
         f"not the model's are {_format_names(closest.keys() - own.keys())}"
     )
 

@@ -58,11 +58,11 @@ def fit_placeholders(
     unmatched = set(current)
     same = empty is None or {path for path, _ in empty_dicts(state)} == set(empty)
     for name, path in saved.items():
-        deep = find_class_key(path, nesting)
-        place = path[:deep]
+        depth = find_class_key(path, nesting)
+        place = path[:depth]
         value = current.get(place)
         unmatched.discard(place)
-        if deep is not None:
+        if depth is not None:
             if not isinstance(value, torch.Tensor):
                 refuse_subclass_part(name, path, nesting)
         elif name in tensors:
@@ -92,10 +92,10 @@ def _accepts_load(value: Any, tensor: Mapping[str, Any], parameter: torch.Tensor
 
 
 def _make_placeholder(
-    tensor: Mapping[str, Any], path: Path, parameter: torch.Tensor | None, whole: bool
+    tensor: Mapping[str, Any], path: Path, parameter: torch.Tensor | None, full: bool
 ) -> torch.Tensor | None:
-    """Return a new tensor to load into, or None if its sharding is unknown; with `whole`, it is not sharded."""
+    """Return a new tensor to load into, or None if its sharding is unknown; with `full`, it is not sharded."""
     shape = torch.Size(tensor["shape"])
     if parameter is None or parameter.shape != shape:
-        return None if isinstance(parameter, DTensor) and shape and not whole else make_placeholder(tensor, path, {})
+        return None if isinstance(parameter, DTensor) and shape and not full else make_placeholder(tensor, path, {})
     return make_placeholder(tensor, ("", "state", "0", ""), {"": [parameter]})

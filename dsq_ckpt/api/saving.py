@@ -258,9 +258,9 @@ def async_save_with_writer(
             raise unwrap_dcp_error(error, SaveFailed, None if processes else comm.rank) from error
         if isinstance(error, Exception) and not isinstance(error, DSQError):
             ended = describe_exit(after_error=True) if processes else None
-            where = "in DCP's background process: " if processes else ""
+            location = "in DCP's background process: " if processes else ""
             raise SaveFailed(
-                f"{where}{described(error)}" if ended is None
+                f"{location}{described(error)}" if ended is None
                 else f"DCP's background process {ended}; the next save starts another"
             ) from error
         if error is not None:

@@ -65,13 +65,13 @@ def _bounded_config(config: ConfigLike, max_degradation: float, probes: int) -> 
             f"max_degradation is {max_degradation!r}; expected a number above 0 and below 1, such as 0.05 for 5 %; "
             "for no degradation at all take the preset 'exact'"
         )
-    whole = as_config(config)  # raises errors with the keys that the user wrote
+    validated = as_config(config)  # raises errors with the keys that the user wrote
     snapshot: Tree = {
         "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
     }
-    if probes and isinstance(whole.quantize.weights.codebook, Lattice):
+    if probes and isinstance(validated.quantize.weights.codebook, Lattice):
         snapshot["quantize"]["granularity"] = "tensor"  # each tensor has its own step
-    bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
+    bound = {"system": validated.system, "search": {"bound": "relative", "epsilon": max_degradation}}
     return DSQConfig.create(merge_trees(merge_trees(snapshot, _explicit_keys(config)), bound))
 
 

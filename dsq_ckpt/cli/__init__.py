@@ -37,8 +37,8 @@ class _CommandGroup(TyperGroup):
         except DSQError as error:
             raise output.fail(str(error)) from error
         except OSError as error:
-            where = f"'{error.filename}': " if error.filename else ""
-            raise output.fail(f"{where}{error.strerror or error}") from error
+            prefix = f"'{error.filename}': " if error.filename else ""
+            raise output.fail(f"{prefix}{error.strerror or error}") from error
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
@@ -351,9 +351,9 @@ def bench(
     """Measure saving and loading on this machine."""
     from dsq_ckpt.cli import benchmark
 
-    where = directory or Path(tempfile.gettempdir())
+    bench_directory = directory or Path(tempfile.gettempdir())
     with output.meter("measuring", hidden=json_file is not None):
-        result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats, stall_only=stall)
+        result = benchmark.run_bench(int(parameters), threads, bench_directory, repeats=repeats, stall_only=stall)
     benchmark.print_bench(result, output.console())
     if json_file is not None:
         json_files.write(json_file, result)

@@ -44,13 +44,13 @@ def measure_stalls(
                     state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True  # noqa: B023
                 ))
                 shutil.rmtree(plain)
-                ours = _time_call(
+                own_seconds = _time_call(
                     lambda: api.async_save(state, own, config=staged, no_dist=True, history=history)  # noqa: B023
                 )
                 if not number:
                     continue
                 for key, value in (
-                    (f"{STALL}{name} / of dcp.async_save", ours / peer), (f"{STALL}{name}, s", ours),
+                    (f"{STALL}{name} / of dcp.async_save", own_seconds / peer), (f"{STALL}{name}, s", own_seconds),
                     ("stall of dcp.async_save, s", peer),
                 ):
                     measured.setdefault(key, []).append(value)

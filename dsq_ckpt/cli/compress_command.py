@@ -39,19 +39,19 @@ def run(
     with _report_errors_once(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
         loaded = run_on_all_ranks(comm, lambda: load_configuration(config, system))
         model, metric = (None, None) if evaluate is None else run_on_all_ranks(comm, lambda: load_metric(evaluate))
-        about = compress(
+        description = compress(
             source, target, config=loaded, evaluate=metric, max_degradation=max_degradation, model=model,
             overwrite=overwrite, communicator=comm,
         )
     if comm.rank:
         return
-    logical, kept = about["bytes_logical"], about["bytes_kept"]
+    logical, kept = description["bytes_logical"], description["bytes_kept"]
     if as_json:
         output.print_json({
-            "source": str(source), "path": str(target), **about, "ratio_kept": output.quotient(logical, kept),
+            "source": str(source), "path": str(target), **description, "ratio_kept": output.quotient(logical, kept),
         })
         return
-    manifest, quality = Manifest.read(target), about["quality"]
+    manifest, quality = Manifest.read(target), description["quality"]
     search_fields = [] if quality is None else [
         ("degradation", "weights are exact" if quality.get("degradation") is None else
          f"{output.percent(quality['degradation'])} of the metric, by {quality['evaluations']} evaluations"),

@@ -25,7 +25,7 @@ def run(source: Path, target: Path, as_json: bool) -> None:
         f"{result.path}: {result.checkpoints} checkpoint(s), {output.size(result.bytes)} in {result.files} file(s), "
         f"{result.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
     )
-    for entry, why in result.left_out.items():
-        screen.print(f"left out: {entry}: {why}", soft_wrap=True)
+    for entry, reason in result.left_out.items():
+        screen.print(f"left out: {entry}: {reason}", soft_wrap=True)
     for entry in result.removed:
         screen.print(f"left out: {entry}: it was removed while the others were copied", soft_wrap=True)

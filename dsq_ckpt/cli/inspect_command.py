@@ -29,12 +29,12 @@ _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 def as_json(path: Path, tensors: bool) -> dict[str, Any]:
     """Return the manifest, derived sizes and, if `tensors` is True, every tensor, as JSON data."""
     manifest = Manifest.read(path)
-    about = describe(path)
+    info = describe(path)
     document = {
         **manifest.model_dump(mode="json"), "path": str(path),
-        **{name: about[name] for name in ("bytes_logical", "bytes_written", "bytes_kept", "keyframe")},
-        "ratio_written": output.quotient(about["bytes_logical"], about["bytes_written"]),
-        "ratio_kept": output.quotient(about["bytes_logical"], about["bytes_kept"]),
+        **{name: info[name] for name in ("bytes_logical", "bytes_written", "bytes_kept", "keyframe")},
+        "ratio_written": output.quotient(info["bytes_logical"], info["bytes_written"]),
+        "ratio_kept": output.quotient(info["bytes_logical"], info["bytes_kept"]),
     }
     if tensors:
         document["tensors"] = list_tensors(path)
@@ -136,11 +136,11 @@ def list_tensors(path: Path) -> list[dict[str, Any]]:
         stored: dict[str, str] = {}
         for key, ref in checkpoint.iter_chunks():
             record = checkpoint.read_record(ref)
-            how = {"coded": str(record.get("group")), "merged": "merged"}.get(record["type"])
-            how = how or str(record.get("stored", "exact"))
+            storage = {"coded": str(record.get("group")), "merged": "merged"}.get(record["type"])
+            storage = storage or str(record.get("stored", "exact"))
             # A part with NaN on one rank is exact, but the tensor is lossy.
             if stored.get(key.fqn, "exact") == "exact":
-                stored[key.fqn] = how
+                stored[key.fqn] = storage
         for fqn, tensor in checkpoint.index["tensors"].items():
             tensors.append({
                 "name": fqn, "dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": len(tensor["chunks"]),
@@ -154,24 +154,24 @@ def list_tensors(path: Path) -> list[dict[str, Any]]:
 
 
 def _header_fields(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    about = describe(path)
+    info = describe(path)
     parent = "none: a keyframe"
     if manifest.parent is not None:
         name = "" if manifest.parent_name is None else f" ({manifest.parent_name})"
         parent = f"{manifest.parent}{name}, {manifest.depth} from the keyframe"
     refinement = manifest.refinement + (", pinned" if manifest.pinned else "")
     zone = time.strftime("%Z", time.localtime(manifest.created))
-    logical = about["bytes_logical"]
+    logical = info["bytes_logical"]
     return [
         ("checkpoint", str(path)),
         ("save id", manifest.save_id),
-        ("saved", f"{about['created']} {zone}, in {output.seconds(manifest.seconds)}, by {manifest.ranks} rank(s)"),
+        ("saved", f"{info['created']} {zone}, in {output.seconds(manifest.seconds)}, by {manifest.ranks} rank(s)"),
         ("parent", parent),
         ("refinement", refinement),
         *([("lossy resumes", str(manifest.lossy_resumes))] if manifest.lossy_resumes else []),
         ("uncompressed", output.size(logical)),
-        ("written", f"{output.size(about['bytes_written'])} ({output.ratio(logical, about['bytes_written'])})"),
-        ("kept", f"{output.size(about['bytes_kept'])} ({output.ratio(logical, about['bytes_kept'])}), without linked "
+        ("written", f"{output.size(info['bytes_written'])} ({output.ratio(logical, info['bytes_written'])})"),
+        ("kept", f"{output.size(info['bytes_kept'])} ({output.ratio(logical, info['bytes_kept'])}), without linked "
                  f"ancestors ({output.size(manifest.sum_bytes('ancestor'))})"),
         ("writer", ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
                    + f", format {manifest.version}"),
@@ -191,17 +191,17 @@ def _kind_table(path: Path, manifest: Manifest) -> Any:
             output.ratio(sizes.logical, sizes.base),
             output.ratio(sizes.logical, sizes.base + (sizes.refinement if kept else 0)),
         )
-    about = describe(path)
+    info = describe(path)
     if attached := manifest.sum_bytes("attachment"):
         ratio = output.ratio(attached, attached)
         rows.add_row("DeepSpeed's own files", output.size(attached), output.size(attached), "-", ratio, ratio)
     stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values()) + attached
-    rows.add_row("tables, index, manifest", "-", output.size(about["bytes_kept"] - stored))
+    rows.add_row("tables, index, manifest", "-", output.size(info["bytes_kept"] - stored))
     rows.add_row(
-        "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.sum_bytes("refinement")),
+        "all", output.size(info["bytes_logical"]), output.size(info["bytes_kept"] - manifest.sum_bytes("refinement")),
         output.size(manifest.sum_bytes("refinement")) if kept else "-",
-        output.ratio(about["bytes_logical"], about["bytes_kept"] - manifest.sum_bytes("refinement")),
-        output.ratio(about["bytes_logical"], about["bytes_kept"]),
+        output.ratio(info["bytes_logical"], info["bytes_kept"] - manifest.sum_bytes("refinement")),
+        output.ratio(info["bytes_logical"], info["bytes_kept"]),
     )
     return rows
 

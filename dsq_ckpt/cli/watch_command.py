@@ -199,8 +199,8 @@ def _summary_lines(watcher: RunWatcher) -> list[str]:
         f"written ({output.ratio(logical, written)}), {output.size(kept)} kept ({output.ratio(logical, kept)})"
     ]
     age = max(time.time() - max(entry.manifest.created for entry in watcher.entries), 0.0)
-    ago, every = f"newest {output.seconds(age)} ago", watcher.typical_interval()
+    newest_age, every = f"newest {output.seconds(age)} ago", watcher.typical_interval()
     if every is None:
-        return [*lines, ago]
+        return [*lines, newest_age]
     due = f": next in about {output.seconds(every - age)}" if age < every else ""
-    return [*lines, f"{ago}, usually one every {output.seconds(every)}{due}"]
+    return [*lines, f"{newest_age}, usually one every {output.seconds(every)}{due}"]

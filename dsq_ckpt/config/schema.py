@@ -82,12 +82,12 @@ BY_SIZE = {
 """Moments by their size alone: once the defaults, which blocks that give another codebook, or its numbers, go over."""
 
 
-def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _defaults_for(kind: str, default: TensorConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a kind that a block goes over."""
-    codebook = given.get("codebook")
+    codebook = settings.get("codebook")
     if kind in BY_SIZE and isinstance(codebook, dict):
-        usual = default.codebook
-        if codebook.get("fit", usual.fit) != usual.fit or not set(codebook) <= set(type(usual).model_fields):
+        base = default.codebook
+        if codebook.get("fit", base.fit) != base.fit or not set(codebook) <= set(type(base).model_fields):
             return BY_SIZE[kind].model_dump()
     return default.model_dump()
 
@@ -366,14 +366,14 @@ class DSQConfig(StrictModel):
             "config", source, (dict, str, os.PathLike),
             "a DSQConfig, a dict, the path of a JSON or YAML file, or the name of a preset",
         )
-        where, tree = "configuration", source
+        source_name, tree = "configuration", source
         if not isinstance(tree, dict):
-            where = os.fspath(tree)
+            source_name = os.fspath(tree)
             tree = load_tree(tree)
         try:
             return cls(**{str(key): value for key, value in tree.items()})
         except ConfigError as error:
-            raise ConfigError(str(error).replace("configuration", where, 1)) from None
+            raise ConfigError(str(error).replace("configuration", source_name, 1)) from None
 
     @classmethod
     def preset(cls, name: str) -> DSQConfig:

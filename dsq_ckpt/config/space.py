@@ -113,8 +113,8 @@ class Space:
 
 def _nearest(axis: Axis, values: Mapping[str, Any]) -> int:
     current = [values[key] for key in axis.path if key in values]
-    apart = [sum(_distance(value, one) for one in current) for value in axis.values]
-    return min(range(len(apart)), key=lambda index: (apart[index], -index))
+    distances = [sum(_distance(value, one) for one in current) for value in axis.values]
+    return min(range(len(distances)), key=lambda index: (distances[index], -index))
 
 
 def _distance(value: Any, other: Any) -> float:
@@ -127,6 +127,6 @@ def _distance(value: Any, other: Any) -> float:
 
 
 def _distinct(what: str, names: Iterable[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"{what} '{twice[0]}' is given twice")
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    if duplicates:
+        raise ValueError(f"{what} '{duplicates[0]}' is given twice")

@@ -307,19 +307,19 @@ class OpenedCheckpoint:
             CorruptCheckpoint: its chunks do not cover it.
         """
         with self.checkpoint.translate_errors():
-            whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn), device="cpu")
+            result = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn), device="cpu")
             filled = 0
             for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
-                target = whole
+                target = result
                 for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
                     target = target.narrow(dim, start, length)
                 target.copy_(self.chunk(fqn, tuple(offsets)))
                 filled += target.numel()
-        if filled != whole.numel():
-            raise CorruptCheckpoint(f"'{fqn}': chunks hold {filled} of {whole.numel()} elements")
+        if filled != result.numel():
+            raise CorruptCheckpoint(f"'{fqn}': chunks hold {filled} of {result.numel()} elements")
         if self._progress is not None:
-            self._progress(whole.nbytes)
-        return whole
+            self._progress(result.nbytes)
+        return result
 
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
         """Return a stored chunk of a tensor."""

@@ -71,9 +71,9 @@ def read_safetensors_index(index: Path) -> list[tuple[Path, list[str] | None]]:
         CorruptCheckpoint: it is not an index, or it names files in other directories.
     """
     try:
-        where = parse_strict_json(index.read_text())["weight_map"]
+        weight_map = parse_strict_json(index.read_text())["weight_map"]
         files: dict[str, list[str]] = {}
-        for fqn, name in where.items():
+        for fqn, name in weight_map.items():
             files.setdefault(name, []).append(fqn)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"'{index}' is not an index of safetensors files (no weight_map in it)") from error

@@ -173,8 +173,8 @@ class InMemory:
     def read(self, keys: Iterable[ChunkKey]) -> Values:
         values = {}
         for key in keys:
-            whole = self.tensor(key.fqn).detach()
-            values[key] = whole if key.shape == tuple(whole.shape) else whole[
+            source = self.tensor(key.fqn).detach()
+            values[key] = source if key.shape == tuple(source.shape) else source[
                 tuple(slice(start, start + length) for start, length in zip(key.offsets, key.shape, strict=True))
             ]
         return values

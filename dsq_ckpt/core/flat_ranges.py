@@ -53,10 +53,10 @@ def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], place: int, sta
         head = min(length, row - skipped)
         yield from _split_range(shape[1:], (*outer, first), skipped, start, head)
         first, start, length = first + 1, start + head, length - head
-    whole = length // row
-    if whole:
-        yield Box((*outer, first, *(0,) * len(shape[1:])), (*before, whole, *shape[1:]), start)
-        first, start, length = first + whole, start + whole * row, length - whole * row
+    rows = length // row
+    if rows:
+        yield Box((*outer, first, *(0,) * len(shape[1:])), (*before, rows, *shape[1:]), start)
+        first, start, length = first + rows, start + rows * row, length - rows * row
     if length:
         yield from _split_range(shape[1:], (*outer, first), 0, start, length)
 

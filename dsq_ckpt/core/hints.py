@@ -76,13 +76,13 @@ _UNION_LABELS = ("bool", "constrained-int", "literal['auto']")
 
 
 def explain_errors(
-    where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]],
+    location: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]],
     renamed: Mapping[str, str],
 ) -> str:
     """Return the description of all errors in a configuration, one line per key.
 
     Args:
-        where: name of the configuration.
+        location: name of the configuration.
         error: pydantic's errors.
         root: pydantic model of the configuration.
         codebooks: models of codebooks by the value of `fit`, which pydantic has in the path of an error.
@@ -101,7 +101,7 @@ def explain_errors(
             problems.setdefault(key, []).append(text)
             found[key] = f" (found {_shorten(issue.get('input'))}){hint}"
     lines = [f"  {key or '(root)'}: {', or '.join(texts)}{found.get(key, '')}" for key, texts in problems.items()]
-    return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
+    return f"{location}: {len(lines)} problem(s)\n" + "\n".join(lines)
 
 
 def _former_hint(key: str, renamed: Mapping[str, str]) -> str:
@@ -165,10 +165,10 @@ def key_hint(
         if len(best.path) == 1:
             return f"; '{leaf}' belongs at the top level"
         return f"; it belongs elsewhere: '{best.to_dotted(path)}'"
-    here = [place.path[-1] for place in known if len(place.path) == len(path)
+    candidates = [place.path[-1] for place in known if len(place.path) == len(path)
             and place.count_common_parts(parent) == len(parent)
             and (fit is None or not place.fits or fit in place.fits)]
-    if close := get_close_matches(leaf, sorted(set(here)), 1):
+    if close := get_close_matches(leaf, sorted(set(candidates)), 1):
         return f"; did you mean '{close[0]}'?"
     if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _KEY_CUTOFF):
         same = [place for place in known if place.path[-1] == close[0]]
@@ -249,29 +249,29 @@ def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Coll
     (own, found), *rest = pairs
     parts = Counter(found.split("."))
     parts.subtract(own.split("."))
-    ours, theirs = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
+    own_parts, saved_parts = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
     more = f" and {len(rest)} more" if rest else ""
-    if not (ours or theirs):
+    if not (own_parts or saved_parts):
         return f"; it has '{found}'{more}, with its wrappers in another order: wrap the model as when it was saved"
-    if not theirs:
+    if not saved_parts:
         return (
-            f"; it was saved without {_format_wrappers(ours)} in its names, as '{found}'{more}: pass what "
+            f"; it was saved without {_format_wrappers(own_parts)} in its names, as '{found}'{more}: pass what "
             "get_model_state_dict of torch.distributed.checkpoint.state_dict returns for the model"
         )
     places = {_find_missing_prefix(*pair) for pair in pairs}
     top, lacking = own.partition(".")[0], set(missing)
     some_match = any(name.partition(".")[0] == top and name not in lacking for name in requested)
-    place = None if len(places) > 1 or ours or some_match else places.pop()
-    do = "load into a model that is wrapped likewise" if place is None else f"pass {_format_nested(place)}"
-    return f"; it was saved with {_format_wrappers(theirs)} in its names, as '{found}'{more}: {do}"
+    place = None if len(places) > 1 or own_parts or some_match else places.pop()
+    advice = "load into a model that is wrapped likewise" if place is None else f"pass {_format_nested(place)}"
+    return f"; it was saved with {_format_wrappers(saved_parts)} in its names, as '{found}'{more}: {advice}"
 
 
 def _find_missing_prefix(requested: str, stored: str) -> str | None:
     """Return the prefix of a stored name up to wrappers that a requested name lacks; None if it differs elsewhere."""
     own, other = requested.split("."), stored.split(".")
-    deep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
-    long = deep + len(other) - len(own)
-    return ".".join(other[:long]) if other[long:] == own[deep:] else None
+    depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
+    long = depth + len(other) - len(own)
+    return ".".join(other[:long]) if other[long:] == own[depth:] else None
 
 
 def _format_wrappers(parts: Sequence[str]) -> str:
@@ -329,9 +329,9 @@ def group_hint(name: str, layers: Sequence[str]) -> str | None:
     if any(part in letters for part in _EXACT) or _find_close_match(lowered, _EXACT, _KEY_CUTOFF):
         return f"'{name}' is the name of a group, whose tensors are lossy; to store them bit for bit say exact: true"
     if close := _find_close_match(lowered, (*_METHODS, *layers), _KEY_CUTOFF):
-        meant = f"groups: {{NAME: {{method: {close}}}}}" if close in _METHODS else f"'{close}'"
+        option = f"groups: {{NAME: {{method: {close}}}}}" if close in _METHODS else f"'{close}'"
         return (
-            f"'{name}' is no group with settings; did you mean {meant}? If it is to be a group of its own, name it in "
+            f"'{name}' is no group with settings; did you mean {option}? If it is to be a group of its own, name it in "
             f"groups: {{{name}: {{}}}}"
         )
     return None

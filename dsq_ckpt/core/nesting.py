@@ -134,11 +134,11 @@ class Nesting(dict[str, Path]):
 
     def below(self, path: Path) -> Nesting | None:
         """Return the nesting below a path, or None if there is nothing, not even an empty dict."""
-        deep = len(path)
+        depth = len(path)
         nesting = Nesting(
-            {name: own[deep:] for name, own in self.items() if own[:deep] == path and len(own) > deep},
-            {own[deep:]: key for own, key in self.typed.items() if own[:deep] == path and len(own) > deep},
-            [own[deep:] for own in self.empty or () if own[:deep] == path and len(own) > deep],
+            {name: own[depth:] for name, own in self.items() if own[:depth] == path and len(own) > depth},
+            {own[depth:]: key for own, key in self.typed.items() if own[:depth] == path and len(own) > depth},
+            [own[depth:] for own in self.empty or () if own[:depth] == path and len(own) > depth],
         )
         return nesting if nesting or nesting.empty or path in (self.empty or ()) else None
 
@@ -191,9 +191,9 @@ def list_lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
     """Return the lengths of lists, by their paths."""
     lengths: dict[Path, int] = {}
     for path in paths.values():
-        for deep, part in enumerate(path):
+        for depth, part in enumerate(path):
             if type(part) is int:
-                lengths[path[:deep]] = max(lengths.get(path[:deep], 0), part + 1)
+                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), part + 1)
     return lengths
 
 
@@ -226,14 +226,14 @@ def _has_numbered_parameters(groups: Any) -> bool:
     return any(lists) and all(isinstance(one, list | tuple) and all(type(key) is int for key in one) for one in lists)
 
 
-def _get_or_set(node: Any, key: Any, otherwise: Any) -> Any:
-    """Return the entry of a dict or list; set it to `otherwise` if it is missing."""
+def _get_or_set(node: Any, key: Any, default: Any) -> Any:
+    """Return the entry of a dict or list; set it to `default` if it is missing."""
     if isinstance(node, list):
         node.extend([None] * (key + 1 - len(node)))
         if node[key] is None:
-            node[key] = otherwise
+            node[key] = default
         return node[key]
-    return node.setdefault(key, otherwise)
+    return node.setdefault(key, default)
 
 
 def _iter_entries(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:

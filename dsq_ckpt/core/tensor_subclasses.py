@@ -61,9 +61,9 @@ def find_class_key(path: Sequence[Any], names: Container[str]) -> int | None:
         path: keys of dicts and indices of lists.
         names: flat names of all stored entries.
     """
-    for deep, key in enumerate(path):
-        if is_class_key(key) and ".".join(map(str, (*path[: deep + 1], _SETTINGS))) in names:
-            return deep
+    for depth, key in enumerate(path):
+        if is_class_key(key) and ".".join(map(str, (*path[: depth + 1], _SETTINGS))) in names:
+            return depth
     return None
 
 

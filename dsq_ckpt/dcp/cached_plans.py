@@ -173,8 +173,8 @@ class GlobalPlan(NamedTuple):
         """
         call = SaveCall.from_stack()
         messages = [] if call is None or call.local_plans is None else [plan.storage_data for plan in call.local_plans]
-        ours = all(isinstance(data, LocalPlanData) and data.digest is not None for data in messages)
-        if call is None or not messages or not ours or not _caches_like_default(call.planner):
+        is_dsq = all(isinstance(data, LocalPlanData) and data.digest is not None for data in messages)
+        if call is None or not messages or not is_dsq or not _caches_like_default(call.planner):
             rank_data = [plan.storage_data for plan in plans if isinstance(plan.storage_data, LocalPlanData)]
             if len(rank_data) != len(plans):
                 raise SaveFailed(PLAN_CACHING)
@@ -185,9 +185,9 @@ class GlobalPlan(NamedTuple):
                     plans = assign_tied_together(plans, call.local_plans, state_dict)
             return cls(plans, rank_data, plans)
         assert isinstance(call.planner, DefaultSavePlanner)
-        key, whole = call.planner._cached_plans_key, call.planner.global_plan
+        key, global_plan = call.planner._cached_plans_key, call.planner.global_plan
         sources = SavePlanner._cached_all_plans[key]
-        if not len(whole) == len(sources) == len(plans) == len(messages):
+        if not len(global_plan) == len(sources) == len(plans) == len(messages):
             problem = f"it is of {len(sources)} rank(s), not {len(messages)}"
             raise SaveFailed(_describe_stale_plan(problem, call.planner))
         rank_data = []
@@ -198,8 +198,8 @@ class GlobalPlan(NamedTuple):
                 raise SaveFailed(_describe_stale_plan(problem, call.planner))
             rank_data.append(own._replace(content=data.content))
         cache_state = _get_cache_state(key, len(plans))
-        if cache_state.deduplicated[0] is not whole:
-            cache_state.deduplicated = whole, assign_to_lowest_rank(whole, sources)
+        if cache_state.deduplicated[0] is not global_plan:
+            cache_state.deduplicated = global_plan, assign_to_lowest_rank(global_plan, sources)
         return cls(cache_state.deduplicated[1], rank_data, plans, cache_state)
 
     def get_agreed_layout(self) -> Layout | None:
@@ -215,14 +215,14 @@ class GlobalPlan(NamedTuple):
         sent, sent_plans = [], []
         before = cache_state.sent_plans or [_SentPlan("", SavePlan([]), None)] * len(self.plans)
         shortened = _ContextWithoutLayout(replace(context, layout=_NO_LAYOUT))
-        for plan, whole, data, last in zip(self.sent, self.plans, self.rank_data, before, strict=True):
+        for plan, full_plan, data, last in zip(self.sent, self.plans, self.rank_data, before, strict=True):
             # DCP's comparison ignores dtypes.
-            if not plan.usable and data.cached_save_id == last.save_id and _is_same_plan(whole, last.plan):
-                sent_plans.append(last._replace(plan=whole))
+            if not plan.usable and data.cached_save_id == last.save_id and _is_same_plan(full_plan, last.plan):
+                sent_plans.append(last._replace(plan=full_plan))
                 sent.append(replace(plan, storage_data=shortened if last.layout == context.layout else context))
             else:
-                sent_plans.append(_SentPlan(context.save_id, whole, context.layout))
-                sent.append(replace(whole, storage_data=context))
+                sent_plans.append(_SentPlan(context.save_id, full_plan, context.layout))
+                sent.append(replace(full_plan, storage_data=context))
         cache_state.sent_plans, cache_state.layout = sent_plans, context.layout
         cache_state.digests = [data.digest for data in self.rank_data]
         return sent

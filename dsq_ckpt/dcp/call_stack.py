@@ -168,9 +168,9 @@ def is_default_planner(planner: SavePlanner | None) -> bool:
         return True
     if type(planner) not in DEFAULT_PLANNERS:
         return False
-    own, usual = vars(planner), vars(type(planner)())
+    own, default = vars(planner), vars(type(planner)())
     replaced = any(callable(getattr(type(planner), name, None)) for name in own)
-    return not replaced and all(own.get(name) == value for name, value in usual.items() if name != "mappings")
+    return not replaced and all(own.get(name) == value for name, value in default.items() if name != "mappings")
 
 
 _ASYNC_SAVE_CODE = inspect.unwrap(state_dict_saver.async_save).__code__

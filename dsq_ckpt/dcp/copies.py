@@ -220,11 +220,11 @@ class _Stager(StateDictStager):
         """Return a buffer as an array of bytes; it becomes free again when the last tensor in it is freed."""
         kind = _get_buffer_kind(size, device)
         try:
-            whole = self._spare_buffers[kind].pop()
+            buffer = self._spare_buffers[kind].pop()
         except LookupError:
-            whole = allocate_pinned(size, device) if kind[1] else torch.empty(size, dtype=torch.uint8, device="cpu")
-        lease = whole.numpy()
-        weakref.finalize(lease, _return_buffer, whole, kind).atexit = False
+            buffer = allocate_pinned(size, device) if kind[1] else torch.empty(size, dtype=torch.uint8, device="cpu")
+        lease = buffer.numpy()
+        weakref.finalize(lease, _return_buffer, buffer, kind).atexit = False
         return lease
 
 
@@ -263,8 +263,8 @@ def _count_buffers(regions: Mapping[_Address, tuple[_Address, int]]) -> Counter[
     )
 
 
-def _return_buffer(whole: torch.Tensor, kind: _BufferKind) -> None:
-    _spare_buffers.setdefault(kind, []).append(whole)
+def _return_buffer(buffer: torch.Tensor, kind: _BufferKind) -> None:
+    _spare_buffers.setdefault(kind, []).append(buffer)
 
 
 def _stage(state_dict: dict[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:

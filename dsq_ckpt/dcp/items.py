@@ -106,9 +106,9 @@ def _check_chunk_is_local(planner: SavePlanner, key: ChunkKey) -> None:
     state = getattr(planner, "state_dict", None)
     if isinstance(state, Mapping) and isinstance(state.get(key.fqn), DTensor):
         items = create_default_local_save_plan({key.fqn: state[key.fqn]}, True).items
-        here = [get_chunk_key(item) for item in items if item.tensor_data is not None]
-        if key not in here:
-            at = ", ".join(f"{one.offsets} of shape {one.shape}" for one in here) or "nowhere"
+        local_keys = [get_chunk_key(item) for item in items if item.tensor_data is not None]
+        if key not in local_keys:
+            at = ", ".join(f"{one.offsets} of shape {one.shape}" for one in local_keys) or "nowhere"
             raise LookupError(f"this rank has it at {at}, and not at {key.offsets} of shape {key.shape}")
 
 

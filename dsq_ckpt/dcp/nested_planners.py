@@ -148,7 +148,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             _warn_of_shorter_lists(self.mappings, metadata.planner_data)
         empty = {*self._filled_paths, *(path for path, _ in empty_dicts(state_dict))}
         self._empty_paths = empty
-        self._parent_paths = {path[:deep] for path in empty for deep in range(len(path))}
+        self._parent_paths = {path[:depth] for path in empty for depth in range(len(path))}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -202,7 +202,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
         # Parents too: DCP may store a dict as one object, as versions before 2.4 did.
-        plain = path in self._parent_paths or any(path[:deep] in self._empty_paths for deep in range(len(path) + 1))
+        plain = path in self._parent_paths or any(path[:depth] in self._empty_paths for depth in range(len(path) + 1))
         try:
             with in_user_code():  # objects may have their own unpickling functions
                 found = torch.load(value, weights_only=plain)

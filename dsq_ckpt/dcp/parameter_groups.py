@@ -54,7 +54,7 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
         return {}
     found: dict[str, list[str]] = {name: [] for own in distinct for name in own}
     list_of: dict[tuple[str, str], str] = {}
-    elsewhere: dict[str, None] = {}
+    other_ranks: dict[str, None] = {}
     for own in distinct:
         for name, parameters in own.items():
             optimizer = name.rpartition("param_groups.")[0]
@@ -63,10 +63,10 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
                     list_of[optimizer, parameter] = name
                     found[name].append(parameter)
                 elif list_of[optimizer, parameter] != name:
-                    elsewhere[parameter] = None
-    if elsewhere:
+                    other_ranks[parameter] = None
+    if other_ranks:
         warn(
-            f"{quote(list(elsewhere))} is in another parameter group of the optimizer on some ranks than on others, "
+            f"{quote(list(other_ranks))} is in another parameter group of the optimizer on some ranks than on others, "
             "where a load of the optimizer is refused: make the same groups, in the same order, on all ranks"
         )
     return found

@@ -65,11 +65,11 @@ def make_replica_items(
     """Return the replicas: tensors of this rank's state dict that another rank writes; none with a custom planner."""
     if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or has_no_shared_memory(planner.state_dict):
         return []
-    whole = DefaultSavePlanner()  # not the planner of the save, whose hooks are called only as often as DCP calls them
-    whole.set_up_planner(planner.state_dict)
-    mine = set(map(get_item_name, write_items))
-    others = [item for item in whole.create_local_plan().items if get_item_name(item) not in mine]
-    return make_plan_items(others, whole, options, context.layout)
+    own_planner = DefaultSavePlanner()  # DCP alone calls the hooks of the save's planner
+    own_planner.set_up_planner(planner.state_dict)
+    own_names = set(map(get_item_name, write_items))
+    others = [item for item in own_planner.create_local_plan().items if get_item_name(item) not in own_names]
+    return make_plan_items(others, own_planner, options, context.layout)
 
 
 def has_no_shared_memory(state: Any) -> bool:

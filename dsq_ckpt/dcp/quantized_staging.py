@@ -55,16 +55,16 @@ def stage_codes(
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         for fqn, value in planner.state_dict.items():
             check_storable(fqn, value)
-        whole = replace(planner.create_local_plan(), planner_data=None)
-        found = TiedItems.find(make_plan_items(whole.items, planner, options))
+        plan = replace(planner.create_local_plan(), planner_data=None)
+        found = TiedItems.find(make_plan_items(plan.items, planner, options))
         items, others = list[WriteItem](), list[WriteItem]()
-        for item in whole.items:
+        for item in plan.items:
             is_tied = item.tensor_data is not None and get_chunk_key(item) in found.primary_keys
             (others if is_tied else items).append(item)
-        of_model = make_plan_layout(whole.items, options, False, values=planner.state_dict).rank_part()
+        of_model = make_plan_layout(plan.items, options, False, values=planner.state_dict).rank_part()
         tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
         digests = compute_digests(tensors) if comm.size > 1 else {}  # planners see codes, not tensors
-        return replace(whole, items=items, storage_data=others), of_model, found, digests
+        return replace(plan, items=items, storage_data=others), of_model, found, digests
 
     own_plan, of_model, tied_items, digests = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
@@ -74,15 +74,15 @@ def stage_codes(
     plans = assign_to_lowest_rank(dedup_save_plans(plans), plans)  # as without staging: each replica is coded once
     written = {get_chunk_key(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.primary_keys.items() if first in written}
-    mine = [*plans[comm.rank].items, *(item for item in others if get_chunk_key(item) in tied)]
+    own_items = [*plans[comm.rank].items, *(item for item in others if get_chunk_key(item) in tied)]
 
     def agree() -> SaveContext | None:
         if comm.rank:
             return None
         warn_of_differences(own for *_, own in found)
-        whole = [item for plan in plans for item in plan.items]
+        all_items = [item for plan in plans for item in plan.items]
         unknown = replace(options, frozen=FrozenTensors(), rounding={})  # those of each rank are in its own layout
-        layouts = [make_plan_layout(plan.items, unknown, bool(gradients), whole) for plan in plans]
+        layouts = [make_plan_layout(plan.items, unknown, bool(gradients), all_items) for plan in plans]
         layouts += [of_model for _, of_model, _ in found]
         return pipeline.agree(len(plans), layouts, staged=True)
 
@@ -90,7 +90,7 @@ def stage_codes(
     assert context is not None
 
     def quantize() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
-        items = tied_items.select_stored(make_plan_items(mine, planner, options, context.layout))
+        items = tied_items.select_stored(make_plan_items(own_items, planner, options, context.layout))
         own = {item.key for item in items}
         replicas = tied_items.select_stored(make_plan_items(local, planner, options, context.layout))
         replicas = [item for item in replicas if item.key not in own]
@@ -108,9 +108,9 @@ def stage_codes(
             cache.values |= copy_exact_values(found.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be assigned them
-        names = frozenset(map(get_item_name, [*mine, *objects]))
+        names = frozenset(map(get_item_name, [*own_items, *objects]))
         staged = StagedCodes(context, found.plan, names, found.is_self_contained, found.related)
-        state = make_staged_state_dict(state_dict, mine, payloads)
+        state = make_staged_state_dict(state_dict, own_items, payloads)
         return state, staged, cache
 
     state, staged, cache = run_on_all_ranks(comm, quantize)

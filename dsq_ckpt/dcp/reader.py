@@ -145,8 +145,8 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
         """Decide for all ranks whether the refinement is used, since it may be dropped at any time."""
         # A planner that rebuilds the plans drops the storage_data of a reader.
         _check_same_save([plan.storage_data for plan in plans if plan.storage_data is not None])
-        together = len(plans) >= get_job_size()
-        self._requested_names = {item.storage_index.fqn for plan in plans for item in plan.items} if together else None
+        has_all = len(plans) >= get_job_size()
+        self._requested_names = {item.storage_index.fqn for plan in plans for item in plan.items} if has_all else None
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
             refined = self._uses_refinement(checkpoint)

@@ -198,8 +198,8 @@ def make_staged_state_dict(
             by_name.setdefault(item.index.fqn, []).append(item)
 
     def codes(fqn: str, value: torch.Tensor) -> StagedTensor:
-        mine = by_name.get(fqn, [])  # none if another rank writes it; its entry in the state dict must remain
-        return StagedTensor(value.size(), value.dtype, mine, [payloads[get_chunk_key(item)] for item in mine])
+        own_codes = by_name.get(fqn, [])  # none if another rank writes it; its entry in the state dict must remain
+        return StagedTensor(value.size(), value.dtype, own_codes, [payloads[get_chunk_key(item)] for item in own_codes])
 
     return rebuild_state_dict(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
 
@@ -257,9 +257,9 @@ def check_staged_items(staged: Sequence[frozenset[ChunkKey | str]], plans: Seque
         SaveFailed: one is not; the message names it.
     """
     planned: dict[ChunkKey | str, int] = {}
-    for rank, (mine, plan) in enumerate(zip(staged, plans, strict=True)):
+    for rank, (rank_names, plan) in enumerate(zip(staged, plans, strict=True)):
         for name in map(get_item_name, plan.items):
-            if name not in mine:
+            if name not in rank_names:
                 problem = f"was planned for rank {rank}, which did not stage it"
                 raise SaveFailed(f"{_format_item(name)} {problem}; {_WRONG_PLANNER}")
             if planned.setdefault(name, rank) != rank:
@@ -267,10 +267,10 @@ def check_staged_items(staged: Sequence[frozenset[ChunkKey | str]], plans: Seque
                 raise SaveFailed(f"{_format_item(name)} {problem}; {_WRONG_PLANNER}")
         if len(plan.items) != len(set(map(get_item_name, plan.items))):
             names = [get_item_name(item) for item in plan.items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise SaveFailed(f"{_format_item(twice)} was planned twice for rank {rank}; {_WRONG_PLANNER}")
-    for rank, mine in enumerate(staged):
-        for name in sorted(mine - planned.keys(), key=str):
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise SaveFailed(f"{_format_item(duplicate)} was planned twice for rank {rank}; {_WRONG_PLANNER}")
+    for rank, rank_names in enumerate(staged):
+        for name in sorted(rank_names - planned.keys(), key=str):
             raise SaveFailed(f"{_format_item(name)}, staged by rank {rank}, is in no rank's plan; {_WRONG_PLANNER}")
 
 

@@ -58,13 +58,13 @@ def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:
     rows = max(1, _BLOCK_ELEMENTS * len(one) // one.numel()) if one.dim() else 1
     parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else [(one, other)]
     distance, size = 0.0, 0.0
-    for mine, theirs in parts:
-        theirs = theirs.to(mine)
+    for own, saved in parts:
+        saved = saved.to(own)
         if not lossy:
-            if not bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all()):
+            if not bool(((own == saved) | ((own != own) & (saved != saved))).all()):
                 return True
             continue
-        a, b = mine.double(), theirs.double()
+        a, b = own.double(), saved.double()
         distance += float((a - b).square().nansum())
         size += float(torch.maximum(a.square(), b.square()).nansum())
     return distance > _MAX_DISTANCE**2 * size

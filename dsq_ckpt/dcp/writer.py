@@ -227,8 +227,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
                 others = [item for name, item in named.items() if name not in self._planned_names]
                 unknown = replace(self._options, frozen=FrozenTensors(), rounding={})
-                everything = [item for plan in plans for item in plan.items]
-                layouts.append(make_plan_layout(others, unknown, bool(self._gradients), everything))
+                all_items = [item for plan in plans for item in plan.items]
+                layouts.append(make_plan_layout(others, unknown, bool(self._gradients), all_items))
             save_id = None if self._staged is None else self._staged.save_id
             context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
         return found.with_context(context)

@@ -113,10 +113,10 @@ class TorchCommunicator:
         """Return the data of all ranks, padded to `size` bytes, in rank order; collective."""
         device = self._device()
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-        everything = [torch.empty_like(own) for _ in range(self.size)]
-        with _wait_until_released(own, *everything) if device.type == "cpu" else nullcontext():
-            dist.all_gather(everything, own, group=self.group)
-        return [one.cpu().numpy().tobytes() for one in everything]
+        outputs = [torch.empty_like(own) for _ in range(self.size)]
+        with _wait_until_released(own, *outputs) if device.type == "cpu" else nullcontext():
+            dist.all_gather(outputs, own, group=self.group)
+        return [one.cpu().numpy().tobytes() for one in outputs]
 
     def _device(self) -> torch.device:
         kinds = [device.type for device in self._get_group()._device_types]
@@ -305,8 +305,8 @@ def gather_from_all_ranks(
     failed = [(rank, status) for rank, status in enumerate(statuses) if status.error is not None]
     culprits = [(rank, status) for rank, status in failed if not status.is_secondary] or failed
     if culprits:
-        elsewhere = LoadFailedElsewhere if issubclass(error_type, LoadFailed) else FailedElsewhere
-        raise elsewhere("; ".join(f"rank {rank} failed: {one.error}" for rank, one in culprits[:3])) from failure
+        elsewhere_type = LoadFailedElsewhere if issubclass(error_type, LoadFailed) else FailedElsewhere
+        raise elsewhere_type("; ".join(f"rank {rank} failed: {one.error}" for rank, one in culprits[:3])) from failure
     return [status.result for status in statuses]
 
 

@@ -71,7 +71,7 @@ class MPICommunicator:
         own = _to_pickle(value)
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather([np.array([own.size]), self._mpi.INT64_T], [sizes, self._mpi.INT64_T])
-        everywhere = [np.empty(size, np.uint8) for size in sizes]
+        outputs = [np.empty(size, np.uint8) for size in sizes]
         step = self.limit // self.size
         for start in range(0, int(sizes.max()), step):  # a single round, unless values are large
             counts = np.clip(sizes - start, 0, step)
@@ -79,9 +79,9 @@ class MPICommunicator:
             self._comm.Allgatherv(
                 [own[start : start + step], self._mpi.BYTE], [received, counts.tolist(), None, self._mpi.BYTE]
             )
-            for whole, part in zip(everywhere, np.split(received, np.cumsum(counts)[:-1]), strict=True):
-                whole[start : start + part.size] = part
-        return [pickle.loads(whole.data) for whole in everywhere]
+            for output, part in zip(outputs, np.split(received, np.cumsum(counts)[:-1]), strict=True):
+                output[start : start + part.size] = part
+        return [pickle.loads(output.data) for output in outputs]
 
     def broadcast(self, value: Any) -> Any:
         data = _to_pickle(value) if self.rank == 0 else np.empty(0, np.uint8)

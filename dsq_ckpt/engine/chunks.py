@@ -88,9 +88,9 @@ class ChunkLoader:
             return chunk
         self.parent_records[chunk.key] = previous[0]
         if device.is_supported(chunk):
-            near = replace(chunk, parent=previous[1], device_codes=parent.get_device_codes(chunk.key))
+            with_parent = replace(chunk, parent=previous[1], device_codes=parent.get_device_codes(chunk.key))
             with suppress(torch.OutOfMemoryError):
-                return replace(near, device_codes=parent_on_device(near))
+                return replace(with_parent, device_codes=parent_on_device(with_parent))
         return replace(chunk, parent=previous[1], on_device=False)
 
     def _attach_parent_values(self, chunk: Chunk) -> Chunk | None:
@@ -181,7 +181,7 @@ def _quantize_chunk(
     """Return the codes of a chunk: computed on its device, or lazily as they are written."""
     fitted = analysis.fitted[chunk.group]
     source: CodeSource | None = None
-    if device.is_supported(chunk) and fitted.turn is None:
+    if device.is_supported(chunk) and fitted.partition_turn is None:
         with suppress(torch.OutOfMemoryError):
             source = DeviceChunk(chunk, tables.get(fitted, chunk.tensor.device))
     source = source or QuantizingChunk(chunk, fitted)

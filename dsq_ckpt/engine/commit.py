@@ -303,10 +303,10 @@ def _warn_of_unused_settings(
             texts.append(text + pattern_hint(pattern, names))
         else:
             texts.append(f"{text} that no earlier rule does, such as '{earlier}'; the first match wins: move it up")
-    usual = SYSTEMS[config.system].defaults.get("quantize", {}).get("groups", {})
+    system_groups = SYSTEMS[config.system].defaults.get("quantize", {}).get("groups", {})
     texts += [
         f"quantize.groups: no tensor belongs to '{name}', so its settings have no effect; name layers by a rule, or "
-        "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *usual}
+        "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *system_groups}
     ]
     if is_remote(directory) and config.storage.keyframe_copies > 1:
         texts.append("storage.replicate_keyframes: it has no effect on an object store, which keeps copies by itself")
@@ -319,7 +319,7 @@ def _warn_of_unused_settings(
 
 def _describe_missing_files(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
     """Return a message on files that ranks wrote but the coordinator does not see."""
-    here = platform.node()
+    host = platform.node()
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
     shown = []
     for file in absent[:3]:
@@ -328,8 +328,8 @@ def _describe_missing_files(directory: Path, absent: Sequence[ManifestFile], res
         notes += [] if isinstance(size, OSError) else [f"{size} of {file.size} bytes"]
         shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
     more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-    text = f"after all ranks wrote, host {here}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
-    if any(wrote[file.name].host != here for file in absent if file.name in wrote):
+    text = f"after all ranks wrote, host {host}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
+    if any(wrote[file.name].host != host for file in absent if file.name in wrote):
         text += "the directory is not shared by all hosts; save to one that is; "
     return text + "the checkpoint was not committed"
 

@@ -83,7 +83,7 @@ def _describe_differences(values: Sequence[Any]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value if value is _UNSET else repr(value), []).append(rank)
-    return ", ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks.items()) if len(ranks) > 1 else ""
+    return ", ".join(f"{value} on {_format_ranks(who)}" for value, who in ranks.items()) if len(ranks) > 1 else ""
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

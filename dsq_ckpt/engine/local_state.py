@@ -186,7 +186,7 @@ def make_layout(
     shapes: dict[str, tuple[int, ...]] = {}
     rests: dict[str, bool] = {}
     rounding: set[str] = set()
-    usual: set[str] = set()
+    known_updates: set[str] = set()
     ruled: set[str] = set()
     residual = config.delta.against == "values"
     assignments = Assignments.cached(config.quantize, options.layer_types)
@@ -207,7 +207,7 @@ def make_layout(
             groups[chosen.group] = chosen.config
             by_update = chosen.config.codebook.coordinates in ("update", "relative") and not chosen.by_rule
             if by_update:
-                usual.add(fqn)
+                known_updates.add(fqn)
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
             elif chosen.kind == "weights":
@@ -218,7 +218,7 @@ def make_layout(
     frozen = FrozenTensors(options.frozen.has_trained, rests)
     return Layout(
         tensors, groups, state, has_gradients, options.fractions, residual, frozenset(settings), shapes, frozen,
-        frozenset() if residual else frozenset(usual), rule_weights=frozenset(ruled),
+        frozenset() if residual else frozenset(known_updates), rule_weights=frozenset(ruled),
         unknown_updates=find_unknown_updates([*shapes, *objects]),
         prenormalized=find_prenormalized([*shapes, *objects]),
         rounded_weights=frozenset(rounding), objects=find_optimizer_objects(objects),

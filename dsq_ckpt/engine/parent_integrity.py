@@ -112,7 +112,7 @@ def drop_damaged_parent(
     missed = bool(context.layout.tensors) and not any(is_cached for _, is_cached, _ in answers)
     if parent is not None and (any(is_suspect for is_suspect, *_ in answers) or missed):
         found |= _merge(gather_from_all_ranks(comm, lambda: _check_files(
-            parent, lambda: select_files(parent, everything=True)[comm.rank :: comm.size], workers
+            parent, lambda: select_files(parent, all_files=True)[comm.rank :: comm.size], workers
         )))
     is_damaged = False
     if found:
@@ -136,7 +136,7 @@ def _restore_and_warn(found: Problems, parent: ParentRef | None, workers: Worker
     own: Problems = {}
     if parent is not None:
         own = _check_files(
-            parent, lambda: [file for file in select_files(parent, everything=True) if file.name in names], workers
+            parent, lambda: [file for file in select_files(parent, all_files=True) if file.name in names], workers
         )
     # By run, since a file is restored in all checkpoints of a run at once.
     by_run = {(get_run(path), name): (path, problem) for (path, name), problem in (found | own).items()}
@@ -180,11 +180,11 @@ def _is_missing(path: Path) -> bool:
     return False
 
 
-def select_files(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
+def select_files(parent: ParentRef, all_files: bool = False) -> list[ManifestFile]:
     """Return the data files of a parent to check with a delta against it, largest first."""
     files = [file for file in Manifest.read(expand_path(parent.path)).files if file.role in ("own", "ancestor")]
-    turn = parent.depth + parent.position - 1  # rises with each delta, unless several deltas share a parent
-    chosen = [file for file in files if everything or _is_due(file.name, turn)]
+    position = parent.depth + parent.position - 1  # rises with each delta, unless several deltas share a parent
+    chosen = [file for file in files if all_files or _is_due(file.name, position)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))
 
 
@@ -198,8 +198,8 @@ def find_damaged(directory: Path, files: Sequence[ManifestFile], workers: Worker
     return found
 
 
-def _is_due(name: str, turn: int) -> bool:
-    return (xxhash.xxh3_64_intdigest(name.encode()) + turn) % CHECK_PERIOD == 0
+def _is_due(name: str, position: int) -> bool:
+    return (xxhash.xxh3_64_intdigest(name.encode()) + position) % CHECK_PERIOD == 0
 
 
 def check_file(path: Path, expected: ManifestFile) -> str | None:

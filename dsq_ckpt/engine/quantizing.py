@@ -132,8 +132,8 @@ def quantize(
     if searches:
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _compute_checksums(local, workers)))
     if sketches.has_nan:
-        undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
-        plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
+        nonfinite = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.nan_tensors))
+        plan = replace(plan, analysis=replace(plan.analysis, nonfinite=nonfinite))
     warned = options.history.warned_since_keyframe
     rounded = {name: causes for name, causes in sketches.layout.rounded_moments.items() if name not in warned}
     fitted_to = sketches.layout.weight_bound_state - warned.keys()
@@ -159,7 +159,7 @@ class _LocalSketch:
     """The local part of the sketch, with the parent checkpoint open; a context manager. `load` sets the attributes.
 
     Attributes:
-        undefined: names of tensors that are not quantized and hold NaN.
+        nan_tensors: names of tensors that are not quantized and hold NaN.
         lost_rows: names of weights with rows that a single step per tensor loses, and whether they are stored exactly
             for that reason; without those that the user was warned of since the last keyframe.
         weights: chunks of weights that may be lossy and trained.
@@ -174,7 +174,7 @@ class _LocalSketch:
         self._gradients, self._searches = gradients, searches
         self._parent: ParentCheckpoint | None = None
         self.loader = self._make_loader()
-        self.undefined: set[str] = set()
+        self.nan_tensors: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
         self._exact_candidates: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
@@ -195,7 +195,7 @@ class _LocalSketch:
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
         nan = contain_nan(item.load() for item in others)
-        self.undefined = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
+        self.nan_tensors = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
         if lossy:
             warmup.wait("save")
         parent, model = context.parent, context.model
@@ -221,7 +221,7 @@ class _LocalSketch:
         excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
         excluded |= self._find_untrained(weights)
         chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in excluded])
-        return LocalChunks(chunks, len(self.undefined), len(self.lost_rows), *loads)
+        return LocalChunks(chunks, len(self.nan_tensors), len(self.lost_rows), *loads)
 
     def _find_exact_candidates(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that may be stored exactly because of their values.
@@ -301,26 +301,26 @@ class _LocalSketch:
             octaves: counts by octave of whole tensors, once they are known, for shards whose rows are all small
                 relative to those of other ranks.
         """
-        layout, whole = self._context.layout, dict[str, float]()
+        layout, tensor_means = self._context.layout, dict[str, float]()
         if layout.residual:  # errors are relative to differences
             return chunks
         weights = [chunk for chunk in chunks if chunk.group.startswith("weights/")]
         if octaves is not None:
             weights = [chunk for chunk in weights if chunk.key.shape != layout.shapes.get(chunk.key.fqn)]
             names = {chunk.key.fqn for chunk in weights} & octaves.keys()
-            whole = mean_squares({name: octaves[name] for name in names}, sorted(names))
+            tensor_means = mean_squares({name: octaves[name] for name in names}, sorted(names))
         suspects, excluded = list[Chunk](), set[ChunkKey]()
         with suppress(torch.OutOfMemoryError):  # a device without memory must not fail the save for a warning
-            sizes = [whole.get(chunk.key.fqn) for chunk in weights]
+            sizes = [tensor_means.get(chunk.key.fqn) for chunk in weights]
             suspects = list(compress(weights, may_have_lost_rows([chunk.tensor for chunk in weights], sizes)))
         for chunk in suspects:
             name = chunk.key.fqn
             needed: bool | None = False
             with suppress(torch.OutOfMemoryError):
-                if not has_lost_rows(chunk.tensor, whole.get(name)):
+                if not has_lost_rows(chunk.tensor, tensor_means.get(name)):
                     continue
                 squares = self._get_squared_gradients(chunk, self._gauges.get(name))
-                needed = None if squares is None else are_rows_needed(chunk.tensor, squares, whole.get(name))
+                needed = None if squares is None else are_rows_needed(chunk.tensor, squares, tensor_means.get(name))
             if is_exact := bool(needed) and chunk.key in self._exact_candidates:
                 excluded.add(chunk.key)
             if needed is not False and self._options.history.warned_since_keyframe.get(name) is not is_exact:

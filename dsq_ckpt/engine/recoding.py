@@ -47,11 +47,11 @@ class GroupRecoder:
         counts = np.zeros((_NO_PARENT + 1, 256), np.int64)
         for chain in chains:
             codes, before = self._decode_chain(chain)
-            for where in workers.blocks(len(codes)):  # without a parent a count takes eight bytes for each code
+            for block in workers.blocks(len(codes)):  # without a parent a count takes eight bytes for each code
                 if before is None:
-                    counts[_NO_PARENT] += np.bincount(codes[where], minlength=256)
+                    counts[_NO_PARENT] += np.bincount(codes[block], minlength=256)
                 else:
-                    counts[:_NO_PARENT] += count_pairs(before[where], codes[where])
+                    counts[:_NO_PARENT] += count_pairs(before[block], codes[block])
         symbols = checkpoint.read_codebook(chains[0][0]).symbols
         contexts = max((checkpoint.read_codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
         if counts[:, symbols:].any() or counts[contexts:_NO_PARENT].any():

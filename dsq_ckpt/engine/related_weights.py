@@ -49,11 +49,11 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
     unrelated = 0
     for key, tensor in weights.items():
         codes = exact.get(key, earlier.get(key))
-        if codes is None or key.elements < _SAMPLE_SIZE or (now := _quantize_sample(tensor)) is None:
+        if codes is None or key.elements < _SAMPLE_SIZE or (current_codes := _quantize_sample(tensor)) is None:
             continue
-        if key in exact and np.array_equal(now, codes):  # frozen, perhaps in several trainings
+        if key in exact and np.array_equal(current_codes, codes):  # frozen, perhaps in several trainings
             continue
-        found = are_codes_related(now, codes[:: len(codes) // _SAMPLE_SIZE][:_SAMPLE_SIZE])
+        found = are_codes_related(current_codes, codes[:: len(codes) // _SAMPLE_SIZE][:_SAMPLE_SIZE])
         unrelated += found is False
         if found or unrelated == _MAX_UNRELATED:
             return found
@@ -116,8 +116,8 @@ def are_codes_related(codes: Codes, earlier: Codes) -> bool | None:
     if min(len(codes) - np.bincount(codes).max() for codes in (one, other)) < _MIN_RARE_CODES:
         return None
     by_chance = [_mutual_information(one, other[order]) for order in _make_permutations()]
-    most = max(by_chance)
-    return _mutual_information(one, other) > most + _MIN_SPREADS * (most - min(by_chance)) + _MIN_NATS / len(one)
+    highest = max(by_chance)
+    return _mutual_information(one, other) > highest + _MIN_SPREADS * (highest - min(by_chance)) + _MIN_NATS / len(one)
 
 
 @cache

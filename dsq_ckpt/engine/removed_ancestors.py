@@ -32,22 +32,22 @@ def should_write_keyframe(path: Path, manifest: Manifest) -> bool:
         if file.role in ("own", "ancestor"):
             bytes_of[file.name[:16]] += file.size
             one_of[file.name[:16]] = file.name
-    most = max(bytes_of.values(), default=0)
-    most += max(_MIN_GAIN, min(most, compute_logical_size(manifest) // 2))
-    if is_remote(path) or bytes_of.total() <= most:
+    largest = max(bytes_of.values(), default=0)
+    largest += max(_MIN_GAIN, min(largest, compute_logical_size(manifest) // 2))
+    if is_remote(path) or bytes_of.total() <= largest:
         return False
-    removed, there, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
+    removed, remaining, freed = bytes_of.keys() - {manifest.save_id}, 1, bytes_of[manifest.save_id]
     with suppress(OSError):
         if max((path / name).stat().st_nlink for name in one_of.values()) >= len(bytes_of):
             return False  # the whole chain exists: each of its checkpoints links the files of the first
     with suppress(DSQError):
         for _, older in iter_predecessors(path):
-            there += 1
+            remaining += 1
             removed.discard(older.save_id)
             if not removed or older.save_id not in bytes_of:
                 break
     with suppress(OSError):
         for file in manifest.files:
-            only_here = file.name[:16] in removed and (path / file.name).stat().st_nlink <= there
+            only_here = file.name[:16] in removed and (path / file.name).stat().st_nlink <= remaining
             freed += file.size if only_here else 0
-    return freed > most
+    return freed > largest

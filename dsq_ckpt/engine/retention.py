@@ -68,13 +68,13 @@ def _drop_refinement(directory: Path, manifest: Manifest, fsync: bool) -> bool:
     """
     names = {file.name for file in manifest.files if file.role == "refinement"}
     kept = [file for file in manifest.files if file.role != "refinement"]
-    without = manifest.model_copy(update={"refinement": "dropped", "files": kept})
+    updated = manifest.model_copy(update={"refinement": "dropped", "files": kept})
     with suppress(FileNotFoundError):
         times = None if is_remote(directory) else directory.stat()
         if times is None:
-            replaced = _replace_remote_manifest(directory, without)
+            replaced = _replace_remote_manifest(directory, updated)
         else:
-            replaced = _replace_manifest(directory, without, fsync)
+            replaced = _replace_manifest(directory, updated, fsync)
         if not replaced:
             return False
         for name in names:  # a file that a power failure brings back is an orphan, which `dsq gc` removes
@@ -113,8 +113,8 @@ def _replace_remote_manifest(directory: Path, manifest: Manifest) -> bool:
     if not _is_unchanged(directory, manifest):
         return False
     manifest.write(directory, exclusive=False, fsync=False)
-    there = {entry.name for entry in get_storage(directory).list_entries(directory)}
-    if there.issuperset(file.name for file in manifest.files if file.held_by is None):
+    names = {entry.name for entry in get_storage(directory).list_entries(directory)}
+    if names.issuperset(file.name for file in manifest.files if file.held_by is None):
         return True
     get_storage(directory).remove(directory / MANIFEST)
     return False

@@ -69,12 +69,12 @@ def emit_save_warnings(
     Raises:
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
-    undefined = plan.analysis.nonfinite - sketches.nonfinite
-    beyond = sketches.nonfinite
-    if beyond:
-        beyond -= set().union(*gather_from_all_ranks(comm, lambda: _find_nonfinite(local.items, sketches.nonfinite)))
-    found = sketches.nonfinite - beyond
-    for warning in (_make_range_warning(beyond), _make_nonfinite_warning(found, undefined, options.config)):
+    exact_nonfinite = plan.analysis.nonfinite - sketches.nonfinite
+    too_large = sketches.nonfinite
+    if too_large:
+        too_large -= set().union(*gather_from_all_ranks(comm, lambda: _find_nonfinite(local.items, sketches.nonfinite)))
+    found = sketches.nonfinite - too_large
+    for warning in (_make_range_warning(too_large), _make_nonfinite_warning(found, exact_nonfinite, options.config)):
         if warning:
             warn(warning, rank=comm.rank)
     # On all ranks, though only rank 0 prints: if warnings are errors, all ranks must raise here.
@@ -98,13 +98,13 @@ def _find_nonfinite(items: list[SaveItem], suspected: frozenset[str]) -> set[str
     return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
 
 
-def _make_nonfinite_warning(found: Collection[str], undefined: Collection[str], config: DSQConfig) -> str | None:
+def _make_nonfinite_warning(found: Collection[str], exact_names: Collection[str], config: DSQConfig) -> str | None:
     """Return a warning of tensors with NaN or Inf, and of tensors that are not quantized and hold NaN.
 
     Raises:
         NonFiniteTensor: the configuration asks for an error.
     """
-    parts, names, others = [], sorted(found), sorted(undefined)
+    parts, names, others = [], sorted(found), sorted(exact_names)
     if names:
         negative = any(kind_of(name) == "exp_avg_sq" for name in names)
         parts.append(
@@ -141,8 +141,8 @@ def _format_names(names: Sequence[str]) -> str:
 def _warn_of_update_errors(analysis: Analysis, layout: Layout, warned: set[str], rank: int) -> None:
     """Warn, once per run, of groups of first moments whose update error exceeds its bound with the configured bits."""
     for group, fitted in analysis.fitted.items():
-        codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
-        if fitted.update_error is None or not most or not codebook.update_bound:
+        codebook, max_bits = layout.groups[group].codebook, layout.groups[group].refinement_bits
+        if fitted.update_error is None or not max_bits or not codebook.update_bound:
             continue
         if fitted.update_error > codebook.update_bound and group not in warned:
             warned.add(group)
@@ -150,7 +150,7 @@ def _warn_of_update_errors(analysis: Analysis, layout: Layout, warned: set[str],
             warn(
                 f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
                 f"{fitted.update_error:.0%}, more than the {codebook.update_bound:.0%} of "
-                f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
+                f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {max_bits}, or store "
                 f"{kind} with method exact. This is said once for a run", rank=rank,
             )
 

@@ -69,9 +69,9 @@ class TiedItems:
                 exact.update(keys)
             elif chosen.key not in own:  # its settings apply, which items with other settings cannot satisfy
                 exact.update(item.key for item, _ in group if item.config != chosen.config)
-            mine = [key for key in keys if key in own]
-            kept = chosen.key if chosen is not None and chosen.key in own else next(iter(mine), None)
-            primary_keys.update({key: kept for key in mine if kept is not None and key != kept})
+            own_keys = [key for key in keys if key in own]
+            kept = chosen.key if chosen is not None and chosen.key in own else next(iter(own_keys), None)
+            primary_keys.update({key: kept for key in own_keys if kept is not None and key != kept})
         return cls(primary_keys, frozenset(exact))
 
     def select_stored(self, items: Iterable[SaveItem]) -> list[SaveItem]:

@@ -291,8 +291,8 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
         for task in pending:
             if stopped():
                 break
-            with _try_lock(numbers[task]) as mine:
-                if not mine and time.monotonic() < deadline:
+            with _try_lock(numbers[task]) as acquired:
+                if not acquired and time.monotonic() < deadline:
                     left.append(task)
                     continue
                 try:
@@ -322,12 +322,12 @@ def _try_lock(number: int) -> Iterator[bool]:
     try:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-            mine = True
+            acquired = True
         except BlockingIOError:
-            mine = False
+            acquired = False
         except OSError:  # a file system without locks
-            mine = True
-        yield mine
+            acquired = True
+        yield acquired
     finally:
         os.close(file)
 

@@ -40,8 +40,8 @@ def get_named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         short = strip_wrappers(name)
-        taken = short in found and found[short] is not parameter
-        found[name if taken else short] = parameter
+        is_ambiguous = short in found and found[short] is not parameter
+        found[name if is_ambiguous else short] = parameter
     return found
 
 

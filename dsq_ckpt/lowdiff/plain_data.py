@@ -22,12 +22,12 @@ _MAX_TENSOR_BYTES = 1 << 20
 _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
 
 
-def to_plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, label: str) -> Any:
     """Convert a value to JSON data, from which `from_plain` restores the same value.
 
     Args:
         value: None, numbers, strings, bytes, lists, tuples, dicts, and tensors and arrays of up to 1 MiB.
-        where: name of the value in error messages.
+        label: name of the value in error messages.
 
     Raises:
         ConfigError: the value holds an object of another type; the message says where.
@@ -37,20 +37,20 @@ def to_plain(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):
-        return to_plain(value.item(), where)
+        return to_plain(value.item(), label)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        items = [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [to_plain(item, f"{label}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _dict_to_plain(value, where)
+        return _dict_to_plain(value, label)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), where)}
+        return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), label)}
     if isinstance(value, torch.Tensor):
-        return _tensor_to_plain(value, where)
+        return _tensor_to_plain(value, label)
     raise ConfigError(
-        f"{where} is a {type(value).__name__}, which cannot be written into the log: it takes numbers, strings, lists, "
+        f"{label} is a {type(value).__name__}, which cannot be written into the log: it takes numbers, strings, lists, "
         "tuples, dicts and small tensors; leave it out of state_dict(), or keep it in a checkpoint of your own"
     )
 
@@ -90,20 +90,20 @@ def from_plain(value: Any) -> Any:
     raise CorruptCheckpoint(f"plain data has {tag!r}, which this version does not know")
 
 
-def _dict_to_plain(value: Mapping[Any, Any], where: str) -> Any:
+def _dict_to_plain(value: Mapping[Any, Any], label: str) -> Any:
     tag = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
     if tag is None and all(isinstance(key, str) for key in value) and not next(iter(value), "").startswith("$"):
-        return {key: to_plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {key: to_plain(item, f"{label}.{key}") for key, item in value.items()}
     pairs = [
-        [to_plain(key, f"a key of {where}"), to_plain(item, f"{where}.{key}")] for key, item in value.items()
+        [to_plain(key, f"a key of {label}"), to_plain(item, f"{label}.{key}")] for key, item in value.items()
     ]
     return {tag or "$dict": pairs}
 
 
-def _tensor_to_plain(value: torch.Tensor, where: str) -> Any:
+def _tensor_to_plain(value: torch.Tensor, label: str) -> Any:
     if value.nbytes > _MAX_TENSOR_BYTES:
         raise ConfigError(
-            f"{where} is a tensor of {value.nbytes} bytes; what is logged with every step may have "
+            f"{label} is a tensor of {value.nbytes} bytes; what is logged with every step may have "
             f"{_MAX_TENSOR_BYTES}: make it a buffer of the model, or keep it in a checkpoint of your own"
         )
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""

@@ -67,9 +67,9 @@ def _build_probe(slice_: BucketSlice, spaced: Probe, largest: Probe) -> Probe | 
     return slice_.to_row_major(indices - slice_.start), values
 
 
-def spaced_indices(elements: int, most: int) -> Tensor:
-    """Return at most `most` evenly spaced int64 indices into `elements` elements."""
-    return torch.arange(0, elements, max(1, -(-elements // most)))
+def spaced_indices(elements: int, max_count: int) -> Tensor:
+    """Return at most `max_count` evenly spaced int64 indices into `elements` elements."""
+    return torch.arange(0, elements, max(1, -(-elements // max_count)))
 
 
 def concatenated_ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:

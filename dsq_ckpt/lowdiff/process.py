@@ -54,8 +54,8 @@ def main(descriptor: int) -> int:
     except BaseException as error:  # report every error to the training process
         last = traceback.extract_tb(error.__traceback__)[-1]
         with suppress(ChannelClosed):
-            where = f"{Path(last.filename).name}:{last.lineno}"
-            channel.send({"kind": "failed", "text": f"{format_error(error)} ({where})"})
+            location = f"{Path(last.filename).name}:{last.lineno}"
+            channel.send({"kind": "failed", "text": f"{format_error(error)} ({location})"})
         if server is not None:
             server.wait()
         return 1

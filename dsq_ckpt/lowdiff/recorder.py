@@ -269,9 +269,9 @@ class Recorder(WorkerGroup):
 
         The last snapshot does not fit the model after such a change.
         """
-        before, now = ({name: self._required_shape(buffer) for name, buffer in buffers}
+        old, new = ({name: self._required_shape(buffer) for name, buffer in buffers}
                        for buffers in (self._buffers.items(), self._own_buffers()))
-        return None if before == now else f"buffers were added, removed or resized{format_differing_names(before, now)}"
+        return None if old == new else f"buffers were added, removed or resized{format_differing_names(old, new)}"
 
     def _required_shape(self, buffer: torch.Tensor) -> torch.Size | None:
         """Return the shape that a buffer must keep between snapshots; None if the shape may change."""

@@ -297,14 +297,14 @@ def _load_snapshot(
 
 def describe_differences(logged: Sequence[ParameterEntry], own: Sequence[ParameterEntry]) -> list[str]:
     """Return messages about the differences between logged parameters and an optimizer's own."""
-    before, now = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
-    messages = [f"'{name}' was not logged" for name in now if name not in before]
-    messages += [f"'{name}' was logged, and the optimizer has no such parameter" for name in before if name not in now]
-    for name in before.keys() & now.keys():
+    old, new = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
+    messages = [f"'{name}' was not logged" for name in new if name not in old]
+    messages += [f"'{name}' was logged, and the optimizer has no such parameter" for name in old if name not in new]
+    for name in old.keys() & new.keys():
         for attribute in ("shape", "dtype", "group"):
-            old, new = getattr(before[name], attribute), getattr(now[name], attribute)
-            if old != new:
-                messages.append(f"'{name}' was logged with {attribute} {old}, is {new}")
+            before, after = getattr(old[name], attribute), getattr(new[name], attribute)
+            if before != after:
+                messages.append(f"'{name}' was logged with {attribute} {before}, is {after}")
     if not messages and [entry.name for entry in logged] != [entry.name for entry in own]:
         messages.append("the parameters of the optimizer are in another order than was logged")
     return messages

@@ -258,9 +258,9 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     extra = sorted(set(vars(optimizer)) - _standard_attributes() - {name for name in vars(optimizer) if "hook" in name})
     importable = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
     if kind.__module__ == "__main__" or importable is not kind or extra:
-        why = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"
+        reason = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"
         raise ConfigError(
-            f"a replica of {kind.__qualname__} cannot be made in another process: {why}. Use GradientLog, which "
+            f"a replica of {kind.__qualname__} cannot be made in another process: {reason}. Use GradientLog, which "
             "replays with your own optimizer"
         )
     return {

@@ -354,8 +354,8 @@ def replayable_steps(run: Path, session: str, after: int, last: int | None = Non
         closed, problem = None, problem or str(error)
     later = [number for number in (*by_step, closed or 0) if number > step or number == closed == step]
     if problem is None and step not in by_step and later and (last is None or step <= last):
-        how = "is there" if min(later) in by_step else "was logged before the log was closed"
-        problem = f"step {step} is missing, although step {min(later)} {how}"
+        status = "is there" if min(later) in by_step else "was logged before the log was closed"
+        problem = f"step {step} is missing, although step {min(later)} {status}"
     return ReplayableSteps(steps, problem)
 
 

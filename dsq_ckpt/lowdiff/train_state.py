@@ -117,8 +117,8 @@ class TrainState:
 
     def _check_optimizer(self) -> None:
         name = type(self.optimizer).__name__
-        if why := _UNLOGGABLE.get(name):
-            raise ConfigError(f"{name} cannot be logged: {why}")
+        if reason := _UNLOGGABLE.get(name):
+            raise ConfigError(f"{name} cannot be logged: {reason}")
         if foreign := [key for key in self.optimizer.state if not torch.is_tensor(key)]:
             raise ConfigError(
                 f"{name} cannot be logged: its state has {foreign[0]!r}, which belongs to no parameter, and would be "
@@ -156,11 +156,11 @@ class TrainState:
         groups, model = self._group_ids(), self._parameter_properties()
         if groups != self._initial[0]:
             names = {values[0]: name for state in (self._initial[1], model) for name, values in state.items()}
-            before, now = (
+            before, after = (
                 {names.get(id_, "one outside of the model"): number for number, ids in enumerate(state) for id_ in ids}
                 for state in (self._initial[0], groups)
             )
-            return f"parameters of the optimizer were added, removed or moved{format_differing_names(before, now)}"
+            return f"parameters of the optimizer were added, removed or moved{format_differing_names(before, after)}"
         if model != self._initial[1]:
             differing = format_differing_names(self._initial[1], model)
             return f"parameters of the model were added, removed, replaced or cast{differing}"
@@ -291,9 +291,9 @@ class TrainState:
         return next(parameter for parameter, own in self._names.items() if own == name)
 
 
-def format_differing_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def format_differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the names whose values differ in parentheses, for a warning; empty without differences."""
-    names = [strip_wrappers(name) for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = [strip_wrappers(name) for name in {**before, **after} if before.get(name) != after.get(name)]
     return f" ({quote(names)})" if names else ""
 
 

@@ -81,8 +81,8 @@ class Bounds:
     batch: tuple[int, int] = (1, 64)
 
     def __post_init__(self) -> None:
-        (least, most), (smallest, largest) = self.every, self.batch
-        if not (1 <= least <= most and 1 <= smallest <= min(largest, most)):
+        (min_every, max_every), (smallest, largest) = self.every, self.batch
+        if not (1 <= min_every <= max_every and 1 <= smallest <= min(largest, max_every)):
             bounds = f"every={self.every}, batch={self.batch}"
             raise ConfigError(f"bounds are (lowest, highest), at least 1, a batch within an interval; not {bounds}")
 
@@ -363,10 +363,10 @@ class Tuner:
     def suggest(self) -> TunedSettings:
         """Update and return the settings, each at most doubled or halved, if the optimum is better by `HYSTERESIS`."""
         if costs := self.costs():
-            model, now = CostModel(costs), self.settings
+            model, current = CostModel(costs), self.settings
             target = model.best_settings(self.bounds)
-            if model.rate(now) > HYSTERESIS * model.rate(target):
-                self.settings = self.bounds.clip(TunedSettings(*map(_step_towards, now, target)))
+            if model.rate(current) > HYSTERESIS * model.rate(target):
+                self.settings = self.bounds.clip(TunedSettings(*map(_step_towards, current, target)))
         return self.settings
 
     def state(self) -> dict[str, Any]:
@@ -394,6 +394,6 @@ class Tuner:
         return tuner
 
 
-def _step_towards(now: int, target: int) -> int:
-    """Return the next value from `now` towards `target`, by at most a factor of two."""
-    return min(target, 2 * now) if target > now else max(target, (now + 1) // 2)
+def _step_towards(current: int, target: int) -> int:
+    """Return the next value from `current` towards `target`, by at most a factor of two."""
+    return min(target, 2 * current) if target > current else max(target, (current + 1) // 2)

@@ -65,20 +65,20 @@ class WorkerClient:
         self._free = deque(range(queue))
         self._staging: Arena | None = None
         self._stderr = os.memfd_create("errors")  # stderr of the process
-        self._channel, theirs = Channel.pair()
+        self._channel, worker_channel = Channel.pair()
         root = str(Path(dsq_ckpt.__file__).resolve().parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             # multiprocessing's spawn would import the user's script again, which then needs a `__main__` guard.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", module, str(worker_channel.fileno())], pass_fds=[worker_channel.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
                 start_new_session=True, env={**os.environ, "PYTHONPATH": path},
             )
         except OSError as error:
             raise ProcessGone(f"the checkpointing process cannot be started: {error}") from error
         finally:
-            theirs.close()
+            worker_channel.close()
         self.send(begin)
 
     @property
@@ -267,11 +267,11 @@ class WorkerClient:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             status = None
-        how = "is gone" if status is None else f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
+        fate = "is gone" if status is None else f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
         size = os.fstat(self._stderr).st_size
         printed = os.pread(self._stderr, 4096, max(size - 4096, 0)).decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-        raise ProcessGone(f"the checkpointing process {how}{last and ': '}{last}")
+        raise ProcessGone(f"the checkpointing process {fate}{last and ': '}{last}")
 
 
 class NotSparse(ProcessGone):

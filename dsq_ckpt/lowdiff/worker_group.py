@@ -374,16 +374,16 @@ class WorkerGroup(ABC):
         self._detach()
         atexit.unregister(self._at_exit)
 
-    def _warn_missing_steps(self, how: str, problem: str | None = None) -> None:
+    def _warn_missing_steps(self, reason: str, problem: str | None = None) -> None:
         """Warn of a problem at the end of the log, and of steps that are not in the log.
 
         Args:
-            how: "not", or "not all" if an earlier process may have written more steps than it has reported.
+            reason: "not", or "not all" if an earlier process may have written more steps than it has reported.
             problem: problem, after which the process may still write; None without a problem.
         """
         first, last = self._steps_on_disk.last + 1, self.steps_done
         steps, are, all_ = (f"step {last}", "is", "") if first == last else (f"steps {first} to {last}", "are", " all")
-        verb = f"{are} {how}" if problem is None else f"may not{all_} be"
+        verb = f"{are} {reason}" if problem is None else f"may not{all_} be"
         missing = f"{steps} {verb} in the log, which has ended" if first <= last else None
         if text := "; ".join(filter(None, [problem, missing])):
             self._warn(text)

@@ -81,7 +81,7 @@ class GlobalSketch:
         importance: classes of sensitivity by group.
         octaves: elements by biased exponent, int64[256], of the tensors coded by their own values.
         sizes: elements of every chunk of every rank, of groups whose parts take turns.
-        turn: number of deltas since the keyframe before this save.
+        delta_count: number of deltas since the keyframe before this save.
         has_nan: whether tensors that are not quantized hold NaN on some rank.
         has_lost_rows: whether the user must be warned of weights with rows that one step for all loses.
         loads: loads since the last save, summed over all ranks.
@@ -97,7 +97,7 @@ class GlobalSketch:
     importance: dict[str, ImportanceClasses]
     octaves: dict[str, Counts] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
-    turn: int = 0
+    delta_count: int = 0
     has_nan: bool = False
     has_lost_rows: bool = False
     loads: LoadCounts = field(default_factory=LoadCounts)
@@ -110,21 +110,21 @@ class GlobalSketch:
             known: analysis with the groups that `configs` does not name.
         """
         fitted = {}
-        for group, usual in self.layout.groups.items():
+        for group, default_config in self.layout.groups.items():
             if known is not None and group not in (configs or {}):
                 fitted[group] = known.fitted[group]
                 continue
-            config = (configs or {}).get(group, usual)
+            config = (configs or {}).get(group, default_config)
             counts, split = self.joint[group], None
             if group in self.importance:
                 prune, protect, prunes = config.codebook.weighing or Weighing(0.0, 0.0, False)
                 counts, split = self.importance[group].split(counts, prune if prunes else 0.0, protect)
             sketch = GroupSketch(
                 counts, self.windows[group], self.scales.units.get(group, 0.0), split,
-                self._turn(group, config.codebook),
+                self._partition_turn(group, config.codebook),
             )
             fitted[group] = fit_group(
-                sketch, config.codebook, self.books.get(group), config.refinement_bits, deltas=self.turn
+                sketch, config.codebook, self.books.get(group), config.refinement_bits, deltas=self.delta_count
             )
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
@@ -148,9 +148,9 @@ class GlobalSketch:
                 found[group] = worst
         return found
 
-    def _turn(self, group: str, codebook: CodebookConfig) -> PartitionTurn | None:
+    def _partition_turn(self, group: str, codebook: CodebookConfig) -> PartitionTurn | None:
         if not codebook.turns:
             return None
-        turn = PartitionTurn(codebook.turns, self.turn % codebook.turns)
+        turn = PartitionTurn(codebook.turns, self.delta_count % codebook.turns)
         parts = [turn.slice_of(size) for size in self.sizes[group]]
         return replace(turn, elements=sum(part.stop - part.start for part in parts))

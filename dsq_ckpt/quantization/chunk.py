@@ -85,8 +85,8 @@ class Chunk:
 
 def scale_of(exponent: float) -> float:
     """Return 2**exponent with at most 16 bits of mantissa: products with bounds of cells are then exact."""
-    whole = math.floor(exponent)
-    return math.ldexp(round(2.0 ** (exponent - whole) * 2**15), whole - 15)
+    integer = math.floor(exponent)
+    return math.ldexp(round(2.0 ** (exponent - integer) * 2**15), integer - 15)
 
 
 class BlockData(NamedTuple):
@@ -125,7 +125,7 @@ class CodeSource(Protocol):
     second_moment: str | None
     scales: MatrixScales | None
 
-    def block(self, where: slice) -> BlockData:
+    def block(self, span: slice) -> BlockData:
         """Fill `codes[where]` and return the other data of the block."""
 
     def staged(self, workers: Workers) -> CodeSource:
@@ -143,12 +143,12 @@ class QuantizingChunk:
         self._flat = chunk.flat()
         settle_streams([self._flat])
         if chunk.compensation is not None and not self.refinement_bits and self.parent is None:
-            do = map if workers is None else workers.map
-            self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), do)
+            map_blocks = map if workers is None else workers.map
+            self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), map_blocks)
         self._fitted = fitted
         self._cells = fitted.cells
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
-        self._turn = None if fitted.turn is None else fitted.turn.slice_of(chunk.key.elements)
+        self._partition = None if fitted.partition_turn is None else fitted.partition_turn.slice_of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.scales = None if chunk.frame is None else chunk.frame.scales
@@ -157,22 +157,22 @@ class QuantizingChunk:
             self.values = np.empty_like(chunk.base_values)
             self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
 
-    def block(self, where: slice) -> BlockData:
-        values = coded_values(self._flat, self._base_values, where, self._frame)
-        codes = self.codes[where]
-        parent = None if self.parent is None else self.parent[where]
+    def block(self, span: slice) -> BlockData:
+        values = coded_values(self._flat, self._base_values, span, self._frame)
+        codes = self.codes[span]
+        parent = None if self.parent is None else self.parent[span]
         fitted, book = self._fitted, self._fitted.codebook
         window, inverse = fitted.window, 1.0 / scale_of(self.exponent)
         kernels.quantize(
             values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
         )
         if self._gradient is not None and fitted.limits is not None:
-            sensitivity = kernels.compute_importance(values, block_values(self._gradient[where]))
+            sensitivity = kernels.compute_importance(values, block_values(self._gradient[span]))
             kinds = kernels.classify(sensitivity, *fitted.limits)
             codes[(kinds == kernels.PRUNE) & (codes != book.protected)] = 0
             codes[kinds == kernels.PROTECT] = book.protected
-        if self._turn is not None:
-            start, stop = (max(0, edge - where.start) for edge in (self._turn.start, self._turn.stop))
+        if self._partition is not None:
+            start, stop = (max(0, edge - span.start) for edge in (self._partition.start, self._partition.stop))
             codes[start:stop] = book.protected
         packed = b""
         if self.refinement_bits:
@@ -183,11 +183,11 @@ class QuantizingChunk:
             packed = kernels.pack(symbols, self.refinement_bits).tobytes()
         protected = kernels.gather_protected(values, codes, book.protected)
         if self.values is not None and self._base_values is not None:
-            out = self.values[where]
+            out = self.values[span]
             kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
             self._dequantizer.block(codes, kept, None, out)
-            add_residual(self._base_values[where], out, out)
-        steps = None if self.scales is None else sum_step_lengths(values, codes, book.levels, self.scales, where.start)
+            add_residual(self._base_values[span], out, out)
+        steps = None if self.scales is None else sum_step_lengths(values, codes, book.levels, self.scales, span.start)
         return BlockData(protected, packed, steps)
 
     def staged(self, workers: Workers) -> CodeSource:
@@ -215,19 +215,19 @@ class CodedChunk:
     def from_source(cls, source: CodeSource, workers: Workers) -> CodedChunk:
         """Make a coded chunk from all blocks of `source`."""
         blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
-        do = map if len(blocks) == 1 else workers.map  # a single block needs no threads
+        map_blocks = map if len(blocks) == 1 else workers.map  # a single block needs no threads
         steps = None if source.scales is None else StepLengths.zeros(source.scales)
-        for where, beside in zip(blocks, do(source.block, blocks), strict=True):
-            if steps is not None and beside.steps is not None:
-                steps.add(beside.steps)
-            data[where.start] = beside._replace(steps=None if where.start else steps)  # one for all blocks
+        for span, block in zip(blocks, map_blocks(source.block, blocks), strict=True):
+            if steps is not None and block.steps is not None:
+                steps.add(block.steps)
+            data[span.start] = block._replace(steps=None if span.start else steps)  # one for all blocks
         return cls(
             source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data,
             source.second_moment, source.scales,
         )
 
-    def block(self, where: slice) -> BlockData:
-        return self.data[where.start]
+    def block(self, span: slice) -> BlockData:
+        return self.data[span.start]
 
     def staged(self, workers: Workers) -> CodeSource:
         """Return self."""
@@ -254,7 +254,7 @@ def all_finite(chunk: Chunk) -> bool:
     """Return whether the numbers to code of a chunk are all finite."""
     flat = chunk.flat()
     blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
-    return all(bool(np.isfinite(coded_values(flat, chunk.base_values, where, chunk.frame)).all()) for where in blocks)
+    return all(bool(np.isfinite(coded_values(flat, chunk.base_values, span, chunk.frame)).all()) for span in blocks)
 
 
 def is_near_parent(chunk: Chunk) -> bool:
@@ -265,23 +265,23 @@ def is_near_parent(chunk: Chunk) -> bool:
     """
     flat, sums = chunk.flat(), np.zeros(2)
     for start in range(0, flat.numel(), _BLOCK):
-        where = slice(start, start + _BLOCK)
+        span = slice(start, start + _BLOCK)
         for place, base_values in enumerate((None, chunk.base_values)):
-            values = coded_values(flat, base_values, where, chunk.frame).astype(np.float64)
+            values = coded_values(flat, base_values, span, chunk.frame).astype(np.float64)
             sums[place] += np.dot(values, values)  # infinite or NaN where a value is
     return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
 
 
-def coded_values(flat: torch.Tensor, base_values: F32 | None, where: slice, frame: Frame | None) -> F32:
+def coded_values(flat: torch.Tensor, base_values: F32 | None, span: slice, frame: Frame | None) -> F32:
     """Return the float32 numbers to code of a block of a flat tensor: values or differences to `base_values`.
 
     Differences of infinities and differences outside the range of float32 are not finite.
     """
-    values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
+    values = block_values(flat[span] if frame is None else frame.coded(flat[span], span))
     if base_values is None:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
-        difference: F32 = values - base_values[where]
+        difference: F32 = values - base_values[span]
     return difference
 
 

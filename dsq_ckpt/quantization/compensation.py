@@ -100,7 +100,7 @@ class Compensation:
         return sum(view.outputs * view.inputs for view, _ in self.parts)
 
     def compensate(
-        self, flat: torch.Tensor, fitted: GroupFit, scale: float, do: Callable[..., Iterable[Any]] = map
+        self, flat: torch.Tensor, fitted: GroupFit, scale: float, map_parts: Callable[..., Iterable[Any]] = map
     ) -> torch.Tensor:
         """Return shifted values: the code of each, chosen by itself, then compensates the errors of the others.
 
@@ -108,7 +108,7 @@ class Compensation:
             flat: values, float[n], contiguous.
             fitted: fit of the group, without previous codes.
             scale: scale of the values of the tensor, in units of the codebook.
-            do: function like `map`, for outputs that may be processed in parallel.
+            map_parts: function like `map`, for outputs that may be processed in parallel.
 
         Returns:
             float32[n] on the CPU, a copy.
@@ -120,10 +120,10 @@ class Compensation:
             for rows, block in zip(view.view(shifted).split([len(one.order) for one in blocks]), blocks, strict=True):
                 values = rows[block.order]
 
-                def work(some: F32, factors: F32 = block.factors) -> None:
-                    kernels.compensate(some, factors, window.lo, window.hi, 1.0 / scale, table, levels)
+                def work(columns: F32, factors: F32 = block.factors) -> None:
+                    kernels.compensate(columns, factors, window.lo, window.hi, 1.0 / scale, table, levels)
 
-                for _ in do(work, np.array_split(values.numpy(), -(-view.outputs // _SIDE_BY_SIDE), axis=1)):
+                for _ in map_parts(work, np.array_split(values.numpy(), -(-view.outputs // _SIDE_BY_SIDE), axis=1)):
                     pass
                 rows[block.order] = values
         return shifted

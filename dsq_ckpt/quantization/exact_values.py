@@ -86,14 +86,14 @@ def _sample_diagonal(tensor: torch.Tensor) -> torch.Tensor:
     return first_matrix(tensor.detach()).diagonal()[:_DIAGONAL]
 
 
-def values_on_host(some: list[torch.Tensor]) -> list[list[float]]:
+def values_on_host(tensors: list[torch.Tensor]) -> list[list[float]]:
     """Return the elements of small tensors; each device is synchronized once."""
-    for device in {one.device for one in some} - {torch.device("cpu")}:
-        numbers = [number for number, one in enumerate(some) if one.device == device]
-        values = torch.cat([some[number].double() for number in numbers]).cpu()
-        for number, part in zip(numbers, values.split([len(some[number]) for number in numbers]), strict=True):
-            some[number] = part
-    return [one.tolist() for one in some]
+    for device in {one.device for one in tensors} - {torch.device("cpu")}:
+        numbers = [number for number, one in enumerate(tensors) if one.device == device]
+        values = torch.cat([tensors[number].double() for number in numbers]).cpu()
+        for number, part in zip(numbers, values.split([len(tensors[number]) for number in numbers]), strict=True):
+            tensors[number] = part
+    return [one.tolist() for one in tensors]
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,22 +144,22 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _may_be_symmetric(edges: Sequence[float]) -> bool:
     """Return whether the samples of the first row and column exist and are equal, up to rounding."""
     rows, columns = edges[: len(edges) // 2], edges[len(edges) // 2 :]
-    most = _MOST_OFF * max(map(abs, edges), default=0.0)
-    return len(edges) > 0 and all(abs(a - b) <= most for a, b in zip(rows, columns, strict=True))
+    tolerance = _MOST_OFF * max(map(abs, edges), default=0.0)
+    return len(edges) > 0 and all(abs(a - b) <= tolerance for a, b in zip(rows, columns, strict=True))
 
 
 def _is_symmetric(tensor: torch.Tensor) -> bool:
     """Return whether square matrices are symmetric, up to rounding, and not zero off the diagonal."""
     matrices = tensor.detach().flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
     largest = [float(block.abs().amax()) for block in _blocks(tensor)]
-    most, size = max(largest), tensor.shape[-1]
-    if not (most > 0 and all(map(math.isfinite, largest))):
+    magnitude, size = max(largest), tensor.shape[-1]
+    if not (magnitude > 0 and all(map(math.isfinite, largest))):
         return False
     step, has_off_diagonal = max(1, _BLOCK // size), False
-    for some in matrices.split(max(1, _BLOCK // size**2)):
+    for batch in matrices.split(max(1, _BLOCK // size**2)):
         for start in range(0, size, step):
-            rows, columns = some[:, start : start + step].double(), some[..., start : start + step].mT.double()
-            if bool(((rows - columns).abs() > most * _tolerance(tensor.dtype)).any()):
+            rows, columns = batch[:, start : start + step].double(), batch[..., start : start + step].mT.double()
+            if bool(((rows - columns).abs() > magnitude * _tolerance(tensor.dtype)).any()):
                 return False
             has_off_diagonal = has_off_diagonal or bool(rows.triu(start + 1).any())
     return has_off_diagonal

@@ -70,7 +70,7 @@ class _ChangeRecord(NamedTuple):
 
     checksum: Hashable
     changes: int = 0
-    near: int = 0
+    near_count: int = 0
 
 
 class ChangeWatch:
@@ -94,14 +94,14 @@ class ChangeWatch:
 
     def update(
         self, trained: Iterable[torch.Tensor], others: Iterable[tuple[Hashable, torch.Tensor]],
-        near: Callable[[Mapping[Hashable, torch.Tensor]], Set[Hashable]],
+        find_near: Callable[[Mapping[Hashable, torch.Tensor]], Set[Hashable]],
     ) -> None:
         """Compare checksums of tensors with those of the last save.
 
         Args:
             trained: trained tensors, which show whether training went on; samples of them are read.
             others: other tensors, by name; all of them is read.
-            near: function that returns which changed tensors are like averages of trained ones.
+            find_near: function that returns which changed tensors are like averages of trained ones.
         """
         trained_checksum, changed = _checksum_of_trained(trained), dict[Hashable, torch.Tensor]()
         for name, tensor in others:
@@ -111,12 +111,12 @@ class ChangeWatch:
                 self._records[name], changed[name] = record._replace(checksum=digest), tensor
             elif trained_checksum != self._trained_checksum:
                 self._records[name] = _ChangeRecord(digest)
-        averages = near(changed) if changed else frozenset[Hashable]()
+        averages = find_near(changed) if changed else frozenset[Hashable]()
         for name in changed:
             record = self._records[name]
-            near_count = record.near + 1 if name in averages else 0
+            near_count = record.near_count + 1 if name in averages else 0
             self._records[name] = record._replace(
-                changes=min(record.changes + 1, _CHANGES), near=min(near_count, _CHANGES)
+                changes=min(record.changes + 1, _CHANGES), near_count=min(near_count, _CHANGES)
             )
         self._trained_checksum = trained_checksum
 
@@ -126,7 +126,7 @@ class ChangeWatch:
 
     def is_average(self, name: Hashable, changes: int = _CHANGES) -> bool:
         """Return whether a tensor has changed at least `changes` times in a row, near a trained one each time."""
-        return name in self._records and self._records[name].near >= changes
+        return name in self._records and self._records[name].near_count >= changes
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, ChangeWatch] = weakref.WeakKeyDictionary()

@@ -44,14 +44,14 @@ class LocalChunks(NamedTuple):
 
     Attributes:
         chunks: lossy chunks, and chunks that are measured without being stored.
-        undefined: number of other tensors that hold NaN.
-        uneven: number of weights with rows that one step for all loses (`lost_rows`), if the user is to be warned.
+        nan_tensors: number of other tensors that hold NaN.
+        lost_row_weights: number of weights with lost rows (`lost_rows`) that the user is to be warned of.
         loads, loads_of_moments: see `GlobalSketch.loads`.
     """
 
     chunks: Sequence[Chunk]
-    undefined: int = 0
-    uneven: int = 0
+    nan_tensors: int = 0
+    lost_row_weights: int = 0
     loads: int = 0
     loads_of_moments: int = 0
 
@@ -84,14 +84,14 @@ def build_global_sketch(
     index = {name: place for place, name in enumerate(layout.octave_names())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not all zero but hold no normal number
-    told = np.zeros(len(LocalChunks._fields) - 1, np.int64)
+    sums = np.zeros(len(LocalChunks._fields) - 1, np.int64)
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
     counted: frozenset[ChunkKey] = frozenset()  # chunks whose octaves the joint pass counts
 
     def first_pass() -> tuple[list[Chunk], list[SparseSketch]]:
         nonlocal counted
-        loaded, *told[:] = load_chunks()
+        loaded, *sums[:] = load_chunks()
         chunks = [c.scaled(parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURE_ONLY]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURE_ONLY]
         gauges += [
@@ -121,10 +121,10 @@ def build_global_sketch(
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         run_pending_handlers()
-        anew = any(key.fqn in diverged for key in counted)
-        for array in joint.values() if anew else ():
+        is_stale = any(key.fqn in diverged for key in counted)
+        for array in joint.values() if is_stale else ():
             array[...] = 0
-        add_joint([chunk for chunk in sound if anew or chunk.key not in counted], joint, windows, workers)
+        add_joint([chunk for chunk in sound if is_stale or chunk.key not in counted], joint, windows, workers)
         for group, counts in by_importance.items():
             for chunk in sound:
                 if chunk.group == group and chunk.gradient is not None:
@@ -132,15 +132,15 @@ def build_global_sketch(
         return chunks, sketches
 
     done, failure = _attempt(first_pass)
-    _merge([octaves, faint, told, *joint.values(), *by_importance.values()], comm, failure)
+    _merge([octaves, faint, sums, *joint.values(), *by_importance.values()], comm, failure)
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
     scales = choose_scales(
         {name: octaves[place] for name, place in index.items()}, layout, books, parent.exponents, outlier_octaves
     )
-    bad |= scales.beyond
-    left = {layout.tensors[fqn] for fqn in scales.beyond}  # groups whose joint sketch counts such a tensor
+    bad |= scales.out_of_range
+    left = {layout.tensors[fqn] for fqn in scales.out_of_range}  # groups whose joint sketch counts such a tensor
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: ImportanceClasses(by_importance[group], _fractions(layout, group)) for group in weighed}
@@ -148,35 +148,35 @@ def build_global_sketch(
         c.scaled(scales.exponents[c.key.fqn], keep_parent=c.group not in scales.refit)
         for c in chunks if c.key.fqn not in bad
     ]
-    again = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups
+    second_counts = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups
              if group in scales.refit or group in scales.rescaled or group in weighed or group in left}
 
     def second_pass() -> None:
-        whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}
-        add_joint([chunk for chunk in kept if chunk.group in whole], again, windows, workers)
-        late = [chunk for chunk in kept if chunk.key in counted and chunk.group in again.keys() - whole]
+        full = {group for group in second_counts if (group in books or group in by_octave) and group not in weighed}
+        add_joint([chunk for chunk in kept if chunk.group in full], second_counts, windows, workers)
+        late = [chunk for chunk in kept if chunk.key in counted and chunk.group in second_counts.keys() - full]
         for sparse in [*sketches, *sketch_chunks(late, workers)]:
             group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
-            if group in again and group not in whole and group not in weighed and fqn not in bad:
-                add_shifted(sparse, scales.exponents[fqn], again[group], workers)
+            if group in second_counts and group not in full and group not in weighed and fqn not in bad:
+                add_shifted(sparse, scales.exponents[fqn], second_counts[group], workers)
         for chunk in kept:
             if chunk.group in weighed:
-                mine = importance[chunk.group]
+                classes = importance[chunk.group]
                 add_by_class(
-                    chunk, windows[chunk.group], mine.edges, mine.neutral, again[chunk.group], workers
+                    chunk, windows[chunk.group], classes.edges, classes.neutral, second_counts[chunk.group], workers
                 )
 
-    if again:
+    if second_counts:
         _, failure = _attempt(second_pass)
-        _merge(list(again.values()), comm, failure)
+        _merge(list(second_counts.values()), comm, failure)
     plain = {
         group for group, config in layout.groups.items()
         if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
     }
     return GlobalSketch(
-        kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
+        kept, layout, {**joint, **second_counts}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, bool(told[0]), bool(told[1]), LoadCounts(int(told[2]), int(told[3])),
+        _sizes(kept, layout, comm), parent.depth, bool(sums[0]), bool(sums[1]), LoadCounts(int(sums[2]), int(sums[3])),
     )
 
 
@@ -185,8 +185,8 @@ def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[
     groups = [group for group, config in layout.groups.items() if config.codebook.turns]
     if not groups:
         return {}
-    everywhere = gather_from_all_ranks(comm, lambda: [(chunk.group, chunk.key.elements) for chunk in chunks])
-    return {group: [size for rank in everywhere for name, size in rank if name == group] for group in groups}
+    all_sizes = gather_from_all_ranks(comm, lambda: [(chunk.group, chunk.key.elements) for chunk in chunks])
+    return {group: [size for rank in all_sizes for name, size in rank if name == group] for group in groups}
 
 
 def _fractions(layout: Layout, group: str) -> Fractions:

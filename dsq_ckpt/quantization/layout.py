@@ -106,17 +106,17 @@ class Layout:
                     raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
         frozen = FrozenTensors.merge(part.frozen for part in parts)
         shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
-        usual = frozenset[str]().union(*(part.known_updates for part in parts))
+        known_updates = frozenset[str]().union(*(part.known_updates for part in parts))
         objects = frozenset[str]().union(*(part.objects for part in parts))
-        large = [name for name, shape in shapes.items() if usual and math.prod(shape) > 1]
-        beside = find_extra_state([*large, *objects] if usual else [])
+        large = [name for name, shape in shapes.items() if known_updates and math.prod(shape) > 1]
+        extra = find_extra_state([*large, *objects] if known_updates else [])
         unlike = frozenset[str]().union(*(part.unknown_updates for part in parts))
-        momentum = {name for name in usual if tensors.get(name, "").startswith("momentum/")}
-        rounded = {name: names for name, names in beside.items() if name in usual and name not in momentum}
-        fine = {tensors[name] for name in momentum if name in beside or name.startswith(tuple(unlike))}
+        momentum = {name for name in known_updates if tensors.get(name, "").startswith("momentum/")}
+        rounded = {name: names for name, names in extra.items() if name in known_updates and name not in momentum}
+        fine = {tensors[name] for name in momentum if name in extra or name.startswith(tuple(unlike))}
         divided = frozenset[str]().union(*(part.prenormalized for part in parts))
         prefixes = tuple(divided)
-        for name in usual if divided else ():
+        for name in known_updates if divided else ():
             group = tensors.get(name, "")
             if group.endswith(_BY_UPDATE) and name.startswith(prefixes):
                 tensors[name] = group.removesuffix(_BY_UPDATE) + _BY_SIZE
@@ -142,7 +142,7 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   shapes, frozen, usual, rounded, unlike, divided, ruled,
+                   shapes, frozen, known_updates, rounded, unlike, divided, ruled,
                    fitted_to if exact or agreed else frozenset(), rounding, objects)
 
     def rank_part(self) -> Layout:

@@ -43,7 +43,7 @@ _BATCH = 1 << 20
 """Elements that are processed together."""
 
 
-def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float | None]) -> list[bool]:
+def may_have_lost_rows(tensors: Sequence[torch.Tensor], mean_squares: Sequence[float | None]) -> list[bool]:
     """Return, for each tensor, whether `has_lost_rows` is needed; a cheap test that rules out most tensors.
 
     Rows of equal values count here. Each GPU is synchronized once, and tensors of one shape are processed together: for
@@ -51,7 +51,7 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
 
     Args:
         tensors: weights, or shards of them.
-        wholes: for each, the argument `whole` of `has_lost_rows`.
+        mean_squares: for each, the argument `mean_square` of `has_lost_rows`.
     """
     by_shape: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for place, tensor in enumerate(tensors):
@@ -63,15 +63,15 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], wholes: Sequence[float |
         size = max(1, _BATCH // shape.numel())
         batches += [samples[start : start + size] for start in range(0, len(samples), size)]
     results = values_on_host([_variances_and_sizes(torch.stack([sample for _, sample in batch])) for batch in batches])
-    leasts, sizes = [list[float]() for _ in tensors], [0.0 if whole is None else whole for whole in wholes]
+    variances, sizes = [list[float]() for _ in tensors], [0.0 if mean is None else mean for mean in mean_squares]
     for batch, result in zip(batches, results, strict=True):
-        for (place, _), least, usual in zip(batch, result[: len(batch)], result[len(batch) :], strict=True):
-            leasts[place].append(least)
-            if wholes[place] is None:  # variance along few slices has few elements, and may miss the large ones
-                sizes[place] = max(sizes[place], usual)
+        for (place, _), smallest, mean in zip(batch, result[: len(batch)], result[len(batch) :], strict=True):
+            variances[place].append(smallest)
+            if mean_squares[place] is None:  # variance along few slices has few elements, and may miss the large ones
+                sizes[place] = max(sizes[place], mean)
     return [
-        any(not variance * RATIO**2 >= size for variance in variances)
-        for variances, size in zip(leasts, sizes, strict=True)
+        any(not variance * RATIO**2 >= size for variance in rows)
+        for rows, size in zip(variances, sizes, strict=True)
     ]
 
 
@@ -84,11 +84,11 @@ def _variances_and_sizes(samples: torch.Tensor) -> torch.Tensor:
     ones = values.new_ones(values.shape[2])  # products are faster than sums over few elements
     count, squares = values.sign().abs_() @ ones, values.square() @ ones
     sums = (values @ ones).masked_fill_(count < _ENOUGH, 0.0)
-    least = (squares - sums.square_() / count.clamp(min=1)).div_(count.clamp(min=1)).amin(1)
-    return torch.cat([least, squares.mean(1) / len(ones)])
+    smallest = (squares - sums.square_() / count.clamp(min=1)).div_(count.clamp(min=1)).amin(1)
+    return torch.cat([smallest, squares.mean(1) / len(ones)])
 
 
-def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
+def has_lost_rows(tensor: torch.Tensor, mean_square: float | None = None) -> bool:
     """Return whether a row, a column or a slice along a dimension has a spread below the tensor's size / `RATIO`.
 
     The spread is the standard deviation of the nonzero elements, the size the root mean square. A sample of each row
@@ -96,16 +96,16 @@ def has_lost_rows(tensor: torch.Tensor, whole: float | None = None) -> bool:
 
     Args:
         tensor: weights, or a shard of them.
-        whole: mean square of the whole tensor of a shard; None: estimated from a sample of `tensor`.
+        mean_square: mean square of the whole tensor of a shard; None: estimated from a sample of `tensor`.
     """
     sides = _slice_views(tensor.shape)
     if not sides:
         return False
-    limit = _mean_square_limit(tensor, sides[0], whole)
+    limit = _mean_square_limit(tensor, sides[0], mean_square)
     return any(_has_small_row(tensor, part, limit) for part in chain.from_iterable(sides))
 
 
-def are_rows_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | None = None) -> bool | None:
+def are_rows_needed(tensor: torch.Tensor, squares: torch.Tensor, mean_square: float | None = None) -> bool | None:
     """Return whether training needs any of the rows or columns found by `has_lost_rows`; None if gradients are unknown.
 
     A row is needed if a change of it by a fraction of its spread has at least 1 / `RATIO` of the effect on the loss
@@ -115,17 +115,17 @@ def are_rows_needed(tensor: torch.Tensor, squares: torch.Tensor, whole: float | 
     Args:
         tensor: weights of two or more dimensions.
         squares: squared gradients, or averages of them, in the shape of `tensor`.
-        whole: see `has_lost_rows`; the other rows are then those of the shard.
+        mean_square: see `has_lost_rows`; the other rows are then those of the shard.
     """
     sides = _slice_views(tensor.shape)
     if not sides:
         return None
-    limit, needed = _mean_square_limit(tensor, sides[0], whole), list[bool]()
+    limit, needed = _mean_square_limit(tensor, sides[0], mean_square), list[bool]()
     for side in sides:
         effects = [_measure_effects(tensor, squares, part, limit) for part in side]
         mean = sum(total for _, total, _ in effects) / sum(rows for *_, rows in effects)
         if 0 < mean < math.inf:
-            needed.append(max(most for most, *_ in effects) >= mean / RATIO)
+            needed.append(max(effect for effect, *_ in effects) >= mean / RATIO)
     return any(needed) if needed else None
 
 
@@ -164,8 +164,8 @@ class _SliceView(NamedTuple):
 
     def sample(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a few elements of each row, as a matrix."""
-        some = tensor.detach().permute(self.dims)[self.sample_index]
-        return some if some.ndim == 2 else some.reshape(math.prod(some.shape[: self.leading]), -1)
+        sample = tensor.detach().permute(self.dims)[self.sample_index]
+        return sample if sample.ndim == 2 else sample.reshape(math.prod(sample.shape[: self.leading]), -1)
 
     def rows(self, tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return the rows with these numbers in the sample."""
@@ -189,22 +189,22 @@ def _slice_views(shape: torch.Size) -> list[list[_SliceView]]:
     along, stacked = [(first,), tuple(others)], list[int]()
     if len(others) > 1:
         along += [(dim,) for dim in others]
-        least = _SAMPLE if shape[first] <= _MEMBERS else _OF_MANY
+        min_slices = _SAMPLE if shape[first] <= _MEMBERS else _OF_MANY
         if shape[first] <= _MEMBERS or len(dims) == 3:
-            stacked = [dim for dim in others if shape.numel() >= least * shape[first] * shape[dim]]
-    sides = [_views_along(shape, some) for some in dict.fromkeys(along)]
+            stacked = [dim for dim in others if shape.numel() >= min_slices * shape[first] * shape[dim]]
+    sides = [_views_along(shape, kept_dims) for kept_dims in dict.fromkeys(along)]
     sides += [_member_views(shape, first, dim) for dim in stacked]
     return list(filter(None, sides))
 
 
 def _views_along(shape: torch.Size, along: tuple[int, ...]) -> list[_SliceView]:
     """Return the view of slices along some dimensions; empty if the slices have too few elements."""
-    across = tuple(dim for dim in range(len(shape)) if dim not in along)
-    lengths, sizes = [shape[dim] for dim in along], [shape[dim] for dim in across]
+    others = tuple(dim for dim in range(len(shape)) if dim not in along)
+    lengths, sizes = [shape[dim] for dim in along], [shape[dim] for dim in others]
     if math.prod(sizes) < _FEWEST:
         return []
     sampled = (slice(None, step * count, step) for step, count in _sample_steps(sizes, _SAMPLE))
-    return [_SliceView((*along, *across), len(along), (*_thin(lengths), *sampled), (*_thin(lengths), *_thin(sizes)))]
+    return [_SliceView((*along, *others), len(along), (*_thin(lengths), *sampled), (*_thin(lengths), *_thin(sizes)))]
 
 
 def _member_views(shape: torch.Size, first: int, dim: int) -> list[_SliceView]:
@@ -213,14 +213,14 @@ def _member_views(shape: torch.Size, first: int, dim: int) -> list[_SliceView]:
     Of many members, adjacent elements are sampled, which takes a fraction of the time of others.
     """
     members, rows = shape[first], shape[dim]
-    across = tuple(axis for axis in range(len(shape)) if axis not in (first, dim))
-    sizes = [shape[axis] for axis in across]
+    others = tuple(axis for axis in range(len(shape)) if axis not in (first, dim))
+    sizes = [shape[axis] for axis in others]
     sampled = [slice(None, step * count, step) for step, count in _sample_steps(sizes, _SAMPLE)]
-    if members > _MEMBERS and across[-1] == len(shape) - 1:
-        sampled = [*[slice(1)] * (len(across) - 1), slice(_SAMPLE)]
+    if members > _MEMBERS and others[-1] == len(shape) - 1:
+        sampled = [*[slice(1)] * (len(others) - 1), slice(_SAMPLE)]
     step = max(1, 2 * _MOST // rows)
     parts = [(slice(start, start + step), *_thin([rows])) for start in range(0, members, step)]
-    return [_SliceView((first, dim, *across), 2, (*part, *sampled), (*part, *_thin(sizes))) for part in parts]
+    return [_SliceView((first, dim, *others), 2, (*part, *sampled), (*part, *_thin(sizes))) for part in parts]
 
 
 def _thin(sizes: Sequence[int]) -> list[slice]:
@@ -240,20 +240,20 @@ def _sample_steps(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
     return steps
 
 
-def _mean_square_limit(tensor: torch.Tensor, side: Sequence[_SliceView], whole: float | None) -> float:
+def _mean_square_limit(tensor: torch.Tensor, side: Sequence[_SliceView], mean_square: float | None) -> float:
     """Return the mean square below which a row is small; see `has_lost_rows`."""
-    if whole is None:
+    if mean_square is None:
         samples = [part.sample(tensor).float().square() for part in side]
-        whole = sum(float(sample.sum()) for sample in samples) / sum(sample.numel() for sample in samples)
-    return whole / RATIO**2
+        mean_square = sum(float(sample.sum()) for sample in samples) / sum(sample.numel() for sample in samples)
+    return mean_square / RATIO**2
 
 
 def _has_small_row(tensor: torch.Tensor, side: _SliceView, limit: float) -> bool:
     """Return whether the variance of a row's nonzero elements is below a limit."""
     spread = _RowSpread.from_matrix(side.sample(tensor))
     variances = spread.variance.nan_to_num().masked_fill((spread.variance >= limit) | (spread.number == 0), math.inf)
-    least, rows = variances.topk(min(_EXAMINED, len(variances)), largest=False)
-    if not bool(least[0] < limit):
+    smallest, rows = variances.topk(min(_EXAMINED, len(variances)), largest=False)
+    if not bool(smallest[0] < limit):
         return False
     spread = _RowSpread.from_matrix(side.rows(tensor, rows))
     return bool(((spread.variance < limit) & (spread.number >= _FEWEST)).any())

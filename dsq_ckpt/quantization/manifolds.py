@@ -194,49 +194,49 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
     off = _tolerance(matrices.dtype) * math.sqrt(size / length)
     every = slice(None, None, max(1, size // _PICKED))
     for part in matrices.split(max(1, _BATCH // (size * length))):
-        some = part[:, every][:, :_PICKED]
+        picked = part[:, every][:, :_PICKED]
         if length <= _LONG:
-            some = some.double()  # once for all blocks
-        _, squares = _row_products(some, some)
+            picked = picked.double()  # once for all blocks
+        _, squares = _row_products(picked, picked)
         scale = squares.mean(1)[:, None]
-        most = scale * off
-        if not (bool((scale > 0).all()) and _are_orthogonal_to(some, squares, [some], scale, most)):
+        limit = scale * off
+        if not (bool((scale > 0).all()) and _are_orthogonal_to(picked, squares, [picked], scale, limit)):
             return False
-        if size > some.shape[1] and not _are_orthogonal_to(
-            some, squares, part.split(max(1, _BATCH // length), 1), scale, most
+        if size > picked.shape[1] and not _are_orthogonal_to(
+            picked, squares, part.split(max(1, _BATCH // length), 1), scale, limit
         ):
             return False
     return True
 
 
 def _are_orthogonal_to(
-    some: torch.Tensor, own: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, most: torch.Tensor
+    picked: torch.Tensor, own: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, limit: torch.Tensor
 ) -> bool:
     """Return whether all rows have the squared length `scale`, and their products with some rows are zero.
 
     Args:
-        some: some rows of each matrix.
-        own: squared lengths of `some`.
+        picked: some rows of each matrix.
+        own: squared lengths of `picked`.
         all_rows: blocks of all rows of each matrix.
         scale: a number for each matrix.
-        most: tolerance for rounding, for each matrix.
+        limit: tolerance for rounding, for each matrix.
     """
     sums = torch.zeros_like(own)
     for block in all_rows:
-        products, squares = _row_products(some, block)
-        if not bool(((squares - scale).abs() <= most).all()):
+        products, squares = _row_products(picked, block)
+        if not bool(((squares - scale).abs() <= limit).all()):
             return False
         sums += products.square().sum(2)
-    return bool(((sums - own.square()).clamp(min=0).sqrt() <= most).all())  # without each row's product with itself
+    return bool(((sums - own.square()).clamp(min=0).sqrt() <= limit).all())  # without each row's product with itself
 
 
-def _row_products(some: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_products(picked: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the products of some rows with others, and the squared lengths of the others, in float64.
 
     Float64 is not rounded to TF32. Parts of long rows are copied one at a time.
     """
-    products = squares = torch.zeros((), dtype=torch.float64, device=some.device)
-    for one, other in zip(some.split(_LONG, 2), rows.split(_LONG, 2), strict=True):
+    products = squares = torch.zeros((), dtype=torch.float64, device=picked.device)
+    for one, other in zip(picked.split(_LONG, 2), rows.split(_LONG, 2), strict=True):
         wide = other.double()
         products, squares = products + one.double() @ wide.mT, squares + wide.square().sum(2)
     return products, squares
@@ -284,7 +284,7 @@ def _are_manifold_points(tensor: torch.Tensor) -> bool:
     off, length = _tolerance(tensor.dtype), tensor.shape[-1]
     rim = (1 - _ROUNDING * torch.finfo(tensor.dtype).eps) ** 2
     lowest = torch.full((2,), math.inf, dtype=torch.float64, device=tensor.device)
-    least, constant, most, near, count = -lowest, -lowest, lowest, 0, 0
+    smallest, constant, high, close, count = -lowest, -lowest, lowest, 0, 0
     inside = length <= _LONGEST
     for points in _iterate_points(tensor):
         squares = points.double().square()  # not in place: float64 is not copied
@@ -293,12 +293,12 @@ def _are_manifold_points(tensor: torch.Tensor) -> bool:
         low, place = times.min(1)
         constant = torch.where(low < lowest, levels.gather(1, place[:, None])[:, 0], constant)
         lowest = torch.minimum(low, lowest)
-        least = torch.maximum(least, (levels - rounding).amax(1))  # NaN stays, and is in no range
-        most = torch.minimum(most, (levels + rounding).amin(1))
+        smallest = torch.maximum(smallest, (levels - rounding).amax(1))  # NaN stays, and is in no range
+        high = torch.minimum(high, (levels + rounding).amin(1))
         inside = inside and bool((norms < rim).all())
-        near, count = near + (int((norms > _NEAR**2).sum()) if inside else 0), count + len(norms)
-        if not (inside or bool((least <= most).any())):
+        close, count = close + (int((norms > _NEAR**2).sum()) if inside else 0), count + len(norms)
+        if not (inside or bool((smallest <= high).any())):
             return False
-    if bool(((least <= constant) & (constant <= most) & (constant > off * lowest)).any()):
+    if bool(((smallest <= constant) & (constant <= high) & (constant > off * lowest)).any()):
         return True
-    return inside and near >= max(_FEWEST, count / _SHARE)
+    return inside and close >= max(_FEWEST, count / _SHARE)

@@ -72,30 +72,30 @@ class MatrixScales:
         """
         rows = len(values) if values.dim() else 1
         columns = max(1, values.numel() // max(rows, 1))
-        nothing = np.empty(0, np.int16)
+        empty = np.empty(0, np.int16)
         by_row, by_column = columns >= SHARED, rows >= SHARED
         if not values.numel() or not (by_row or by_column):
-            return cls(columns, nothing, nothing)
+            return cls(columns, empty, empty)
         matrix = values.detach().reshape(rows, columns)
-        near = matrix.device.type != "cpu"
-        step = max(1, (_TOGETHER if near or workers is None else workers.block_elements) // columns)
+        is_cuda = matrix.device.type != "cpu"
+        step = max(1, (_TOGETHER if is_cuda or workers is None else workers.block_elements) // columns)
         parts = (matrix[start : start + step] for start in range(0, rows, step))
         if columns == 1:  # as in flat partitions: kernels go row by row
             parts = (part.T for part in parts)
-        work = partial(_sum_on_device if near else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
+        work = partial(_sum_on_device if is_cuda else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
-        for part in map(work, parts) if workers is None or near else workers.map(work, parts):
+        for part in map(work, parts) if workers is None or is_cuda else workers.map(work, parts):
             if by_row:  # 8 bytes per element if rows have one element
                 numbers.append(part.numbers)
             left += part.left
             low, high = min(low, part.low), max(high, part.high)
         means = np.rint(_to_eighths(left[0] / np.maximum(left[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
-            return cls(columns, nothing, nothing)
+            return cls(columns, empty, empty)
         more = 0 if by_column else means
         return cls(
-            columns, (np.concatenate(numbers) + more).astype(np.int16) if by_row else nothing,
-            means.astype(np.int16) if by_column else nothing,
+            columns, (np.concatenate(numbers) + more).astype(np.int16) if by_row else empty,
+            means.astype(np.int16) if by_column else empty,
         )
 
     @property
@@ -197,14 +197,14 @@ def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
 @jit
 def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reach: Any) -> None:
     rows, columns = bits.shape
-    first, beyond, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
+    first, infinite_bits, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
     values = bits.view(np.float32)
     for i in range(rows):
         row = bits[i]
         if by_row:
             total, held = np.int64(0), np.int64(0)
             for j in range(columns):
-                counts = (row[j] >= first) & (row[j] < beyond)
+                counts = (row[j] >= first) & (row[j] < infinite_bits)
                 total += np.int64(row[j]) if counts else 0
                 held += counts
             numbers[i] = np.rint(total * 2.0**-20 / held) - ONE if held else 0.0
@@ -212,7 +212,7 @@ def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any,
         less = np.int32((number + ONE) * (1 << 20))
         inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
         for j in range(columns):
-            counts = (row[j] >= first) & (row[j] < beyond)
+            counts = (row[j] >= first) & (row[j] < infinite_bits)
             rest = np.int32(row[j] - less) if counts else np.int32(0)
             low, high = min(low, rest), max(high, rest)
             ratio = np.float64(values[i, j]) * inverse if counts else 0.0

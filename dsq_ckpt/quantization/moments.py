@@ -50,15 +50,15 @@ class Frame(Protocol):
     def scales(self) -> MatrixScales | None:
         """Scales that values are divided by; None if there are none."""
 
-    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+    def coded(self, flat: torch.Tensor, span: slice) -> torch.Tensor:
         """Return values in these coordinates, float32.
 
         Args:
             flat: values of a part of the chunk, in any floating dtype and on any device.
-            where: place of the part in the flat chunk.
+            span: place of the part in the flat chunk.
         """
 
-    def part(self, where: slice) -> Frame:
+    def part(self, span: slice) -> Frame:
         """Return the frame of a part of the chunk, as a chunk of its own."""
 
 
@@ -70,13 +70,13 @@ class ScaledFrame:
     start: int = 0
     second_moment: None = None
 
-    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+    def coded(self, flat: torch.Tensor, span: slice) -> torch.Tensor:
         """Return values divided by their scales; zero for zero and subnormal numbers."""
-        return self.scales.divide(flat, self.start + (where.start or 0))
+        return self.scales.divide(flat, self.start + (span.start or 0))
 
-    def part(self, where: slice) -> ScaledFrame:
-        """Return the frame of the elements `where`, whose scales keep their positions in the whole chunk."""
-        return replace(self, start=self.start + where.start)
+    def part(self, span: slice) -> ScaledFrame:
+        """Return the frame of the elements `span`, whose scales keep their positions in the whole chunk."""
+        return replace(self, start=self.start + span.start)
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class UpdateFrame:
     squares: torch.Tensor
     scales: None = None
 
-    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+    def coded(self, flat: torch.Tensor, span: slice) -> torch.Tensor:
         """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN, as m is then stored exactly."""
-        squares = self.squares[where].to(torch.float32)
+        squares = self.squares[span].to(torch.float32)
         if flat.device.type == "cpu":
             out = np.empty(len(flat), np.float32)
             _divide(flat.to(torch.float32).numpy(), squares.numpy(), LEAST_ROOT, out)
@@ -102,9 +102,9 @@ class UpdateFrame:
         roots = torch.where(squares < torch.finfo(torch.float32).tiny, float(LEAST_ROOT), torch.sqrt(squares))
         return flat.to(torch.float32) / torch.where((squares >= 0) & squares.isfinite(), roots, torch.nan)
 
-    def part(self, where: slice) -> UpdateFrame:
+    def part(self, span: slice) -> UpdateFrame:
         """Return the frame of the same elements of the second moments."""
-        return replace(self, squares=self.squares[where])
+        return replace(self, squares=self.squares[span])
 
 
 def multiply_by_roots(values: F32, squares: F32) -> None:
@@ -121,20 +121,20 @@ def multiply_by_octave_units(values: F32, squares: F32) -> None:
 
 
 @jit(error_model="numpy")
-def _divide(values: Any, squares: Any, least: Any, out: Any) -> None:
+def _divide(values: Any, squares: Any, smallest: Any, out: Any) -> None:
     bits = squares.view(np.uint32)
     for i in range(len(values)):
         exponent = (bits[i] >> np.uint32(23)) & np.uint32(0xFF)
-        root = least if exponent == 0 else np.sqrt(squares[i])
+        root = smallest if exponent == 0 else np.sqrt(squares[i])
         out[i] = values[i] / root if squares[i] >= 0 and exponent != 255 else np.float32(np.nan)
 
 
 @jit(error_model="numpy")
-def _multiply_by_roots(values: Any, squares: Any, least: Any) -> None:
+def _multiply_by_roots(values: Any, squares: Any, smallest: Any) -> None:
     bits = squares.view(np.uint32)
     for i in range(len(values)):
         normal = (bits[i] >> np.uint32(23)) & np.uint32(0xFF)
-        product = values[i] * (np.sqrt(np.abs(squares[i])) if normal else least)
+        product = values[i] * (np.sqrt(np.abs(squares[i])) if normal else smallest)
         values[i] = min(max(product, -_LARGEST), _LARGEST)
 
 

@@ -33,17 +33,17 @@ class SparseSketch(NamedTuple):
 
 def sketch_chunks(chunks: Sequence[Chunk], workers: Workers) -> list[SparseSketch]:
     """Return the full sketches of all chunks; a chunk may be sketched in several pieces."""
-    near, far = _split_by_device(chunks)
+    on_device, on_host = _split_by_device(chunks)
     try:
-        made = [
+        sketches = [
             SparseSketch(chunk, *_occupied_bins(counts))
-            for chunk, counts in zip(near, full_sketches(near), strict=True)
+            for chunk, counts in zip(on_device, full_sketches(on_device), strict=True)
         ]
     except torch.OutOfMemoryError:
-        made, far = [], list(chunks)
-    settle_streams(chunk.tensor for chunk in far)
-    pieces = [piece for share in _share_out(far, workers) for piece in share]
-    return made + list(workers.map(partial(_sketch_piece, workers=workers), pieces))
+        sketches, on_host = [], list(chunks)
+    settle_streams(chunk.tensor for chunk in on_host)
+    pieces = [piece for share in _share_out(on_host, workers) for piece in share]
+    return sketches + list(workers.map(partial(_sketch_piece, workers=workers), pieces))
 
 
 def underflows(chunk: Chunk) -> bool:
@@ -61,8 +61,8 @@ def _sketch_piece(chunk: Chunk, workers: Workers) -> SparseSketch:
 
 def _split_by_device(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     """Return the chunks that are processed in device memory, and all others."""
-    near = [chunk for chunk in chunks if device.is_supported(chunk)]
-    return near, [chunk for chunk in chunks if not device.is_supported(chunk)]
+    on_device = [chunk for chunk in chunks if device.is_supported(chunk)]
+    return on_device, [chunk for chunk in chunks if not device.is_supported(chunk)]
 
 
 def _occupied_bins(counts: Counts) -> tuple[Counts, Counts]:
@@ -90,18 +90,18 @@ def add_joint(
             counted, but second moments by their own values. Only for chunks on the host.
     """
     for group, array in joint.items():
-        mine = [chunk for chunk in chunks if chunk.group == group]
-        if not mine:
+        members = [chunk for chunk in chunks if chunk.group == group]
+        if not members:
             continue
         window = windows[group]
-        near, far = _split_by_device(mine) if octaves is None else ([], mine)
+        on_device, on_host = _split_by_device(members) if octaves is None else ([], members)
         try:
-            if near:
-                add_joint_on_device(near, window, array)
+            if on_device:
+                add_joint_on_device(on_device, window, array)
         except torch.OutOfMemoryError:
-            far = mine
-        settle_streams(chunk.tensor for chunk in far)
-        shares = _share_out(far, workers)
+            on_host = members
+        settle_streams(chunk.tensor for chunk in on_host)
+        shares = _share_out(on_host, workers)
         work = partial(_joint_share, window=window, by_octave=octaves is not None, workers=workers)
         into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first share adds to the result itself
         for counts, by_octave in workers.map(work, zip(shares, into, strict=True)):
@@ -122,11 +122,11 @@ def _joint_share(
     return counts, [(chunk.key.fqn, own) for chunk, own in zip(share, octaves, strict=False)]
 
 
-def importance_of(chunk: Chunk, where: slice) -> F32:
+def importance_of(chunk: Chunk, span: slice) -> F32:
     """Return the sensitivity of a block of a chunk with gradients, for its values or its differences to the parent."""
     assert chunk.gradient is not None
-    values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
-    return kernels.compute_importance(values, block_values(chunk.gradient.reshape(-1)[where]))
+    values = coded_values(chunk.flat(), chunk.base_values, span, chunk.frame)
+    return kernels.compute_importance(values, block_values(chunk.gradient.reshape(-1)[span]))
 
 
 def add_by_class(
@@ -143,23 +143,23 @@ def add_by_class(
         workers: threads.
     """
     flat = chunk.flat()
-    for where in workers.blocks(flat.numel()):
-        values = coded_values(flat, chunk.base_values, where, chunk.frame)
-        parent = None if chunk.parent is None else chunk.parent[where]
+    for span in workers.blocks(flat.numel()):
+        values = coded_values(flat, chunk.base_values, span, chunk.frame)
+        parent = None if chunk.parent is None else chunk.parent[span]
         if chunk.gradient is None:
             kind = np.full(len(values), neutral, np.int64)
         else:
-            kind = np.searchsorted(edges, importance_of(chunk, where).astype(np.float64), side="right")
+            kind = np.searchsorted(edges, importance_of(chunk, span).astype(np.float64), side="right")
         for place in np.unique(kind):
-            mine = kind == place
-            sketch_block(values[mine], None if parent is None else parent[mine], window, chunk.exponent, counts[place])
+            mask = kind == place
+            sketch_block(values[mask], None if parent is None else parent[mask], window, chunk.exponent, counts[place])
 
 
 def add_shifted(sparse: SparseSketch, exponent: float, counts: Counts, workers: Workers) -> None:
     """Add a sketch as if its values had been divided by 2**exponent; whole octaves only shift the keys."""
-    whole = exponent == int(exponent)
+    is_integer = exponent == int(exponent)
     # Subnormals that become normal: their sketch does not resolve them.
-    if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
+    if not is_integer or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
         scaled = replace(sparse.chunk, parent=None, exponent=exponent)
         if device.is_supported(scaled):
             with suppress(torch.OutOfMemoryError):
@@ -174,12 +174,12 @@ def _sketch_chunk(
     chunk: Chunk, window: KeyWindow, counts: Counts, workers: Workers, octaves: Counts | None = None
 ) -> None:
     flat, frame = chunk.flat(), chunk.frame
-    for where in workers.blocks(flat.numel()):
-        parent = None if chunk.parent is None else chunk.parent[where]
-        values = coded_values(flat, chunk.base_values, where, frame)
+    for span in workers.blocks(flat.numel()):
+        parent = None if chunk.parent is None else chunk.parent[span]
+        values = coded_values(flat, chunk.base_values, span, frame)
         sketch_block(values, parent, window, chunk.exponent, counts)
         if octaves is not None:  # while the block is in the cache
-            unscaled = values if frame is None or frame.scales is None else block_values(flat[where])
+            unscaled = values if frame is None or frame.scales is None else block_values(flat[span])
             kernels.count_octaves(unscaled, octaves)
 
 

@@ -155,20 +155,20 @@ def find_restored_groups(
         comm: communicator of the ranks that save.
         workers: threads.
     """
-    asked = {group for group, one in fitted.items() if _can_be_refined(one)}
-    weights = {group for group in asked if group.startswith("weights/")}
-    moments = {group for group in asked if group.partition("/")[0] in MOMENTS}
+    candidates = {group for group, one in fitted.items() if _can_be_refined(one)}
+    weights = {group for group in candidates if group.startswith("weights/")}
+    moments = {group for group in candidates if group.partition("/")[0] in MOMENTS}
     if not weights | moments:
         return set()
-    mine = [
+    own_chunks = [
         chunk for chunk in chunks
         if chunk.group in weights and chunk.base_values is None and chunk.key not in spread.chunks
     ]
     old = [chunk for chunk in chunks if chunk.group in moments and chunk.base_values is None]
     found = set[str]().union(*gather_from_all_ranks(
-        comm, lambda: _find_uneven_groups(mine, fitted, workers) | _find_unrenewed(old, spread)
+        comm, lambda: _find_uneven_groups(own_chunks, fitted, workers) | _find_unrenewed(old, spread)
     ))
-    spread.chunks.update(chunk.key for chunk in mine if chunk.group not in found)
+    spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in found)
     return found
 
 
@@ -184,21 +184,21 @@ def _find_unrenewed(chunks: Sequence[Chunk], spread: RestoreTracker) -> set[str]
         if first is None:
             continue
         try:
-            now = _sample(chunk.tensor, _sample_size(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
+            values = _sample(chunk.tensor, _sample_size(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
         except torch.OutOfMemoryError:  # as for weights
             found.add(chunk.group)
             continue
-        first = first if len(first) == len(now) else now
-        known[chunk.key] = None if _is_renewed(now, first) else first
+        first = first if len(first) == len(values) else values
+        known[chunk.key] = None if _is_renewed(values, first) else first
         if known[chunk.key] is not None:
             found.add(chunk.group)
     return found
 
 
-def _is_renewed(now: F32, first: F32) -> bool:
+def _is_renewed(values: F32, first: F32) -> bool:
     """Return whether little is left of a first sample of moments; of zeros, nothing is."""
     squares = np.vdot(first, first)
-    left, resting = np.vdot(now, first), np.count_nonzero((now == first) & (first != 0))
+    left, resting = np.vdot(values, first), np.count_nonzero((values == first) & (first != 0))
     return bool(not squares or (left < _LEFT * squares and resting < _RESTING * np.count_nonzero(first)))
 
 
@@ -226,16 +226,16 @@ def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit],
     for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
         if look is not None:
             sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
-        least = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
-        if look is None or _is_uneven(look, least) or _is_uneven(sums[chunk.group], least):
+        min_unevenness = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
+        if look is None or _is_uneven(look, min_unevenness) or _is_uneven(sums[chunk.group], min_unevenness):
             found.add(chunk.group)
     return found
 
 
-def _is_uneven(sums: Array, least: float) -> bool:
+def _is_uneven(sums: Array, min_unevenness: float) -> bool:
     """Return whether sums of `measure_part_waves` are significantly larger than those of evenly spread values."""
     waves, pairs, elements = sums
-    return elements >= _MIN_SAMPLE and waves > max(least * pairs, _SURE * pairs**0.5)
+    return elements >= _MIN_SAMPLE and waves > max(min_unevenness * pairs, _SURE * pairs**0.5)
 
 
 def _measure_chunk(chunk: Chunk, fitted: GroupFit, elements: int) -> Array:
@@ -303,10 +303,10 @@ def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: A
             part = int(np.floor(place))
             if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
                 continue
-            within = int((place - part) * waves.shape[1])
+            offset = int((place - part) * waves.shape[1])
             at = codes[i] * parts + part
-            first[at] += waves[0, within]
-            second[at] += waves[1, within]
+            first[at] += waves[0, offset]
+            second[at] += waves[1, offset]
             counts[at] += 1
     total, pairs, elements = 0.0, 0.0, 0.0
     for at in range(len(counts)):

@@ -54,14 +54,14 @@ class Scales:
         refit: groups to fit on full sketches, without their parent.
         rescaled: groups whose exponents changed; their joint sketch must be computed again.
         units: unit of a lattice's step by group; the group's root mean square for groups that are absent.
-        beyond: tensors whose scale is outside the range of exponents; they cannot be quantized with their group.
+        out_of_range: tensors whose scale is outside the range of exponents; they cannot be quantized with their group.
     """
 
     exponents: dict[str, float] = field(default_factory=dict)
     refit: frozenset[str] = frozenset()
     rescaled: frozenset[str] = frozenset()
     units: dict[str, float] = field(default_factory=dict)
-    beyond: frozenset[str] = frozenset()
+    out_of_range: frozenset[str] = frozenset()
 
 
 def choose_scales(
@@ -96,26 +96,26 @@ def choose_scales(
             sized[fqn][_NO_UPDATE:] = 0
     for fqn, energy in mean_squares(sized, list(sized)).items():
         if energy:
-            usual = _UPDATE if tensors[fqn] in updates else 0.0
-            wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * usual) / 4
+            log_rms = _UPDATE if tensors[fqn] in updates else 0.0
+            wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * log_rms) / 4
     refit = {group for group in groups if group not in books}
-    rescaled, beyond = set(), set[str]()
+    rescaled, out_of_range = set(), set[str]()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
     for group in groups:
         names = members[group]
         if group in scaled or group in relative:
-            most = _OWN_DRIFT if group in relative else _DRIFT
-            moved = {fqn for fqn in names if fqn in wanted and abs(wanted[fqn] - before.get(fqn, 0.0)) >= most}
-            beyond |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
-            rescaled |= {group} if moved - beyond else set()
+            max_drift = _OWN_DRIFT if group in relative else _DRIFT
+            moved = {fqn for fqn in names if fqn in wanted and abs(wanted[fqn] - before.get(fqn, 0.0)) >= max_drift}
+            out_of_range |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
+            rescaled |= {group} if moved - out_of_range else set()
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have their own units
             distances = {}
         wanted |= {fqn: float(round(d)) for fqn, d in distances.items() if abs(d) >= outlier_octaves}
         moved = {fqn for fqn, d in distances.items() if abs(d - before.get(fqn, 0.0)) >= outlier_octaves}
-        beyond |= {fqn for fqn in moved if abs(wanted.get(fqn, 0.0)) > _MOST}
-        refit |= {group} if moved - beyond else set()
+        out_of_range |= {fqn for fqn in moved if abs(wanted.get(fqn, 0.0)) > _MOST}
+        refit |= {group} if moved - out_of_range else set()
     rescaled -= refit
     exponents = {
         fqn: wanted.get(fqn, 0.0) if group in refit or group in rescaled else before.get(fqn, 0.0)
@@ -125,16 +125,16 @@ def choose_scales(
         group for group in groups
         if group not in refit
         and _is_unresolved(
-            octaves, [fqn for fqn in members[group] if fqn not in beyond], exponents, books[group],
+            octaves, [fqn for fqn in members[group] if fqn not in out_of_range], exponents, books[group],
             group in scaled and books[group].step > _COARSEST * unit,
         )
     }
     exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
-    beyond |= {fqn for fqn, exponent in exponents.items() if abs(exponent) > _MOST}
-    exponents |= dict.fromkeys(beyond, 0.0)
+    out_of_range |= {fqn for fqn, exponent in exponents.items() if abs(exponent) > _MOST}
+    exponents |= dict.fromkeys(out_of_range, 0.0)
     return Scales(
         exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit),
-        frozenset(beyond),
+        frozenset(out_of_range),
     )
 
 

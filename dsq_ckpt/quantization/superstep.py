@@ -45,7 +45,7 @@ class SuperStep:
         return self.steps.shape[1]
 
     @classmethod
-    def from_stored(cls, codes: Codes, steps: Any, own: F32, where: str) -> SuperStep:
+    def from_stored(cls, codes: Codes, steps: Any, own: F32, source: str) -> SuperStep:
         """Build a super-step from the content of a file.
 
         Raises:
@@ -54,29 +54,29 @@ class SuperStep:
         try:
             wide = float_array(steps)
         except (TypeError, ValueError) as error:
-            raise CorruptCheckpoint(f"{where}: steps are no table of numbers: {error}") from error
+            raise CorruptCheckpoint(f"{source}: steps are no table of numbers: {error}") from error
         with np.errstate(over="ignore"):
             table = wide.astype(np.float32)
         fits = table.ndim == 2 and 1 <= len(table) == len(own) and table.shape[1] <= MOST_CODES
         if not fits or not (table == wide).all() or not np.isfinite(table).all() or not np.isfinite(own).all():
-            raise CorruptCheckpoint(f"{where}: {table.shape} steps and {own.shape} numbers of single elements")
+            raise CorruptCheckpoint(f"{source}: {table.shape} steps and {own.shape} numbers of single elements")
         last = table.shape[1]
         if int(codes.max(initial=0)) > last or int(np.count_nonzero(codes == last)) != own.shape[1]:
-            raise CorruptCheckpoint(f"{where}: its codes do not fit {last} levels and {own.shape[1]} single elements")
+            raise CorruptCheckpoint(f"{source}: its codes do not fit {last} levels and {own.shape[1]} single elements")
         return cls(codes, table, own)
 
     def add_to(self, values: F32, workers: Workers) -> None:
         """Add all steps to the chunk's values, float32[n], in place."""
         blocks = list(workers.blocks(len(values)))
-        before = np.cumsum([0, *(np.count_nonzero(self.codes[where] == self.escape_code) for where in blocks)])
+        before = np.cumsum([0, *(np.count_nonzero(self.codes[span] == self.escape_code) for span in blocks)])
         tables = np.pad(self.steps, ((0, 0), (0, 1)))
 
         def work(place: int) -> None:
-            where, own = blocks[place], slice(before[place], before[place + 1])
-            piece = np.empty(len(values[where]), np.float32)
+            span, own = blocks[place], slice(before[place], before[place + 1])
+            piece = np.empty(len(values[span]), np.float32)
             for table, numbers in zip(tables, self.escaped, strict=True):
-                kernels.dequantize(self.codes[where], table, 1.0, self.escape_code, numbers[own], piece)
-                add_residual(values[where], piece, values[where])
+                kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[own], piece)
+                add_residual(values[span], piece, values[span])
 
         for _ in workers.map(work, range(len(blocks))):
             pass

@@ -66,11 +66,11 @@ def find_extra_state(names: Collection[str]) -> dict[str, set[str]]:
                         found.setdefault(f"{owner}.{leaf}", set()).add(place[2])
             continue
         parts = name.split(".")
-        for deep in range(len(parts) - 1, 0, -1):
-            if (owner := ".".join(parts[:deep])) in owners:
+        for depth in range(len(parts) - 1, 0, -1):
+            if (owner := ".".join(parts[:depth])) in owners:
                 for leaf in owners[owner]:
-                    if parts[deep] != leaf and kind_of(name) != "weights" and not _USUAL[leaf].fullmatch(parts[deep]):
-                        found.setdefault(f"{owner}.{leaf}", set()).add(parts[deep])
+                    if parts[depth] != leaf and kind_of(name) != "weights" and not _USUAL[leaf].fullmatch(parts[depth]):
+                        found.setdefault(f"{owner}.{leaf}", set()).add(parts[depth])
                 break
     return found
 
@@ -87,13 +87,13 @@ def find_optimizer_objects(objects: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-def _is_setting(value: Any, deep: int = 0) -> bool:
+def _is_setting(value: Any, depth: int = 0) -> bool:
     """Return whether a value consists of numbers, text and names, which show no other update rule."""
     if isinstance(value, _SETTINGS):
         return True
     if isinstance(value, torch.Tensor | np.ndarray):
         return math.prod(value.shape) <= 1
-    if deep == _DEEPEST:
+    if depth == _DEEPEST:
         return False
     if isinstance(value, Mapping):
         inner: Iterable[Any] = value.values()
@@ -103,7 +103,7 @@ def _is_setting(value: Any, deep: int = 0) -> bool:
         inner = (getattr(value, field.name, None) for field in fields(value))
     else:
         return False
-    return all(_is_setting(one, deep + 1) for one in islice(inner, _MOST))
+    return all(_is_setting(one, depth + 1) for one in islice(inner, _MOST))
 
 
 def _parse_group_setting(name: str) -> tuple[str, str, str] | None:

@@ -56,25 +56,25 @@ def find_worst_tensor(
     lost = [_error_by_octave(fitted, held, own) for own in ([0, bits] if bits else [0])]
     found, names, sums = None, list(octaves), np.zeros((1 + len(lost), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
-        some = names[start : start + _AT_ONCE]
-        elements = np.stack([octaves[fqn][1:255] for fqn in some])
-        shifts = np.array([exponents.get(fqn, 0.0) for fqn in some])[:, None]
+        batch = names[start : start + _AT_ONCE]
+        elements = np.stack([octaves[fqn][1:255] for fqn in batch])
+        shifts = np.array([exponents.get(fqn, 0.0) for fqn in batch])[:, None]
         energies = elements * 4.0 ** (OCTAVE_CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
-        whole = energies.sum(1)
+        total = energies.sum(1)
         squares = [(elements * own[places]).sum(1) for own in lost]
         last = np.minimum(elements * lost[-1][places], energies).sum(1)
-        errors = np.sqrt(last / np.where(whole > 0, whole, 1.0))
-        for place, own in enumerate((whole, *squares)):
+        errors = np.sqrt(last / np.where(total > 0, total, 1.0))
+        for place, own in enumerate((total, *squares)):
             sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
-        most = int(errors.argmax())
-        if whole.any() and (found is None or errors[most] > found.error):
-            found = WorstTensor(some[most], float(errors[most]))
+        worst = int(errors.argmax())
+        if total.any() and (found is None or errors[worst] > found.error):
+            found = WorstTensor(batch[worst], float(errors[worst]))
     if found is None:
         return None
-    whole, *squares = sums
+    total, *squares = sums
     factors = [
-        float(np.sqrt(own[1] / whole[1] / (own[0] / whole[0]))) if own.all() and whole.all() else 1.0 for own in squares
+        float(np.sqrt(own[1] / total[1] / (own[0] / total[0]))) if own.all() and total.all() else 1.0 for own in squares
     ]
     return found._replace(plain=factors[0], plain_refined=factors[-1])
 

@@ -192,12 +192,12 @@ def find_leftovers(run: Path, complete: Mapping[Path, Manifest]) -> Leftovers:
             names = {entry.name for entry in storage.list_entries(directory)}
         except PermissionError:
             continue  # lost+found and the like
-        ours = {name for name in names if is_dsq_file(name)}
-        if not ours:
+        own_names = {name for name in names if is_dsq_file(name)}
+        if not own_names:
             continue
         if MANIFEST not in names or is_hidden(directory.name):
-            if all(directory / name in needed for name in ours):
-                leftovers.removed.append((directory, len(ours)))
+            if all(directory / name in needed for name in own_names):
+                leftovers.removed.append((directory, len(own_names)))
             elif has_lost_manifest(directory):
                 leftovers.damaged.append((directory, WITHOUT_MANIFEST))
             else:

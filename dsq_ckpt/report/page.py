@@ -106,15 +106,15 @@ class Tile:
 
 
 def _build_tiles(history: History) -> list[Tile]:
-    everything, newest = history.total["everything"], history.entries[-1]
+    totals, newest = history.total["everything"], history.entries[-1]
     keyframes = sum(entry.manifest.depth == 0 for entry in history.entries)
     count, size = len(history.entries), figures.size
     own = newest.classes["everything"]
     return [
-        Tile(figures.ratio(everything.logical, everything.kept), "smaller on disk",
-             f"{size(everything.kept)} of {size(everything.logical)}"),
-        Tile(figures.ratio(everything.logical, everything.written), "less written",
-             f"{size(everything.written)} in {figures.seconds(sum(e.manifest.seconds for e in history.entries))}"),
+        Tile(figures.ratio(totals.logical, totals.kept), "smaller on disk",
+             f"{size(totals.kept)} of {size(totals.logical)}"),
+        Tile(figures.ratio(totals.logical, totals.written), "less written",
+             f"{size(totals.written)} in {figures.seconds(sum(e.manifest.seconds for e in history.entries))}"),
         Tile(str(count), "checkpoint" if count == 1 else "checkpoints",
              f"{keyframes} keyframe{'' if keyframes == 1 else 's'}, {count - keyframes} "
              f"delta{'' if count - keyframes == 1 else 's'}"),

@@ -19,18 +19,18 @@ _MAX_LINES = 8  # in one chart; further groups are averaged
 def size_charts(history: History) -> list[Chart]:
     """Return charts of bytes: of each checkpoint, of the whole run, and by parts."""
     entries = history.entries
-    everything = [entry.classes["everything"] for entry in entries]
+    totals = [entry.classes["everything"] for entry in entries]
     return [
         Chart("size", "Size of each checkpoint", "Uncompressed; written by its save; kept now, without files that it "
               "shares with checkpoints before it.", "bytes", [
-                  Series("plain", [part.logical for part in everything], "h"),
-                  Series("written", [part.written for part in everything], "a"),
-                  Series("kept", [part.kept for part in everything], "b"),
+                  Series("plain", [part.logical for part in totals], "h"),
+                  Series("written", [part.written for part in totals], "a"),
+                  Series("kept", [part.kept for part in totals], "b"),
               ], log=True),
         Chart("growth", "All checkpoints so far", "Summed up from the first checkpoint on. On disk: what is there now "
               "of these checkpoints, each shared file once.", "bytes", [
-                  Series("plain", _running_total([part.logical for part in everything]), "h"),
-                  Series("written", _running_total([part.written for part in everything]), "a"),
+                  Series("plain", _running_total([part.logical for part in totals]), "h"),
+                  Series("written", _running_total([part.written for part in totals]), "a"),
                   Series("on disk", _running_total([entry.growth for entry in entries]), "b"),
               ], log=True),
         Chart("parts", "Base and refinement", "Bytes written by each save. History keeps the base layers; refinement "
@@ -86,7 +86,7 @@ def quality_charts(history: History) -> list[Chart]:
     manifests = [entry.manifest for entry in history.entries]
     epsilon = [manifest.get_setting("search", "epsilon") if manifest.quality else None for manifest in manifests]
     loses, allowed = _quality_values(manifests, "restore_loses"), _quality_values(manifests, "restore_may_lose")
-    used = [None if loss is None or not most else loss / most for loss, most in zip(loses, allowed, strict=True)]
+    used = [None if loss is None or not limit else loss / limit for loss, limit in zip(loses, allowed, strict=True)]
     charts: list[tuple[str, str, str, Unit, list[Series]]] = [
         ("base", "Quality of the base layer", "Degradation of the metric by what history keeps, against its bound "
          "(search.epsilon). Negative: it improved.", "share", [

@@ -80,9 +80,9 @@ class TensorClass:
         """Expected loss of a doubled error."""
         return self._coarser
 
-    def set_probe_loss(self, loss: float, least: float) -> None:
+    def set_probe_loss(self, loss: float, min_loss: float) -> None:
         """Set the measured loss of the point at `probe`, relative to the current point."""
-        self._coarser = self._finer = max(loss, least) / max(self._ratio(self.probe) - 1, 0.1)
+        self._coarser = self._finer = max(loss, min_loss) / max(self._ratio(self.probe) - 1, 0.1)
 
     def move(self, place: int) -> None:
         """Set the current point, and scale expected losses in proportion to errors."""
@@ -98,13 +98,13 @@ class TensorClass:
         ratio = self._ratio(place)
         if ratio <= 1:
             return self._finer * (ratio - 1)
-        beyond = max(ratio / _PROBE_ERROR_RATIO, 1.0) ** _LOSS_EXPONENT
-        return self._coarser * (min(ratio, _PROBE_ERROR_RATIO) - 1) * beyond
+        growth = max(ratio / _PROBE_ERROR_RATIO, 1.0) ** _LOSS_EXPONENT
+        return self._coarser * (min(ratio, _PROBE_ERROR_RATIO) - 1) * growth
 
     def select_point(self, price: float, reach: float) -> int:
         """Return the point that minimizes bits + price * loss, among those whose error changes by at most `reach`."""
-        near = [place for place in range(len(self.points)) if 1 / reach <= self._ratio(place) <= reach]
-        return min(near, key=lambda place: self.points[place].bits + price * self.expected_loss(place))
+        candidates = [place for place in range(len(self.points)) if 1 / reach <= self._ratio(place) <= reach]
+        return min(candidates, key=lambda place: self.points[place].bits + price * self.expected_loss(place))
 
     def _ratio(self, place: int) -> float:
         return self.points[place].error / self.points[self.place].error
@@ -223,12 +223,12 @@ class Allocation:
         return [one.select_point(high, reach) for one in self._classes]
 
 
-def group_into_classes(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Group tensors into at most `most` classes: by role (the name without numbers), and large roles also by depth.
+def group_into_classes(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Group tensors into at most `limit` classes: by role (the name without numbers), and large roles also by depth.
 
     Args:
         sizes: number of elements by name, in the order of the model.
-        most: maximum number of classes, at least 1.
+        limit: maximum number of classes, at least 1.
     """
     roles: dict[str, list[str]] = {}
     for name in sizes:
@@ -238,10 +238,10 @@ def group_into_classes(sizes: dict[str, int], most: int) -> list[list[str]]:
     def elements(names: list[str]) -> int:
         return sum(sizes[name] for name in names)
 
-    while len(classes) > most:
+    while len(classes) > limit:
         first, second, *rest = sorted(classes, key=elements)
         classes = [*rest, sorted(first + second, key=order.index)]
-    while len(classes) < most and (several := [names for names in classes if len(names) > 1]):
+    while len(classes) < limit and (several := [names for names in classes if len(names) > 1]):
         largest = max(several, key=elements)
         classes.remove(largest)
         classes += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]

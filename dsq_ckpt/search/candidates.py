@@ -46,7 +46,7 @@ class SaveSearch:
     """Search of one save: its sketches, and the fits and evaluations so far.
 
     Attributes:
-        sketches, usual: sketches of all groups, and their fits as configured.
+        sketches, analysis: sketches of all groups, and their fits as configured.
         config, space: configuration of the save, and its search space.
         comm: communicator of the ranks that save.
         model: evaluates candidates; its context is entered.
@@ -64,7 +64,7 @@ class SaveSearch:
     space: Space
     comm: Communicator
     model: TrialModel
-    usual: Analysis
+    analysis: Analysis
     groups: list[str]
     warned: set[str]
     candidates: dict[tuple[Point, int], Candidate] = field(default_factory=dict)
@@ -93,9 +93,9 @@ class SaveSearch:
             for group, chosen in configs.items():
                 name = group + json.dumps(chosen.codebook.model_dump(), sort_keys=True)
                 if name not in self.fits:
-                    self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
+                    self.fits[name] = self.sketches.fit({group: chosen}, self.analysis)
                 fitted[group] = self.fits[name].fitted[group]
-            analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
+            analysis = Analysis({**self.analysis.fitted, **fitted}, self.analysis.exponents, self.analysis.nonfinite)
             self.candidates[key] = Candidate(config, configs, analysis, sum(map(size_in_bits, fitted.values())))
         return self.candidates[key]
 

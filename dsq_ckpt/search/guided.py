@@ -28,7 +28,7 @@ class CubeState:
     A point is more conservative than another if no index is smaller. `floor` is the smallest size among a point and all
     more conservative ones. It never falls from aggressive to conservative points, whatever the sizes do. A point that
     is larger than a more conservative one cannot be the choice, since that one is feasible whenever the point is. All
-    other points are `worthy`. Of them
+    other points are candidates. Of them
 
     * a point at or below one that failed is infeasible (`low`),
     * a point whose floor is not below the best size found cannot improve on it, nor can more conservative points,
@@ -52,13 +52,13 @@ class CubeState:
         if np.isnan(self.size).any():
             raise ValueError("the size of a point is NaN: every size must be a number")
         self.floor = self.size.copy()
-        beyond = np.full(shape, math.inf)  # the smallest floor one step more conservative
+        next_floor = np.full(shape, math.inf)  # the smallest floor one step more conservative
         for axis in range(len(shape)):
             self.floor = np.flip(np.minimum.accumulate(np.flip(self.floor, axis), axis), axis)
         for axis in range(len(shape)):
-            below, above = np.moveaxis(beyond, axis, 0)[:-1], np.moveaxis(self.floor, axis, 0)[1:]
+            below, above = np.moveaxis(next_floor, axis, 0)[:-1], np.moveaxis(self.floor, axis, 0)[1:]
             np.minimum(below, above, out=below)
-        self.worthy: Mask = self.size < beyond
+        self.is_candidate: Mask = self.size < next_floor
         self.low = np.zeros(shape, dtype=np.bool_)
         self.best: Point | None = None
         self.best_size = math.inf
@@ -73,12 +73,12 @@ class CubeState:
         return bool(self.floor[point] >= self.best_size)
 
     def stand_in(self, point: Point) -> Point:
-        """Return the worthy point whose trial decides an open one.
+        """Return the candidate point whose trial decides an open one.
 
         If it fails, `point` is infeasible; else the floor of `point` is reached.
         """
-        beyond = tuple(slice(index, None) for index in point)
-        same = np.argwhere(self.worthy[beyond] & (self.size[beyond] == self.floor[point]))
+        conservative = tuple(slice(index, None) for index in point)
+        same = np.argwhere(self.is_candidate[conservative] & (self.size[conservative] == self.floor[point]))
         return tuple(index + int(steps) for index, steps in zip(point, same[-1], strict=True))
 
     def record(self, points: list[Point], feasible: list[bool]) -> None:
@@ -218,7 +218,7 @@ def _choose_points(known: CubeState, diagonals: list[Point], batch: int) -> list
     """Return the points for one round, which decide most others, whatever their outcomes."""
     is_open = known.open
     rest, floor = np.argwhere(is_open), known.floor[is_open]
-    fillers = np.argwhere(is_open & known.worthy)
+    fillers = np.argwhere(is_open & known.is_candidate)
     futures = np.ones((1, len(rest)), dtype=np.bool_)  # one row per combination of outcomes: the points then open
     chosen: list[Point] = []
     for candidates in (

@@ -149,8 +149,8 @@ class InputRecorder(TorchDispatchMode):
         self, images: Tensor, weight: Tensor, _: Tensor | None, stride: Sequence[int], padding: Sequence[int],
         dilation: Sequence[int], transposed: bool, __: Sequence[int], groups: int, *others: Any,
     ) -> None:
-        usual = not transposed and groups == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
-        if not usual or (place := self._locate(weight)) is None or not images.numel():
+        is_supported = not transposed and groups == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
+        if not is_supported or (place := self._locate(weight)) is None or not images.numel():
             return
         kernel = weight.shape[2:]
         if weight.ndim == 3:  # in one dimension
@@ -158,9 +158,9 @@ class InputRecorder(TorchDispatchMode):
             stride, padding, dilation = [*stride, 1], [*padding, 0], [*dilation, 1]
         wide = (images.shape[-1] + 2 * padding[-1] - dilation[-1] * (kernel[-1] - 1) - 1) // stride[-1] + 1
         reach = dilation[0] * (kernel[0] - 1) + 1
-        most = (max(1, _MAX_ROWS // wide) - 1) * stride[0] + reach  # rows of pixels, of one image
-        if images.shape[-2] > most:
-            images = images.narrow(-2, (images.shape[-2] - most) // 2, most)
+        max_pixel_rows = (max(1, _MAX_ROWS // wide) - 1) * stride[0] + reach  # rows of pixels, of one image
+        if images.shape[-2] > max_pixel_rows:
+            images = images.narrow(-2, (images.shape[-2] - max_pixel_rows) // 2, max_pixel_rows)
         high = (images.shape[-2] + 2 * padding[0] - reach) // stride[0] + 1
         few = _sample_rows(images, max(1, _MAX_ROWS // max(1, wide * high)))
         patches = nn.functional.unfold(few, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
@@ -218,9 +218,9 @@ def _no_compile() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _sample_rows(rows: Tensor, most: int) -> Tensor:
-    """Return at most `most` rows, evenly spaced."""
-    return rows if len(rows) <= most else rows[torch.arange(most, device=rows.device) * len(rows) // most]
+def _sample_rows(rows: Tensor, max_rows: int) -> Tensor:
+    """Return at most `max_rows` rows, evenly spaced."""
+    return rows if len(rows) <= max_rows else rows[torch.arange(max_rows, device=rows.device) * len(rows) // max_rows]
 
 
 def _get_memory(tensor: Tensor) -> int:

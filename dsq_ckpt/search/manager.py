@@ -125,20 +125,19 @@ class ConfigManager:
             SaveFailed: on all ranks, if `evaluate` or `check` changed the model; its parameters are restored.
         """
         started, space = time.perf_counter(), SYSTEMS[config.system].space
-        groups = [
-            group for group in sketches.layout.groups if group.startswith("weights/") and sketches.joint[group].any()
-        ]  # none in a keyframe of value deltas
-        usual = sketches.fit()
+        # There are none in a keyframe of value deltas.
+        groups = [name for name in sketches.layout.groups if name.startswith("weights/") and sketches.joint[name].any()]
+        default_analysis = sketches.fit()
         if space is None:
             return plan_as_configured(sketches, local, config, comm, workers)
         if not groups:
-            return QuantizationPlan(usual, config)
+            return QuantizationPlan(default_analysis, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         if self._budget.restores:
             record["run_lost"] = self._budget.lost
         # A failure of one rank, such as of the copy's allocation, must reach all ranks before they evaluate.
         model = run_on_all_ranks(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
-        save = SaveSearch(sketches, config, space, comm, model, usual, groups, self._warned)
+        save = SaveSearch(sketches, config, space, comm, model, default_analysis, groups, self._warned)
         try:
             choice = self._search(save, record)
         except EvaluationFailed as failure:
@@ -192,8 +191,8 @@ class ConfigManager:
             }
         if found is None:
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
-            why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
-            return self._plan_fallback(save, record, why)
+            cause = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
+            return self._plan_fallback(save, record, cause)
         bits = self._search_refinement_bits(save, candidate, record)
         if bits is None:
             reason = f"no refinement of {MAX_REFINEMENT_BITS} bits keeps to search.max_run_loss"
@@ -368,20 +367,21 @@ class ConfigManager:
         self._memory.comfortable = lost < _COMFORTABLE_SHARE * allowed
         return bits
 
-    def _plan_exact(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
+    def _plan_exact(self, save: SaveSearch, record: dict[str, Any], reason: str) -> QuantizationPlan:
         """Return the plan that stores weights exactly, and warn with the reason."""
-        record |= {"chosen": None, "satisfied": False, "reason": why}
-        save.warn(f"{why}; the weights of this checkpoint are stored exactly. {_LATER_HINT}")
-        kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
-        return QuantizationPlan(Analysis(kept, save.usual.exponents, save.usual.nonfinite), save.config, quality=record)
+        record |= {"chosen": None, "satisfied": False, "reason": reason}
+        save.warn(f"{reason}; the weights of this checkpoint are stored exactly. {_LATER_HINT}")
+        analysis = save.analysis
+        kept = {group: fitted for group, fitted in analysis.fitted.items() if group not in save.groups}
+        return QuantizationPlan(Analysis(kept, analysis.exponents, analysis.nonfinite), save.config, quality=record)
 
-    def _plan_fallback(self, save: SaveSearch, record: dict[str, Any], why: str, failed: bool = False
+    def _plan_fallback(self, save: SaveSearch, record: dict[str, Any], reason: str, failed: bool = False
                        ) -> QuantizationPlan:
         """Return the fallback plan, with a warning, if nothing satisfies the bound or the evaluation failed."""
-        record |= {"chosen": None, "satisfied": False, "reason": why}
+        record |= {"chosen": None, "satisfied": False, "reason": reason}
         self._memory = _SearchMemory()
         if save.config.search.fallback == "exact" or save.config.search.max_run_loss is not None:
-            return self._plan_exact(save, record, why)
+            return self._plan_exact(save, record, reason)
         point = save.most_conservative
         save.disable_rate_distortion(point)
         candidate = save.get_candidate(point, 0)
@@ -391,9 +391,9 @@ class ConfigManager:
             (metric,) = measure_metrics(save, fold, [refined], bits)
             lost = compute_degradation(metric, save.metrics[fold.name], save.config.search)
             if not keeps_bound(lost, save.config.search.epsilon, self._direction.is_doubted):
-                return self._plan_exact(save, record, f"{why}, nor does a restore with {bits} refinement bits")
+                return self._plan_exact(save, record, f"{reason}, nor does a restore with {bits} refinement bits")
         save.warn(
-            f"{why}; this checkpoint is stored with the most conservative configuration "
+            f"{reason}; this checkpoint is stored with the most conservative configuration "
             f"({save.space.describe(point, save.space.variants[0])}). {_LATER_HINT}"
         )
         chosen = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})

@@ -38,13 +38,13 @@ def measure_metrics(
         SaveFailed: on all ranks, if the function changed the model.
     """
     parallel, comm = save.config.search.parallel_trials and len(trials) > 1, save.comm
-    mine = [i for i in range(len(trials)) if not parallel or i % comm.size == comm.rank]
+    own_trials = [i for i in range(len(trials)) if not parallel or i % comm.size == comm.rank]
     found: dict[int, float] = {}
     failure: str | None = None
     changed: str | None = None
     stopped: BaseException | None = None
     try:
-        for place in mine:
+        for place in own_trials:
             found[place] = save.model.evaluate(fold.evaluate, trials[place], bits, fold.name)
             run_pending_handlers()
     except ModelChanged as error:
@@ -80,13 +80,13 @@ def measure_metrics(
 def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, Any]) -> None:
     """Warn if the metric of the same model changes by more than a relative bound with other random numbers."""
     exact = save.metrics[fold.name]
-    again = measure_metrics(save, fold, [Probe.AGAIN])[0]
-    noise = abs(again - exact) / max(abs(exact), 1e-30)
+    second = measure_metrics(save, fold, [Probe.AGAIN])[0]
+    noise = abs(second - exact) / max(abs(exact), 1e-30)
     if noise:
         record["noise"] = max(noise, record.get("noise", 0.0))
     if noise > bound:
         save.warn(
-            f"`{fold.name}` is not deterministic: of the same weights it gave {exact:.6g}, and {again:.6g} when asked "
+            f"`{fold.name}` is not deterministic: of the same weights it gave {exact:.6g}, and {second:.6g} when asked "
             f"again. That differs by {figures.percent(noise)}, and a bound of this search is {figures.percent(bound)}, "
             "which is then kept by chance: evaluate on the same batches in each call, without dropout (model.eval())"
         )

@@ -57,14 +57,14 @@ def neighbourhood(
 
     def size_if_near(point: Point) -> float:
         steps = [index - middle for index, middle in zip(point, centre, strict=True)]
-        near = sum(map(abs, steps)) <= radius and not (monotone and min(steps) < 0)
-        return size(point) if near else math.inf
+        is_near = sum(map(abs, steps)) <= radius and not (monotone and min(steps) < 0)
+        return size(point) if is_near else math.inf
 
     return _search_by_size(CubeState(shape, size_if_near), batch, limit)
 
 
 def _search_by_size(known: CubeState, batch: int, limit: int | None) -> Search:
-    order: list[Point] = [tuple(point) for point in np.argwhere(known.worthy).tolist()]
+    order: list[Point] = [tuple(point) for point in np.argwhere(known.is_candidate).tolist()]
     order.sort(key=lambda point: (known.size[point], -sum(point), point))
     left = len(order) if limit is None else limit
     while left > 0 and known.best is None:

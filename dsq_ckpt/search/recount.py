@@ -49,10 +49,10 @@ def _count_chunk(chunk: Chunk, fitted: GroupFit, blocks: Iterable[slice]) -> tup
     book, values, lost = fitted.codebook, flat_values(chunk.tensor), 0.0
     source, levels = QuantizingChunk(replace(chunk, refinement_bits=0), fitted), np.append(book.levels, 0.0)
     counts = np.zeros(book.symbols, np.int64)
-    for where in blocks:
-        source.block(where)
-        codes = source.codes[where]
+    for span in blocks:
+        source.block(span)
+        codes = source.codes[span]
         counts += np.bincount(codes, minlength=book.symbols)
-        errors = np.where(codes == book.protected, 0.0, levels[codes] - values[where] / scale_of(chunk.exponent))
+        errors = np.where(codes == book.protected, 0.0, levels[codes] - values[span] / scale_of(chunk.exponent))
         lost += float(np.square(errors).sum())
     return counts, lost

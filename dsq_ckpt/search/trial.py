@@ -300,24 +300,24 @@ class TrialModel:
 
     def _decode_chunk(self, chunk: Chunk, fitted: GroupFit, bits: int) -> torch.Tensor:
         """Return the restored values of a chunk, float32, clamped to the range of its dtype."""
-        if device.is_supported(chunk) and fitted.turn is None:
+        if device.is_supported(chunk) and fitted.partition_turn is None:
             values = decode(chunk, self._tables.get(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _clamp_to_dtype(values, chunk.tensor.dtype)
         source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self.workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
 
-        def work(where: slice) -> None:
-            data = source.block(where)
-            codes = source.codes[where]
+        def work(span: slice) -> None:
+            data = source.block(span)
+            codes = source.codes[span]
             if bits:
                 symbols = np.frombuffer(data.refinement, np.uint8)
-                dequantizer.block(codes, data.protected, symbols, out[where], packed=True)
+                dequantizer.block(codes, data.protected, symbols, out[span], packed=True)
             else:
                 kept = protected_bf16(data.protected).astype(np.uint32) << np.uint32(16)
-                dequantizer.block(codes, kept, None, out[where])
+                dequantizer.block(codes, kept, None, out[span])
             if chunk.base_values is not None:
-                add_residual(chunk.base_values[where], out[where], out[where])
+                add_residual(chunk.base_values[span], out[span], out[span])
 
         for _ in self.workers.map(work, self.workers.blocks(chunk.key.elements)):
             pass

@@ -93,9 +93,9 @@ def make_directory(path: Path, fsync: bool) -> None:
     """
     missing = list(itertools.takewhile(lambda directory: not directory.is_dir(), (path, *path.parents)))
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing[::-1] or ([path] if fsync else []):
+    for created in missing[::-1] or ([path] if fsync else []):
         if fsync:
-            sync_directory(made.parent)
+            sync_directory(created.parent)
 
 
 class AtomicFile:

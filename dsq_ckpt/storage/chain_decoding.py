@@ -30,26 +30,26 @@ class ChainRecord(NamedTuple):
         """Whether `update` is faster than `decode`."""
         return self.coder.in_place
 
-    def update(self, where: slice, codes: Codes, scratch: Scratch) -> DecodingTask:
-        """Replace the parent's codes in the range `where` by those of this record. The range begins with a block.
+    def update(self, span: slice, codes: Codes, scratch: Scratch) -> DecodingTask:
+        """Replace the parent's codes in the range `span` by those of this record. The range begins with a block.
 
         Raises:
             CorruptCheckpoint: see `decode`.
         """
-        for place, part in self._parts(where):
+        for place, part in self._parts(span):
             if (block := self.blocks[place]) is not None:
                 try:
                     yield BlockRequest(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
                 except (CodingError, ValueError) as error:
                     raise self._locate_error(place, error) from error
 
-    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> DecodingTask:
-        """Decode the codes in the range `where` into `out`, from the parent's codes there. It begins with a block.
+    def decode(self, span: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> DecodingTask:
+        """Decode the codes in the range `span` into `out`, from the parent's codes there. It begins with a block.
 
         Raises:
             CorruptCheckpoint: a block is altered, or does not fit.
         """
-        for place, part in self._parts(where):
+        for place, part in self._parts(span):
             block, previous = self.blocks[place], None if parent is None else parent[part]
             try:
                 if block is not None:
@@ -61,16 +61,16 @@ class ChainRecord(NamedTuple):
             except (CodingError, ValueError) as error:
                 raise self._locate_error(place, error) from error
 
-    def _parts(self, where: slice) -> Iterator[tuple[int, slice]]:
-        for place in range(where.start // self.step, -(-where.stop // self.step)):
-            yield place, slice(place * self.step - where.start, (place + 1) * self.step - where.start)
+    def _parts(self, span: slice) -> Iterator[tuple[int, slice]]:
+        for place in range(span.start // self.step, -(-span.stop // self.step)):
+            yield place, slice(place * self.step - span.start, (place + 1) * self.step - span.start)
 
     def _locate_error(self, place: int, error: Exception) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
-def decode_chain(records: Sequence[ChainRecord], where: slice, out: Codes, scratch: Scratch) -> DecodingTask:
-    """Decode the codes in the range `where` of a chain, from its keyframe on, into `out`.
+def decode_chain(records: Sequence[ChainRecord], span: slice, out: Codes, scratch: Scratch) -> DecodingTask:
+    """Decode the codes in the range `span` of a chain, from its keyframe on, into `out`.
 
     Raises:
         CorruptCheckpoint: see `ChainRecord.decode`.
@@ -82,9 +82,9 @@ def decode_chain(records: Sequence[ChainRecord], where: slice, out: Codes, scrat
     parent = None
     for record in records:
         if parent is not None and record.in_place:
-            yield from record.update(where, parent, scratch)
+            yield from record.update(span, parent, scratch)
         else:
-            yield from record.decode(where, parent, to, scratch)
+            yield from record.decode(span, parent, to, scratch)
             parent, to, other = to, other, to
 
 

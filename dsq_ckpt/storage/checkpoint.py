@@ -92,8 +92,8 @@ class Checkpoint(CheckpointFiles):
         step = sizes.pop() if len(sizes) == 1 else max(count, 1)
         out = np.empty(count, np.uint8)
 
-        def work(where: slice) -> None:
-            decoding_tasks.run_task(decode_chain(chain, where, out[where], workers.scratch))
+        def work(span: slice) -> None:
+            decoding_tasks.run_task(decode_chain(chain, span, out[span], workers.scratch))
 
         for _ in workers.map(work, split_blocks(count, step)):
             pass
@@ -223,7 +223,7 @@ class Checkpoint(CheckpointFiles):
             squares = np.empty(len(values), np.float32)
             self._decode_sum(ref, self.decode_codes(ref, workers), False, workers, squares)
         times = get_root_multiplier(record)
-        for _ in workers.map(lambda where: times(values[where], squares[where]), workers.blocks(len(values))):
+        for _ in workers.map(lambda span: times(values[span], squares[span]), workers.blocks(len(values))):
             pass
 
     def _decode_sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
@@ -318,16 +318,16 @@ class Checkpoint(CheckpointFiles):
         """Dequantize a record into `out`, float32, flat, its blocks in parallel; with `onto` add it to `out`."""
         values = self._make_record_decoder(ref, record, refined)
         blocks = list(split_blocks(len(codes), values.step))
-        before = np.cumsum([0, *(values.count_protected(codes[where]) for where in blocks)])
+        before = np.cumsum([0, *(values.count_protected(codes[span]) for span in blocks)])
         values.check_protected_count(int(before[-1]))
 
         def work(place: int) -> None:
-            where = blocks[place]
-            piece = np.empty_like(out[where]) if onto else out[where]
+            span = blocks[place]
+            piece = np.empty_like(out[span]) if onto else out[span]
             protected = slice(before[place], before[place + 1])
-            decoding_tasks.run_task(values.decode(where, codes[where], protected, piece, workers.scratch))
+            decoding_tasks.run_task(values.decode(span, codes[span], protected, piece, workers.scratch))
             if onto:
-                add_residual(out[where], piece, out[where])
+                add_residual(out[span], piece, out[span])
 
         for _ in workers.map(work, range(len(blocks))):
             pass

@@ -70,12 +70,12 @@ class RecordDecoder(NamedTuple):
             )
 
     def decode(
-        self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch, last: bool = False
+        self, span: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch, last: bool = False
     ) -> DecodingTask:
         """Write the values of a block to `out`.
 
         Args:
-            where: range of the block in the chunk.
+            span: range of the block in the chunk.
             codes: uint8[n].
             protected: range of the block in the protected values.
             out: float32[n].
@@ -88,7 +88,7 @@ class RecordDecoder(NamedTuple):
         symbols, packed = None, False
         try:
             if self.refinement is not None:
-                block = Block(*self.refinement[where.start // self.step])
+                block = Block(*self.refinement[span.start // self.step])
                 data = self.source.borrow(block, scratch)
                 symbols, packed = yield from refinement_blocks.decode_symbols(data, codes, self.bits, scratch)
             self.dequantizer.block(
@@ -97,7 +97,7 @@ class RecordDecoder(NamedTuple):
         except (CodingError, ValueError) as error:
             raise CorruptCheckpoint(f"'{self.source.path}', {self.fqn}: {error}") from error
         if self.scales is not None:
-            self.scales.multiply(out, where.start)
+            self.scales.multiply(out, span.start)
 
 
 class CodedChunk:
@@ -145,16 +145,16 @@ class CodedChunk:
         """Whether all blocks have to be decoded, in order."""
         return bool(self._ends) or (isinstance(self._factor, SecondMomentFactor) and self._factor.chunk.is_sequential)
 
-    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> DecodingTask:
+    def decode(self, span: slice, out: F32, scratch: Scratch, last: bool = False) -> DecodingTask:
         """Write the values of a block to `out`; with `last` they are not read again soon.
 
         Raises:
             CorruptCheckpoint: any record of the chain is altered or does not fit.
         """
-        place, count = where.start // self.step, where.stop - where.start
-        codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
+        place, count = span.start // self.step, span.stop - span.start
+        codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[span]
         if self._records:
-            yield from decode_chain(self._records, where, codes, scratch)
+            yield from decode_chain(self._records, span, codes, scratch)
         first, end = 0, self._values.count_protected(codes)
         if self._ends:
             if place and not self._ends[place - 1].done():
@@ -162,18 +162,18 @@ class CodedChunk:
             first = self._ends[place - 1].result() if place else 0
             end += first
             self._ends[place].set_result(end)
-        if where.stop == self._count:
+        if span.stop == self._count:
             self._values.check_protected_count(end)
-        yield from self._values.decode(where, codes, slice(first, end), out, scratch, last and self._factor is None)
+        yield from self._values.decode(span, codes, slice(first, end), out, scratch, last and self._factor is None)
         if self._factor is not None:
-            yield from self._factor(where, out, scratch) or ()
+            yield from self._factor(span, out, scratch) or ()
 
-    def fail(self, where: slice, error: BaseException) -> None:
+    def fail(self, span: slice, error: BaseException) -> None:
         """Pass an error of a block to the threads that wait for the block."""
-        if self._ends and not self._ends[where.start // self.step].done():
-            self._ends[where.start // self.step].set_exception(error)
+        if self._ends and not self._ends[span.start // self.step].done():
+            self._ends[span.start // self.step].set_exception(error)
         if isinstance(self._factor, SecondMomentFactor):
-            self._factor.chunk.fail(where, error)
+            self._factor.chunk.fail(span, error)
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,10 @@ class SecondMomentFactor:
     chunk: CodedChunk
     multiply: Callable[[F32, F32], None]
 
-    def __call__(self, where: slice, out: F32, scratch: Scratch) -> DecodingTask:
+    def __call__(self, span: slice, out: F32, scratch: Scratch) -> DecodingTask:
         """Multiply the values of a block."""
         squares = scratch.array("squares", len(out), np.float32)
-        yield from self.chunk.decode(where, squares, scratch)
+        yield from self.chunk.decode(span, squares, scratch)
         self.multiply(out, squares)
 
 
@@ -217,27 +217,27 @@ class ChunkLoad(NamedTuple):
     second_moments: tuple[RecordRef, Codes] | None = None
 
 
-def decode_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> DecodingTask:
+def decode_coded(chunk: CodedChunk, span: slice, out: torch.Tensor, scratch: Scratch) -> DecodingTask:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
-            yield from chunk.decode(where, out.numpy(), scratch, last=True)
+            yield from chunk.decode(span, out.numpy(), scratch, last=True)
             return
         values = scratch.array("values", out.numel(), np.float32)
-        yield from chunk.decode(where, values, scratch)
+        yield from chunk.decode(span, values, scratch)
     except BaseException as error:
-        chunk.fail(where, error)
+        chunk.fail(span, error)
         raise
     copy_clamped(torch.from_numpy(values), out)
 
 
-def decode_nothing(where: slice, out: torch.Tensor, scratch: Scratch) -> None:
+def decode_nothing(span: slice, out: torch.Tensor, scratch: Scratch) -> None:
     """Do nothing: the tensor is complete."""
 
 
-def multiply_by_roots(times: Callable[[F32, F32], None], squares: F32, where: slice, out: F32, _: Scratch) -> None:
+def multiply_by_roots(times: Callable[[F32, F32], None], squares: F32, span: slice, out: F32, _: Scratch) -> None:
     """Multiply the values of a block by the roots of decoded second moments."""
-    times(out, squares[where])
+    times(out, squares[span])
 
 
 class _BlockTask:
@@ -247,15 +247,15 @@ class _BlockTask:
         done: completes with the task.
     """
 
-    def __init__(self, load: ChunkLoad, where: slice | None, last: bool) -> None:
-        self.load, self.where, self.last = load, where, last
+    def __init__(self, load: ChunkLoad, span: slice | None, last: bool) -> None:
+        self.load, self.span, self.last = load, span, last
         self.done: Future[None] = Future()
 
     def steps(self, scratch: Scratch) -> DecodingTask:
         """Decode the block."""
-        if self.where is not None:
+        if self.span is not None:
             with self.load.error_context():
-                yield from self.load.decode(self.where, self.load.tensor.view(-1)[self.where], scratch) or ()
+                yield from self.load.decode(self.span, self.load.tensor.view(-1)[self.span], scratch) or ()
 
 
 def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLoad]:
@@ -269,8 +269,8 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
 
     def blocks() -> Iterator[_BlockTask]:
         for load in loads:
-            for where in load.blocks[:-1] or ():
-                yield _BlockTask(load, where, False)
+            for span in load.blocks[:-1] or ():
+                yield _BlockTask(load, span, False)
             yield _BlockTask(load, load.blocks[-1] if load.blocks else None, True)
 
     def queued() -> Iterator[_BlockTask]:
@@ -284,15 +284,15 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
             if block not in waiting:  # another thread decodes it together with its own
                 return block
             waiting.remove(block)
-            taken = [block, waiting.popleft()] if len(waiting) >= workers.threads else [block]
-        _decode_blocks(taken, workers)
+            batch = [block, waiting.popleft()] if len(waiting) >= workers.threads else [block]
+        _decode_blocks(batch, workers)
         return block
 
     def by_twos() -> Iterator[_BlockTask]:
         every = blocks()
-        while taken := list(islice(every, 2)):
-            _decode_blocks(taken, workers)
-            yield from taken
+        while pair := list(islice(every, 2)):
+            _decode_blocks(pair, workers)
+            yield from pair
 
     for block in by_twos() if workers.threads == 1 else workers.map(work, queued(), ahead=4):
         block.done.result()
@@ -336,8 +336,8 @@ def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | N
 
 def copy_clamped(values: torch.Tensor, out: torch.Tensor) -> None:
     """Copy flat values to a tensor of another dtype, clamped so that finite values stay finite."""
-    for own, made in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
-        if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(made.dtype).max:
+    for own, part in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
+        if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(part.dtype).max:
             limit = torch.finfo(out.dtype).max
-            made = made.clamp(-limit, limit)
-        own.copy_(made)
+            part = part.clamp(-limit, limit)
+        own.copy_(part)

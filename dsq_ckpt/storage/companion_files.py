@@ -49,7 +49,7 @@ def list_other_files(directory: Path, manifest: Manifest) -> list[Path]:
     ]
 
 
-def list_missing_files(directory: Path, manifest: Manifest, there: Container[str]) -> list[str]:
+def list_missing_files(directory: Path, manifest: Manifest, existing: Container[str]) -> list[str]:
     """Return the companion files of the manifest that are missing.
 
     Copies on an object store have no subdirectories, so companion files in these are not checked there. `dsq cp`
@@ -58,11 +58,11 @@ def list_missing_files(directory: Path, manifest: Manifest, there: Container[str
     Args:
         directory: the checkpoint.
         manifest: its manifest.
-        there: names in its directory.
+        existing: names in its directory.
     """
     return [
         name for name in manifest.beside
-        if (not is_remote(directory) and not (directory / name).exists() if "/" in name else name not in there)
+        if (not is_remote(directory) and not (directory / name).exists() if "/" in name else name not in existing)
     ]
 
 
@@ -78,12 +78,12 @@ def has_lost_manifest(directory: Path) -> bool:
     return MANIFEST not in names and any(map(is_dsq_file, names)) and any(map(LIBRARY_NAMES.fullmatch, names))
 
 
-def copy_other_files(source: Path, target: Path, but: Container[str]) -> Iterator[Path]:
+def copy_other_files(source: Path, target: Path, excluded: Container[str]) -> Iterator[Path]:
     """Copy the files of other programs below `source` that `target` does not have.
 
     Args:
         source, target: the directories.
-        but: relative paths, with slashes, that are not copied.
+        excluded: relative paths, with slashes, that are not copied.
 
     Yields:
         Each file or top-level directory of the target, before it is created.
@@ -93,7 +93,7 @@ def copy_other_files(source: Path, target: Path, but: Container[str]) -> Iterato
         first = path.parts[0]
         if first == MANIFEST or is_dsq_file(first) or is_hidden(first) or HARMLESS_NAMES.fullmatch(file.name):
             continue
-        if path.as_posix() in but or os.path.lexists(target / path):
+        if path.as_posix() in excluded or os.path.lexists(target / path):
             continue
         yield target / first
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -113,15 +113,15 @@ def remove_trees(paths: Iterable[Path]) -> None:
                 path.unlink()
 
 
-def flush_other_files(directory: Path, but: Container[str]) -> None:
-    """Flush to the device all directories and files below a directory, except files named in `but`.
+def flush_other_files(directory: Path, excluded: Container[str]) -> None:
+    """Flush to the device all directories and files below a directory, except files named in `excluded`.
 
     Raises:
         OSError: a file or directory cannot be flushed.
     """
     for place, _, names in os.walk(directory):
         for name in names:
-            if name not in but and not os.path.islink(file := os.path.join(place, name)):
+            if name not in excluded and not os.path.islink(file := os.path.join(place, name)):
                 with open(file, "rb") as stream:
                     flush(stream, True)
         sync_directory(Path(place))

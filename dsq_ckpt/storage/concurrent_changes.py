@@ -47,8 +47,8 @@ def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange |
         return None if Manifest.read(directory).save_id == save_id else "replaced"
     except CheckpointNotFound:
         # A dangling link is damage, not a removal.
-        there = not is_remote(directory) and os.path.lexists(directory / MANIFEST)
-        return None if there else "removed"
+        exists = not is_remote(directory) and os.path.lexists(directory / MANIFEST)
+        return None if exists else "removed"
     except DSQError:
         return None
 

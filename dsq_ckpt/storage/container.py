@@ -253,9 +253,9 @@ def pack_json(tree: dict[str, Any]) -> bytes:
         data = zstandard.ZstdCompressor(level=9).compress(text)
         return data, len(text) - _max_contents_size(len(data))
 
-    data, beyond = frame(tree)
-    if beyond > 0:  # pad contents whose compression ratio exceeds what readers accept
-        data, _ = frame({**tree, "padding": random.Random(0).randbytes(beyond // (_RATIO // 2) + 64).hex()})
+    data, separate = frame(tree)
+    if separate > 0:  # pad contents whose compression ratio exceeds what readers accept
+        data, _ = frame({**tree, "padding": random.Random(0).randbytes(separate // (_RATIO // 2) + 64).hex()})
     return data
 
 
@@ -264,7 +264,7 @@ def _max_contents_size(size: int) -> int:
     return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
 
 
-def unpack_json(data: bytes, where: str) -> Any:
+def unpack_json(data: bytes, location: str) -> Any:
     """Inverse of `pack_json`, within its limits of size.
 
     Raises:
@@ -272,10 +272,10 @@ def unpack_json(data: bytes, where: str) -> Any:
     """
     try:
         if not 0 <= zstandard.frame_content_size(data) <= _max_contents_size(len(data)):
-            raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
+            raise CorruptCheckpoint(f"{location}: contents claim an impossible size")
         return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
-        raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
+        raise CorruptCheckpoint(f"{location}: contents do not parse: {error}") from error
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:

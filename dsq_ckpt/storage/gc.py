@@ -176,11 +176,11 @@ def find_skipped(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
     entries += [SkippedDirectory(one, "it is too young: a copy or an export may be under way", True) for one in young]
     for entry in sorted(path.iterdir()):
         if _FORMER_NAME.fullmatch(entry.name) and not is_dsq_file(entry.name):
-            why = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"
-            entries.append(SkippedDirectory(entry, why, False))
+            reason = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"
+            entries.append(SkippedDirectory(entry, reason, False))
         if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not _has_name(path, replaced["name"]):
-            why = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
-            entries.append(SkippedDirectory(entry, why, False))
+            reason = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
+            entries.append(SkippedDirectory(entry, reason, False))
     return entries
 
 
@@ -195,10 +195,10 @@ def _find_skipped(directory: Path, min_age_seconds: float) -> SkippedDirectory |
             return None
         written = find_journaled_files(directory)
         others = [] if find_plain_backups(directory) else _list_foreign_names(names, written)
-        why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
-        if why is None:
+        cause = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
+        if cause is None:
             return None
-        return SkippedDirectory(directory, f"{why}: delete it by hand if nothing in it is needed", False)
+        return SkippedDirectory(directory, f"{cause}: delete it by hand if nothing in it is needed", False)
     try:
         Manifest.read(directory)
     except DSQError as error:
@@ -316,9 +316,9 @@ def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
         backup = f".{file.name}.{manifest.save_id}.old"
         if file.role == "attachment" and (directory / backup).exists():
             try:
-                whole = checksum_file(directory / file.name) == (file.size, file.checksum)
+                is_intact = checksum_file(directory / file.name) == (file.size, file.checksum)
             except OSError:
-                whole = False
-            if not whole:
+                is_intact = False
+            if not is_intact:
                 found.add(backup)
     return found | {name for name in os.listdir(directory) if found and _JOURNAL_NAME.fullmatch(name)}

@@ -16,12 +16,12 @@ _SPARSE, _PLACES = 16, 1 << 16
 _MAX_DEPTH = 1000
 
 
-def check_index(index: Any, where: str, own: Collection[str]) -> None:
+def check_index(index: Any, location: str, own: Collection[str]) -> None:
     """Raise CorruptCheckpoint for an index that is not as documented.
 
     Args:
         index: parsed index.
-        where: its file, for errors.
+        location: its file, for errors.
         own: names of the base files that its save wrote.
 
     Raises:
@@ -41,9 +41,9 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
                 raise _Invalid(f"'{fqn}' is tied to {first!r}, and is no tensor of the checkpoint")
         _check_paths(index)
     except _Invalid as error:
-        raise CorruptCheckpoint(f"{where} is not as documented: {error}") from None
+        raise CorruptCheckpoint(f"{location} is not as documented: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where} is not as documented: {error!r}") from error
+        raise CorruptCheckpoint(f"{location} is not as documented: {error!r}") from error
 
 
 def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
@@ -70,9 +70,9 @@ def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[in
     if len(cut) > _MAX_CUT_DIMS:
         return f"it is cut in {len(cut)} dimensions, expected {_MAX_CUT_DIMS} at most"
     corners: dict[tuple[int, ...], int] = defaultdict(int)
-    whole = [((0,) * dims, tuple(shape))] if boxes else []
-    for weight, some in ((1, boxes), (-1, whole)):
-        for low, high in some:
+    shape_boxes = [((0,) * dims, tuple(shape))] if boxes else []
+    for weight, weighted_boxes in ((1, boxes), (-1, shape_boxes)):
+        for low, high in weighted_boxes:
             for choice in itertools.product((0, 1), repeat=len(cut)):
                 place = tuple((high if up else low)[dim] for dim, up in zip(cut, choice, strict=True))
                 corners[place] += -weight if sum(choice) % 2 else weight
@@ -135,7 +135,7 @@ def _check_paths(index: Any) -> None:
                 above = tuple(path[:place])
                 longest[above] = max(longest.get(above, 0), part)
     # An entry without names, such as an empty list, may occupy a place.
-    most = _PLACES + _SPARSE * (len(paths) + len(empty))
-    if sum(longest.values()) > most:
+    max_places = _PLACES + _SPARSE * (len(paths) + len(empty))
+    if sum(longest.values()) > max_places:
         above, place = max(longest.items(), key=lambda pair: pair[1])
         raise _Invalid(f"place {place} of a list at {str(above)[:80]}, but there are only {len(names)} entries in all")

@@ -34,8 +34,8 @@ def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
         raise UnsupportedFormat(
             f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
         )
-    stated = head["checksum"] or b""
-    if not stated or insert_checksum(text.replace(stated, NO_CHECKSUM.encode(), 1)) != text:
+    stored_checksum = head["checksum"] or b""
+    if not stored_checksum or insert_checksum(text.replace(stored_checksum, NO_CHECKSUM.encode(), 1)) != text:
         raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
     try:
         tree = parse_strict_json(text)

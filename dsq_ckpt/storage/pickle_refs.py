@@ -171,13 +171,13 @@ def read_flat(
         CorruptCheckpoint: the checkpoint does not have all elements.
     """
     parts = deque[_ChunkPart]()
-    taken = AddressRanges()
+    ranges = AddressRanges()
 
     def loads() -> Iterator[ChunkLoad]:
         for fqn, start, out in pieces:
             for part in _iter_parts(checkpoint, fqn, start, out):
-                whole = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
-                into = whole if taken.add(*address_range(part.out)) else None
+                target = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
+                into = target if ranges.add(*address_range(part.out)) else None
                 kept = _code_cache.get()
                 keeps = kept is not None and _needs_codes(kept, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())

@@ -56,8 +56,8 @@ class ReadAheadFile:
             if known is not None:
                 _windows.move_to_end(key)
             else:
-                made: Future[bytes] = Future()
-                _windows[key] = made
+                future: Future[bytes] = Future()
+                _windows[key] = future
                 while len(_windows) * WINDOW > _MAX_CACHED_BYTES:
                     _windows.popitem(last=False)
         if known is not None:
@@ -67,9 +67,9 @@ class ReadAheadFile:
         except BaseException as error:
             with _lock:
                 _windows.pop(key, None)
-            made.set_exception(error)
+            future.set_exception(error)
             raise
-        made.set_result(data)
+        future.set_result(data)
         return data
 
 

@@ -66,8 +66,8 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
             raise
     if parent is not None and parent[0] != path:
         try:
-            there = Manifest.read(parent[0]).save_id
-            problem = None if there == parent[1] else f"was replaced by save {there}"
+            replaced_id = Manifest.read(parent[0]).save_id
+            problem = None if replaced_id == parent[1] else f"was replaced by save {replaced_id}"
         except DSQError as error:
             problem = f"cannot be read any more ({error})"
         if problem is not None:
@@ -102,34 +102,34 @@ def collect_needed_files(run: Path) -> dict[str, set[str]]:
     return found
 
 
-def select_needed_files(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> set[Path]:
-    """Return the files that complete checkpoints of a run need, except the checkpoints in `but`.
+def select_needed_files(run: Path, files: Iterable[Path], excluded: Container[tuple[Path, str]]) -> set[Path]:
+    """Return the files that complete checkpoints of a run need, except the checkpoints in `excluded`.
 
     Args:
         run: run directory.
         files: files to select from.
-        but: path and save id of each checkpoint to ignore; another save at the same path is not ignored.
+        excluded: path and save id of each checkpoint to ignore; another save at the same path is not ignored.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
     others = {
-        file.path_in(path) for path, manifest in iter_checkpoints(run) if (path, manifest.save_id) not in but
+        file.path_in(path) for path, manifest in iter_checkpoints(run) if (path, manifest.save_id) not in excluded
         for file in manifest.files
     }
     return others & set(files)
 
 
-def find_held_files(directory: Path, but: Container[Path] = ()) -> set[str]:
+def find_held_files(directory: Path, excluded: Container[Path] = ()) -> set[str]:
     """Return the names of files in a local checkpoint's directory that other manifests of the run refer to.
 
     There are such files only in a run copied from an object store by other programs. Unreadable manifests, and the
-    checkpoints in `but`, are ignored.
+    checkpoints in `excluded`, are ignored.
     """
     found: set[str] = set()
     storage, run = get_storage(directory), directory.absolute().parent
     for entry in storage.list_entries(run):
-        if entry.is_directory and entry.name != directory.name and run / entry.name not in but:
+        if entry.is_directory and entry.name != directory.name and run / entry.name not in excluded:
             with suppress(OSError, DSQError):
                 if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MAX_MANIFEST_BYTES):
                     files = Manifest.read(run / entry.name).files

@@ -73,18 +73,18 @@ class RemoteCopy:
         if not found:
             Manifest.read(self._origin)  # raises, with a description of the path
             raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
-        with self._create_target(goal) as made:
+        with self._create_target(goal) as created:
             for path in found:
                 if path == self._origin:
-                    self._copy_checkpoint(path, made)
+                    self._copy_checkpoint(path, created)
                 else:
-                    self._copy_run_checkpoint(path, made / path.name)
+                    self._copy_run_checkpoint(path, created / path.name)
             if not self._committed:
                 raise CheckpointNotFound(f"'{self._origin}': all that was there was removed while it was copied")
             if found != [self._origin]:
-                self._copy_other_files(self._origin, made, {path.name for path in found} | pointers.keys())
+                self._copy_other_files(self._origin, created, {path.name for path in found} | pointers.keys())
                 for name, data in pointers.items():
-                    self._copy_pointer(self._origin / name, made / name, data)
+                    self._copy_pointer(self._origin / name, created / name, data)
 
     @contextmanager
     def _create_target(self, goal: Path) -> Iterator[Path]:
@@ -123,7 +123,7 @@ class RemoteCopy:
             if not is_remote(target):
                 shutil.rmtree(target, ignore_errors=True)
             self.files, self.bytes, self.links = before
-            self.left_out = {path: why for path, why in self.left_out.items() if path.parent != source}
+            self.left_out = {path: reason for path, reason in self.left_out.items() if path.parent != source}
             self.removed = [path for path in self.removed if path.parent != source] + [source]
 
     def _copy_checkpoint(self, source: Path, target: Path) -> None:
@@ -185,7 +185,7 @@ class RemoteCopy:
 
     def _copy_file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
         """Copy a file, or link or refer to its copy; return its entry in the manifest of the copy."""
-        here = file.model_copy(update={"held_by": None})
+        own_file = file.model_copy(update={"held_by": None})
         known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
         if known is not None and known.parent != target and file.role == "own" and is_remote(target):
             known = None  # two checkpoints of one save, as by a copy, each have their own files
@@ -195,12 +195,12 @@ class RemoteCopy:
                 copy_between_storages(file.path_in(source), target / file.name, file, progress=self._progress)
                 self._written[file.name, file.checksum] = target / file.name
                 self.files, self.bytes = self.files + 1, self.bytes + file.size
-            return here
+            return own_file
         self.links += 1
         if is_remote(target):
             return file.model_copy(update={"held_by": known.parent.name, "role": "ancestor"})
         link_or_copy(known, target / file.name, True)
-        return here
+        return own_file
 
 
 def has_held_files(origin: Path) -> bool:

@@ -47,11 +47,11 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
         CheckpointNotFound: there are no objects below `path`.
     """
     path = expand_path(path)
-    here = get_storage(path).list_entries(path)
-    if not here:
+    top = get_storage(path).list_entries(path)
+    if not top:
         raise CheckpointNotFound(f"nothing is at '{path}'; name a run or a checkpoint")
-    below = [path / entry.name for entry in here if entry.is_directory]
-    listed = {path: here, **{one: get_storage(one).list_entries(one) for one in below}}  # before manifests are read
+    below = [path / entry.name for entry in top if entry.is_directory]
+    listed = {path: top, **{one: get_storage(one).list_entries(one) for one in below}}  # before manifests are read
     run = path if below else path.parent
     try:
         needed = _collect_needed_names(listed)

@@ -78,8 +78,8 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
         storage.flush(path)
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
-        but = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
-        kept = references.select_needed_files(path.parent, named, but)
+        excluded = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
+        kept = references.select_needed_files(path.parent, named, excluded)
     else:
         kept = {file for file in named if file.parent != path}
         kept |= {path / name for name in references.find_held_files(path, {one.path for one in after})} & set(named)

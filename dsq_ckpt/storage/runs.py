@@ -140,8 +140,8 @@ def _is_typo(word: str, other: str) -> bool:
         return False
     if len(short) == len(long) > 1 and max(len(word), len(other)) > 2 and short == long[1::-1] + long[2:]:
         return True
-    within = word[0] == other[0] and word[-1] == other[-1]
-    return within and max(len(word), len(other)) >= _LONG_WORD and long[1:] in (short, short[1:])
+    same_ends = word[0] == other[0] and word[-1] == other[-1]
+    return same_ends and max(len(word), len(other)) >= _LONG_WORD and long[1:] in (short, short[1:])
 
 
 def get_run(path: Path) -> Path:

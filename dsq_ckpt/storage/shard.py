@@ -71,7 +71,7 @@ class _BlockTask:
 
     chunk: ChunkRequest
     coder: Coder
-    where: slice
+    span: slice
     last: bool
 
     def run(self) -> tuple[_BlockTask, bytes | None, BlockData]:
@@ -79,9 +79,9 @@ class _BlockTask:
         source = self.chunk.source
         if not len(source.codes):
             return self, b"", BlockData(np.empty(0, np.uint32), b"")
-        data = source.block(self.where)
-        parent = None if source.parent is None else source.parent[self.where]
-        codes = source.codes[self.where]
+        data = source.block(self.span)
+        parent = None if source.parent is None else source.parent[self.span]
+        codes = source.codes[self.span]
         bits = source.refinement_bits
         data = data._replace(refinement=refinement_blocks.encode(data.refinement, codes, bits) if bits else b"")
         if parent is not None and _codes_equal(codes, parent):  # a frozen layer
@@ -89,14 +89,14 @@ class _BlockTask:
         return self, self.coder.encode(codes, parent), data
 
 
-def _batch_tasks(tasks: Iterable[_BlockTask], most: int) -> Iterator[list[_BlockTask]]:
-    """Yield batches of tasks, in order, each as soon as it has `most` elements."""
+def _batch_tasks(tasks: Iterable[_BlockTask], max_elements: int) -> Iterator[list[_BlockTask]]:
+    """Yield batches of tasks, in order, each as soon as it has `max_elements` elements."""
     batch: list[_BlockTask] = []
     elements = 0
     for task in tasks:
         batch.append(task)
-        elements += task.where.stop - task.where.start + _BLOCK_OVERHEAD
-        if elements >= most:
+        elements += task.span.stop - task.span.start + _BLOCK_OVERHEAD
+        if elements >= max_elements:
             yield batch
             batch, elements = [], 0
     if batch:
@@ -158,15 +158,15 @@ class ShardWriter:
             for chunk in chunks:
                 coder = self._get_coder(chunk.source.group, len(chunk.source.codes))
                 blocks = list(self._workers.blocks(len(chunk.source.codes))) or [slice(0, 0)]  # empty: only a record
-                for where in blocks:
-                    yield _BlockTask(chunk, coder, where, last=where is blocks[-1])
+                for span in blocks:
+                    yield _BlockTask(chunk, coder, span, last=span is blocks[-1])
 
         base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
         steps: StepLengths | None = None
-        most = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
-        encoded = self._workers.map(_run_all, _batch_tasks(tasks(), most))
+        max_elements = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
+        encoded = self._workers.map(_run_all, _batch_tasks(tasks(), max_elements))
         for task, codes, data in chain.from_iterable(encoded):
             run_pending_handlers()
             protected.append(data.protected)

@@ -59,7 +59,7 @@ class GroupFit:
     update_error: float | None = None
     limits: tuple[float, float] | None = None
     """Sensitivity below which elements are pruned, and from which they are protected."""
-    turn: PartitionTurn | None = None
+    partition_turn: PartitionTurn | None = None
     """Elements that are protected by their position."""
 
     @cached_property
@@ -108,14 +108,14 @@ class GroupSketch:
         window: key window of `joint`.
         unit: unit of the step of a lattice; 0: root mean square of the group.
         split: elements that are decided by sensitivity, and not in `joint`.
-        turn: elements of `joint` that are protected by their position; only if all others become zero.
+        partition_turn: elements of `joint` that are protected by their position; only if all others become zero.
     """
 
     joint: Counts
     window: KeyWindow
     unit: float = 0.0
     split: SensitivitySplit | None = None
-    turn: PartitionTurn | None = None
+    partition_turn: PartitionTurn | None = None
 
     def without_parent(self) -> GroupSketch:
         """Return the sketch of the same elements, without their previous codes."""
@@ -160,11 +160,11 @@ def _fit_with_or_without_parent(
 ) -> GroupFit:
     """Fit with the previous codes, or without them if they do not pay."""
     fitted = _fit(sketch, config, parent, refinement_bits)
-    if (turn := sketch.turn) is not None:
+    if (turn := sketch.partition_turn) is not None:
         counts = fitted.counts.copy()
         counts[-1, 0] -= turn.elements
         counts[-1, fitted.codebook.protected] += turn.elements
-        return replace(fitted, counts=counts, bits=entropy_bits(counts), turn=turn)
+        return replace(fitted, counts=counts, bits=entropy_bits(counts), partition_turn=turn)
     unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
     if sketch.joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
@@ -190,9 +190,9 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     _check_proposal(config, proposal, window)
     levels, step, log = proposal.levels, proposal.step, config.logarithmic
     points = window.bit_values() if log else values
-    nowhere = np.zeros(window.size, bool)
-    forced = histogram.beyond | (nowhere if proposal.forced is None else proposal.forced)
-    pruned = nowhere if proposal.pruned is None else proposal.pruned
+    no_bins = np.zeros(window.size, bool)
+    forced = histogram.beyond | (no_bins if proposal.forced is None else proposal.forced)
+    pruned = no_bins if proposal.pruned is None else proposal.pruned
     positions, codes = _sort_levels(levels, log)
     if proposal.codes is not None:
         base = proposal.codes.copy()
@@ -222,18 +222,18 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
     error = _base_error(occupied, table, window, real_levels, protected, split, ~forced)
-    most = refinement_bits
+    max_bits = refinement_bits
     refinement_bits, widened, update_error = config.refinement(
-        most, _refined_error(occupied, table, values, error, low, high)
+        max_bits, _refined_error(occupied, table, values, error, low, high)
     )
-    if not 0 <= refinement_bits <= most:
-        raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {most} at most")
+    if not 0 <= refinement_bits <= max_bits:
+        raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {max_bits} at most")
     if not 1 <= widened < 256:
         raise ConfigError(f"codebook '{config.fit}' widens cells {widened} times, expected a factor from 1 on")
     low, high = _widen(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, which is not refined
         centre_zero(low, high, 2.0**refinement_bits)
-    wanted = _next_window(held, window, real_levels, log, most if update_error is not None else 0)
+    wanted = _next_window(held, window, real_levels, log, max_bits if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
     return GroupFit(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,

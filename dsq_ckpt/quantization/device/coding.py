@@ -62,16 +62,16 @@ class DeviceTables:
 
         None if there may be so many that it is better to wait for their number.
         """
-        most = min(n, self._protected)
-        return most if most <= _SPARE else None
+        max_count = min(n, self._protected)
+        return max_count if max_count <= _SPARE else None
 
     def change_capacity(self, n: int) -> int:
         """Return the capacity for changed codes of n elements; 0 if copying changed codes alone does not pay.
 
         The capacity is twice the average of the group. If a chunk has more, all its codes are copied.
         """
-        most = n * self.width // _CHANGED
-        return min(most, int(2 * self._changing * n) + 1) if self._changing * n < most else 0
+        max_bytes = n * self.width // _CHANGED
+        return min(max_bytes, int(2 * self._changing * n) + 1) if self._changing * n < max_bytes else 0
 
     def quantize(
         self, backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, exponent: float, bits: int
@@ -188,20 +188,20 @@ class DeviceChunk:
                 else:
                     kernels.unpack(arrived.packed, self._width, self.codes)
                 count = len(arrived.protected)
-                where = np.flatnonzero(self.codes == self._protected) if count else np.empty(0, np.int64)
-                if len(where) != count:
-                    raise SaveFailed(f"'{self.key.fqn}': {len(where)} codes are protected, {count} values arrived")
-                self._arrival, self._positions = arrived._replace(changed=None, packed=self.codes[:0]), where
+                positions = np.flatnonzero(self.codes == self._protected) if count else np.empty(0, np.int64)
+                if len(positions) != count:
+                    raise SaveFailed(f"'{self.key.fqn}': {len(positions)} codes are protected, {count} values arrived")
+                self._arrival, self._positions = arrived._replace(changed=None, packed=self.codes[:0]), positions
             assert isinstance(self._arrival, _HostResults)
             return self._arrival, self._positions
 
-    def block(self, where: slice) -> BlockData:
-        """Wait for the results and return the other data of a block; `where` starts at a multiple of 8 elements."""
+    def block(self, span: slice) -> BlockData:
+        """Wait for the results and return the other data of a block; `span` starts at a multiple of 8 elements."""
         arrived, positions = self._arrived()
-        first, last = np.searchsorted(positions, [where.start, where.stop])
+        first, last = np.searchsorted(positions, [span.start, span.stop])
         bits = self.refinement_bits
-        packed = arrived.refinement[where.start * bits // 8 : (where.stop * bits + 7) // 8]
-        return BlockData(arrived.protected[first:last], packed.data, None if where.start else arrived.steps)
+        packed = arrived.refinement[span.start * bits // 8 : (span.stop * bits + 7) // 8]
+        return BlockData(arrived.protected[first:last], packed.data, None if span.start else arrived.steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Return self, which no longer depends on the tensor."""

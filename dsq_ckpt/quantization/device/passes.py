@@ -26,17 +26,17 @@ def parent_on_device(chunk: Chunk) -> torch.Tensor:
 def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
     """Yield the counts of every chunk in the full window, unscaled, int64[FULL.size] each, in order."""
     for start in range(0, len(chunks), _TOGETHER):
-        some = chunks[start : start + _TOGETHER]
+        batch = chunks[start : start + _TOGETHER]
         rows = {
-            device: torch.zeros((len(some), FULL.size), dtype=torch.int64, device=device)
-            for device in {chunk.tensor.device for chunk in some}
+            device: torch.zeros((len(batch), FULL.size), dtype=torch.int64, device=device)
+            for device in {chunk.tensor.device for chunk in batch}
         }
         backends = {device: backend_for(device) for device in rows}
-        for place, chunk in enumerate(some):
+        for place, chunk in enumerate(batch):
             device = chunk.tensor.device
             backends[device].sketch(chunk.coded_flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
         found = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
-        yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(some))
+        yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(batch))
 
 
 def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:
@@ -47,14 +47,14 @@ def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> Non
     """
     found = np.zeros_like(counts)
     for device in {chunk.tensor.device for chunk in chunks}:
-        backend, mine = backend_for(device), torch.zeros(counts.shape, dtype=torch.int64, device=device)
+        backend, partial = backend_for(device), torch.zeros(counts.shape, dtype=torch.int64, device=device)
         for chunk in chunks:
             if chunk.tensor.device == device:
                 parent = None if chunk.parent is None else parent_on_device(chunk)
                 backend.joint_sketch(
                     chunk.coded_flat(), parent, counts.shape[0] - 1, window.lo, window.hi,
-                    1.0 / scale_of(chunk.exponent), mine,
+                    1.0 / scale_of(chunk.exponent), partial,
                 )
         backend.check()
-        found += mine.cpu().numpy()
+        found += partial.cpu().numpy()
     counts += found

@@ -101,10 +101,10 @@ class Transfer:
             self._slots = [self._buffer() for _ in range(2)]
         under_way: list[tuple[Callable[[], None], torch.Tensor, slice]] = []
         for number, start in enumerate(range(0, raw.numel(), SLOT)):
-            where = slice(start, min(start + SLOT, raw.numel()))
-            slot = self._slots[number % 2][: where.stop - where.start]
-            slot.copy_(raw[where], non_blocking=True)
-            under_way.append((self._arrival(), slot, where))
+            span = slice(start, min(start + SLOT, raw.numel()))
+            slot = self._slots[number % 2][: span.stop - span.start]
+            slot.copy_(raw[span], non_blocking=True)
+            under_way.append((self._arrival(), slot, span))
             if len(under_way) == 2:  # one buffer is filled while the other is emptied
                 _empty(*under_way.pop(0), target)
         for one in under_way:
@@ -134,9 +134,9 @@ class Transfer:
         return self._stream.record_event().synchronize if self._stream is not None else lambda: None
 
 
-def _empty(arrived: Callable[[], None], slot: torch.Tensor, where: slice, target: U8) -> None:
+def _empty(arrived: Callable[[], None], slot: torch.Tensor, span: slice, target: U8) -> None:
     arrived()
-    target[where] = slot.numpy()
+    target[span] = slot.numpy()
 
 
 _transfers: dict[torch.device, Transfer] = {}
