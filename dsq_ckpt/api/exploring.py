@@ -106,7 +106,7 @@ def explore(
         )
     for path in targets.values():
         refuse_target(path, overwrite)  # before the first search, which may take long
-    found: list[Tradeoff] = []
+    tradeoffs: list[Tradeoff] = []
     for bound, path in targets.items():
         began = time.monotonic()
         description = compress(
@@ -115,31 +115,31 @@ def explore(
         )
         quality = description["quality"]
         exact = "weights" not in description["by_kind"]
-        lost, checked = quality.get("degradation"), quality.get("check_degradation")
-        found = _mark_front([*found, Tradeoff(
-            bound, 0.0 if exact else lost, 0.0 if exact and check else checked, exact, description["bytes_logical"],
+        loss, checked = quality.get("degradation"), quality.get("check_degradation")
+        tradeoffs = _mark_front([*tradeoffs, Tradeoff(
+            bound, 0.0 if exact else loss, 0.0 if exact and check else checked, exact, description["bytes_logical"],
             description["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
         )])
         if progress is not None:
-            progress(found[-1])
+            progress(tradeoffs[-1])
         if quality["chosen"] is None:
             break
-    return found
+    return tradeoffs
 
 
-def _mark_front(found: Sequence[Tradeoff]) -> list[Tradeoff]:
+def _mark_front(tradeoffs: Sequence[Tradeoff]) -> list[Tradeoff]:
     """Set `on_front` of all checkpoints."""
-    def is_dominated(one: Tradeoff, place: int) -> bool:
+    def is_dominated(one: Tradeoff, index: int) -> bool:
         return any(
-            (other.bytes_kept, _worst_degradation(other), at) < (one.bytes_kept, _worst_degradation(one), place)
+            (other.bytes_kept, _worst_degradation(other), at) < (one.bytes_kept, _worst_degradation(one), index)
             and other.bytes_kept <= one.bytes_kept and _worst_degradation(other) <= _worst_degradation(one)
-            for at, other in enumerate(found) if at != place
+            for at, other in enumerate(tradeoffs) if at != index
         )
 
-    return [one._replace(on_front=not is_dominated(one, place)) for place, one in enumerate(found)]
+    return [one._replace(on_front=not is_dominated(one, number)) for number, one in enumerate(tradeoffs)]
 
 
 def _worst_degradation(one: Tradeoff) -> float:
     """Return the larger of the degradations measured by `evaluate` and by `check`; infinity if neither is known."""
-    known = [value for value in (one.degradation, one.check_degradation) if value is not None]
-    return max(known) if known else math.inf
+    values = [value for value in (one.degradation, one.check_degradation) if value is not None]
+    return max(values) if values else math.inf

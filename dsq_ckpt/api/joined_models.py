@@ -19,11 +19,11 @@ def join_models(models: Models) -> nn.Module:
     """
     if len(models) == 1:
         return models[0][1]
-    known = _joined_models.setdefault(models[0][1], [])
-    known[:] = [one for one in known if one.is_alive()]
-    joined = next((one for one in known if one.consists_of(models)), None)
+    joins = _joined_models.setdefault(models[0][1], [])
+    joins[:] = [one for one in joins if one.is_alive()]
+    joined = next((one for one in joins if one.consists_of(models)), None)
     if joined is None:
-        known.append(joined := _JoinedModels(models))
+        joins.append(joined := _JoinedModels(models))
     return joined
 
 

@@ -52,7 +52,7 @@ def select_custom_loaded(module: nn.Module, names: Iterable[str]) -> set[str]:
     selected = set()
     for name in names if custom else ():
         plain = strip_wrappers(name)
-        if any(plain[:end] in custom for end in (0, *(place for place, letter in enumerate(plain) if letter == "."))):
+        if any(plain[:end] in custom for end in (0, *(index for index, letter in enumerate(plain) if letter == "."))):
             selected.add(name)
     return selected
 
@@ -184,8 +184,8 @@ class ModulePlaceholders:
         if isinstance(saved, list):
             entries = own if isinstance(own, list) else []
             return [
-                self._nested_placeholders(entries[place] if place < len(entries) else _ABSENT, value, (*path, place))
-                for place, value in enumerate(saved)
+                self._nested_placeholders(entries[index] if index < len(entries) else _ABSENT, value, (*path, index))
+                for index, value in enumerate(saved)
             ]
         if saved not in self._tensors:
             if own is not _ABSENT and list(flatten_state_dict({"": own})[1].values()) == [("",)]:

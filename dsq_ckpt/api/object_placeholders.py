@@ -219,9 +219,9 @@ class ObjectPlaceholders:
         """Return the key of a dict with the same text as `key`; if there is none, add `key` with the value None."""
         if id(node) not in self._keys_by_text:
             self._keys_by_text[id(node)] = {str(own): own for own in node}
-        found = self._keys_by_text[id(node)].setdefault(str(key), key)
-        node.setdefault(found, None)
-        return found
+        first_key = self._keys_by_text[id(node)].setdefault(str(key), key)
+        node.setdefault(first_key, None)
+        return first_key
 
 
 @contextmanager

@@ -366,6 +366,6 @@ def _format_tensor(tensor: torch.Tensor) -> str:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    known = sorted(map(str, names))
-    shown = ", ".join(f"'{name}'" for name in known[:3])
-    return (shown + (f" and {len(known) - 3} more" if len(known) > 3 else "")) or "none"
+    texts = sorted(map(str, names))
+    shown = ", ".join(f"'{name}'" for name in texts[:3])
+    return (shown + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")) or "none"

@@ -59,9 +59,9 @@ def fit_placeholders(
     same = empty is None or {path for path, _ in empty_dicts(state)} == set(empty)
     for name, path in saved.items():
         depth = find_class_key(path, nesting)
-        place = path[:depth]
-        value = current.get(place)
-        unmatched.discard(place)
+        tensor_path = path[:depth]
+        value = current.get(tensor_path)
+        unmatched.discard(tensor_path)
         if depth is not None:
             if not isinstance(value, torch.Tensor):
                 refuse_subclass_part(name, path, nesting)
@@ -71,10 +71,10 @@ def fit_placeholders(
                 value = _make_placeholder(tensors[name], path, parameter, isinstance(value, torch.Tensor))
                 if value is None:
                     placeholders.unshardable_keys.append(str(path[3]))
-        elif place not in current:
+        elif tensor_path not in current:
             same = False
             placeholders.new_paths.append(path)
-        set_entry(placeholders.state, nesting.steps(place), value)
+        set_entry(placeholders.state, nesting.steps(tensor_path), value)
     for path in empty or ():
         set_entry(placeholders.state, nesting.steps(path), {}, keep=True)
     return OptimizerPlaceholders(state, [], []) if same and not unmatched else placeholders

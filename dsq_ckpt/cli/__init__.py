@@ -123,13 +123,13 @@ def report(
 
     with output.meter("reading the run", hidden=as_json):
         history = History.read(run)
-        place = "" if target.absolute().parent.is_dir() else ", in a new directory"
+        hint = "" if target.absolute().parent.is_dir() else ", in a new directory"
         count = page.write(history, target)
     if as_json:
         output.print_json({"path": str(target), "bytes": count, "checkpoints": len(history.entries)})
         return
     output.console().print(
-        f"{target}: {len(history.entries)} checkpoint(s), {output.size(count)}{place}; open it in a browser",
+        f"{target}: {len(history.entries)} checkpoint(s), {output.size(count)}{hint}; open it in a browser",
         soft_wrap=True,
     )
 

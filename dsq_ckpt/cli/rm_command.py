@@ -47,10 +47,10 @@ def _print_results(results: Sequence[removal.RemovalResult], runs: Sequence[Path
     """Print a line for each checkpoint, and a line for each run that loses its last refinement layer."""
     verb = "would remove" if dry_run else "removed"
     for result in results:
-        kept = f"; {len(result.kept)} file(s) stay, which others need" if result.kept else ""
+        suffix = f"; {len(result.kept)} file(s) stay, which others need" if result.kept else ""
         linked = f"; the bytes of {len(result.linked)} file(s) stay, by links elsewhere" if result.linked else ""
         output.console().print(
-            f"{verb} {result.path}: {len(result.files)} file(s), {output.size(result.bytes)}{linked}{kept}",
+            f"{verb} {result.path}: {len(result.files)} file(s), {output.size(result.bytes)}{linked}{suffix}",
             soft_wrap=True,
         )
     for directory in runs:

@@ -196,12 +196,12 @@ def _read_manifest(report: CheckpointReport) -> None:
 
 
 def _check_files(reports: list[tuple[CheckpointReport, Manifest]], quiet: bool) -> None:
-    known: dict[object, tuple[int, str]] = {}
+    checked: dict[object, tuple[int, str]] = {}
     total = sum({file.name: file.size for _, manifest in reports for file in manifest.files}.values())
     with output.meter("checksums", total, hidden=quiet) as meter:
         for report, manifest in reports:
             for file in manifest.files:
-                problem = _check_file(file.path_in(report.path), file, known, meter)
+                problem = _check_file(file.path_in(report.path), file, checked, meter)
                 if problem is not None and not _is_dropped_refinement(report.path, file):
                     report.problems.append(Problem(file.name, problem))
             entries = get_storage(report.path).list_entries(report.path) if manifest.beside else ()
@@ -213,20 +213,20 @@ def _check_files(reports: list[tuple[CheckpointReport, Manifest]], quiet: bool) 
 
 
 def _check_file(
-    path: Path, file: ManifestFile, known: dict[object, tuple[int, str]], meter: output.Meter
+    path: Path, file: ManifestFile, checked: dict[object, tuple[int, str]], meter: output.Meter
 ) -> str | None:
-    """Return the problem of a file, or None. `known` caches sizes and checksums by inode or URL."""
+    """Return the problem of a file, or None. `checked` caches sizes and checksums by inode or URL."""
     try:
         inode: object = path
         if not is_remote(path):
             status = os.stat(path)
             inode = (status.st_dev, status.st_ino)
-        if inode not in known:
-            known[inode] = checksum_file(path)
+        if inode not in checked:
+            checked[inode] = checksum_file(path)
             meter.advance(file.size)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    size, checksum = known[inode]
+    size, checksum = checked[inode]
     if size != file.size:
         return f"has {size} bytes, expected {file.size}"
     if checksum != file.checksum:
@@ -254,9 +254,9 @@ def _recheck_checkpoints(reports: list[CheckpointReport]) -> None:
                 report.mark_as_gone(change)
     for report in reports:
         if report.manifest is not None and not report.problems and report.change is None:
-            lost = find_missing_files(report.path, report.manifest, of_others=True)
-            if lost and detect_change(report.path, report.save_id) is None:
-                report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in lost]
+            missing = find_missing_files(report.path, report.manifest, of_others=True)
+            if missing and detect_change(report.path, report.save_id) is None:
+                report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in missing]
 
 
 def _stays_without_manifest(path: Path, deadline: float) -> bool:

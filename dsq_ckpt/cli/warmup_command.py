@@ -19,10 +19,10 @@ def run(as_json: bool) -> None:
         raise output.fail(f"{len(failed)} kernel(s) could not be compiled: {failed[0]!r}")
     took, directories = time.monotonic() - began, jit.cache_directories()
     compiled = jit.count_compilations()
-    kept = sum(file.stat().st_size for directory in directories for file in Path(directory).glob("*.nb[ci]"))
+    size = sum(file.stat().st_size for directory in directories for file in Path(directory).glob("*.nb[ci]"))
     if as_json:
         output.print_json({
-            "compiled": compiled, "seconds": round(took, 3), "bytes": kept,
+            "compiled": compiled, "seconds": round(took, 3), "bytes": size,
             "directories": [str(directory) for directory in directories],
         })
         return

@@ -55,9 +55,9 @@ class RunWatcher:
         seen: dict[Path, tuple[float | None, RunCheckpoint]] = {}
         self.damaged = {}
         for path, entry in self._directories():
-            known = self._seen.get(path)
-            if known is not None and known[0] == entry.modified and path not in newest:
-                seen[path] = known
+            earlier = self._seen.get(path)
+            if earlier is not None and earlier[0] == entry.modified and path not in newest:
+                seen[path] = earlier
                 continue
             try:
                 manifest = Manifest.read(path)
@@ -173,11 +173,11 @@ def _render(watcher: RunWatcher, problem: str | None) -> Any:
     shown = watcher.entries[-max(screen.height - _RESERVED_LINES, 1) :]
     for entry in shown:
         part, manifest = entry.classes["everything"], entry.manifest
-        lost = (manifest.quality or {}).get("degradation")
+        degradation = (manifest.quality or {}).get("degradation")
         rows.add_row(
             entry.path.name, entry.created[5:16], f"delta {manifest.depth}" if manifest.depth else "keyframe",
             output.size(part.written), output.ratio(part.logical, part.written), output.seconds(manifest.seconds),
-            manifest.refinement, "-" if lost is None else output.percent(lost),
+            manifest.refinement, "-" if degradation is None else output.percent(degradation),
         )
     damaged = [f"damaged: {path.name}: {text}" for path, text in watcher.damaged.items()]
     more = [f"{len(damaged) - 3} more damaged"] if len(damaged) > 3 else []

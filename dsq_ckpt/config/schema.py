@@ -147,15 +147,15 @@ class QuantizeConfig(StrictModel):
 
     @model_validator(mode="after")
     def _groups_exist(self) -> QuantizeConfig:
-        known = {*LAYERS, *(rule.group for rule in self.rules if rule.group is not None)}
-        unknown = sorted(set(self.groups) - known)
+        groups = {*LAYERS, *(rule.group for rule in self.rules if rule.group is not None)}
+        unknown = sorted(set(self.groups) - groups)
         if unknown:
-            raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(known))}")
-        for place, rule in enumerate(self.rules):
+            raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(groups))}")
+        for index, rule in enumerate(self.rules):
             # What has settings of its own is no slip.
             own = rule.group is None or rule.group in self.groups
             if not own and (hint := group_hint(str(rule.group), LAYERS)) is not None:
-                raise ValueError(f"rules.{place}: {hint}")
+                raise ValueError(f"rules.{index}: {hint}")
         return self
 
 
@@ -280,8 +280,8 @@ class StorageConfig(StrictModel):
         """Return the number of worker threads of this rank."""
         if self.threads:
             return self.threads
-        found = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-        local_ranks = max(1, next((int(ranks) for ranks in found if ranks.isdecimal()), 1))
+        values = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+        local_ranks = max(1, next((int(ranks) for ranks in values if ranks.isdecimal()), 1))
         return max(1, min(8, (os.cpu_count() or 1) // local_ranks))
 
 

@@ -268,10 +268,10 @@ class OpenedCheckpoint:
         """Restrict it to entries below a key, and set `_stored` to their names in the checkpoint."""
         below = None if self.paths is None else self.paths.below((part,))
         if below is None or self.paths is None:
-            known = sorted({str(path[0]) for path in self.paths.values()}) if self.paths is not None else []
+            parts = sorted({str(path[0]) for path in self.paths.values()}) if self.paths is not None else []
             raise ExportError(
                 f"'{self.checkpoint.directory}' has nothing below '{part}'; at its top level are "
-                + (", ".join(map(repr, known)) or "keys that its planner did not tell")
+                + (", ".join(map(repr, parts)) or "keys that its planner did not tell")
             )
         self._stored = {".".join(map(str, path)): name for name, path in below.items()}
         self.paths = Nesting({name: below[stored] for name, stored in self._stored.items()}, below.typed, below.empty)

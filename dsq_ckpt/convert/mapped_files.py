@@ -104,9 +104,9 @@ def open_safetensors(shards: list[tuple[Path, list[str] | None]]) -> State:
         if not path.is_file():
             raise CheckpointNotFound(f"'{path}' is missing, which the index beside it names")
         with _translate_errors(path), safe_open(path, framework="pt") as file:
-            held = list(file.keys())
-            for fqn in held if names is None else names:
-                if fqn not in held:
+            keys = list(file.keys())
+            for fqn in keys if names is None else names:
+                if fqn not in keys:
                     raise CorruptCheckpoint(f"'{path}' lacks '{fqn}', which the index says it has")
                 if fqn in state:
                     raise CorruptCheckpoint(

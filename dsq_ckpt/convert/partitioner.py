@@ -42,13 +42,13 @@ def partition_source(source: Source, ranks: int) -> list[list[ChunkKey]]:
     loads = [(0, rank) for rank in range(ranks)]
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     # Greedy: the largest block first, to the rank with the fewest bytes.
-    for place in sorted(range(len(blocks)), key=lambda place: -blocks[place].bytes):
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].bytes):
         load, rank = heapq.heappop(loads)
-        assigned[rank].append(place)
-        heapq.heappush(loads, (load + blocks[place].bytes, rank))
+        assigned[rank].append(index)
+        heapq.heappush(loads, (load + blocks[index].bytes, rank))
     return [
-        [ChunkKey(name, blocks[place].offsets, blocks[place].shape) for place in sorted(places)
-         for name in blocks[place].names]
+        [ChunkKey(name, blocks[index].offsets, blocks[index].shape) for index in sorted(places)
+         for name in blocks[index].names]
         for places in assigned
     ]
 

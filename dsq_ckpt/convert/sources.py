@@ -254,8 +254,8 @@ class _DCPSource:
                     (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks
                 )) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
             })
-            known = paths if isinstance(paths, dict) else {}
-            self.nesting = Nesting({name: known.get(name, (name,)) for name in entries}, empty=())
+            paths_by_name = paths if isinstance(paths, dict) else {}
+            self.nesting = Nesting({name: paths_by_name.get(name, (name,)) for name in entries}, empty=())
 
     def read(self, keys: Iterable[ChunkKey]) -> Values:
         values = {key: torch.empty(key.shape, dtype=self.tensors[key.fqn].dtype, device="cpu") for key in keys}
@@ -280,9 +280,9 @@ class _DCPSource:
         with self._translate_errors(".metadata"):
             for item in items:
                 by_file.setdefault(self._parts[item.storage_index].relative_path, []).append(item)
-        for name, held in by_file.items():  # one at a time, so that an error names the file
+        for name, refs in by_file.items():  # one at a time, so that an error names the file
             with self._translate_errors(name):
-                self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(held)), planner).wait()
+                self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(refs)), planner).wait()
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
@@ -363,5 +363,5 @@ def _open_directory(path: Path) -> Source:
     if other := describe_other_format(path):
         raise CheckpointNotFound(f"'{path}' {other}")
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
-    found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
-    raise CheckpointNotFound(f"'{path}' is not {SUPPORTED_SOURCES}{found}")
+    hint = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
+    raise CheckpointNotFound(f"'{path}' is not {SUPPORTED_SOURCES}{hint}")

@@ -39,10 +39,10 @@ def checksum(tensor: torch.Tensor) -> Hashable:
         return tensor._version
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if tensor.device.type == "cpu":
-        found = xxhash.xxh3_64_intdigest(alias_of(values).view(torch.uint8).numpy().data)
+        digest = xxhash.xxh3_64_intdigest(alias_of(values).view(torch.uint8).numpy().data)
     else:
-        found = _weighted_sum(torch.view_as_real(values).view(-1) if values.is_complex() else values)
-    return tensor.dtype, tensor.shape, found
+        digest = _weighted_sum(torch.view_as_real(values).view(-1) if values.is_complex() else values)
+    return tensor.dtype, tensor.shape, digest
 
 
 def _weighted_sum(values: torch.Tensor) -> int:

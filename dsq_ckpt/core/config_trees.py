@@ -92,10 +92,10 @@ def merge_trees(defaults: Tree, tree: Tree) -> Tree:
     """Merge `tree` over `defaults`; a codebook of another family inherits no keys of the default one."""
     result = dict(defaults)
     for key, value in tree.items():
-        known = defaults.get(key)
-        if isinstance(value, dict) and isinstance(known, dict):
-            same = codebook_family(value.get("fit", known.get("fit"))) == codebook_family(known.get("fit"))
-            result[key] = merge_trees(known, value) if key != "codebook" or same else value
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            same = codebook_family(value.get("fit", default.get("fit"))) == codebook_family(default.get("fit"))
+            result[key] = merge_trees(default, value) if key != "codebook" or same else value
         else:
             result[key] = value
     return result
@@ -105,13 +105,13 @@ def diff_trees(tree: Tree, defaults: Tree) -> Tree:
     """Return the entries of `tree` that differ from `defaults`; `merge_trees(defaults, ...)` with them is `tree`."""
     changed: Tree = {}
     for key, value in tree.items():
-        known = defaults.get(key)
-        if key in defaults and value == known:
+        default = defaults.get(key)
+        if key in defaults and value == default:
             continue
         changed[key] = value
-        if isinstance(value, dict) and isinstance(known, dict):
-            same = codebook_family(value.get("fit")) == codebook_family(known.get("fit"))
-            changed[key] = diff_trees(value, known) if key != "codebook" or same else value
+        if isinstance(value, dict) and isinstance(default, dict):
+            same = codebook_family(value.get("fit")) == codebook_family(default.get("fit"))
+            changed[key] = diff_trees(value, default) if key != "codebook" or same else value
     return changed
 
 

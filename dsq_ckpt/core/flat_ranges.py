@@ -41,14 +41,14 @@ def split_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
         yield from _split_range(tuple(shape), (), start, start, length)
 
 
-def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
-    """Yield the boxes of a range that starts at index `place` of the sub-tensor at `outer`, `start` of the tensor."""
+def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], offset: int, start: int, length: int) -> Iterator[Box]:
+    """Yield the boxes of a range that starts at index `first` of the sub-tensor at `outer`, `start` of the tensor."""
     before = (1,) * len(outer)
     if not shape:
         yield Box(outer, before, start)
         return
     row = math.prod(shape[1:])
-    first, skipped = divmod(place, row)
+    first, skipped = divmod(offset, row)
     if skipped or length < row:
         head = min(length, row - skipped)
         yield from _split_range(shape[1:], (*outer, first), skipped, start, head)
@@ -63,10 +63,10 @@ def _split_range(shape: tuple[int, ...], outer: tuple[int, ...], place: int, sta
 
 def flat_index(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Return the index of the element at `offsets` in the flattened tensor."""
-    place = 0
+    index = 0
     for size, offset in zip(shape, offsets, strict=True):
-        place = place * size + offset
-    return place
+        index = index * size + offset
+    return index
 
 
 def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:

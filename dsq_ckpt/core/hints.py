@@ -57,7 +57,7 @@ class _Key(NamedTuple):
     def to_dotted(self, other: Sequence[str]) -> str:
         """Return the dotted path, with the names in `other` at places that the user chooses."""
         shared = self.count_common_parts(other)
-        return ".".join(other[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
+        return ".".join(other[index] if own == _ANY and index < shared else own for index, own in enumerate(self.path))
 
 
 _EXPECTED_TEXTS = {
@@ -89,7 +89,7 @@ def explain_errors(
         renamed: current dotted key by former dotted key.
     """
     problems: dict[str, list[str]] = {}
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for issue in error.errors():
         key = ".".join(str(part) for part in issue["loc"] if part not in (*codebooks, *_UNION_LABELS))
         if issue["type"] == "extra_forbidden":
@@ -99,8 +99,8 @@ def explain_errors(
         else:
             text, hint = _describe_issue(issue)
             problems.setdefault(key, []).append(text)
-            found[key] = f" (found {_shorten(issue.get('input'))}){hint}"
-    lines = [f"  {key or '(root)'}: {', or '.join(texts)}{found.get(key, '')}" for key, texts in problems.items()]
+            messages[key] = f" (found {_shorten(issue.get('input'))}){hint}"
+    lines = [f"  {key or '(root)'}: {', or '.join(texts)}{messages.get(key, '')}" for key, texts in problems.items()]
     return f"{location}: {len(lines)} problem(s)\n" + "\n".join(lines)
 
 
@@ -151,10 +151,10 @@ def key_hint(
         The end of a message, which begins with a semicolon; empty without a similar key.
     """
     parent, leaf = tuple(path[:-1]), path[-1]
-    known = list(_iter_keys(root, (), dict.fromkeys(codebooks.values())))
-    same = [place for place in known if place.path[-1] == leaf]
+    keys = list(_iter_keys(root, (), dict.fromkeys(codebooks.values())))
+    same = [key for key in keys if key.path[-1] == leaf]
     if same:
-        best = max(same, key=lambda place: place.count_common_parts(path))
+        best = max(same, key=lambda key: key.count_common_parts(path))
         if len(best.path) == len(path) and best.count_common_parts(path) == len(path):
             if not best.fits:  # a valid key that was written with dots
                 nested = "..."
@@ -165,14 +165,14 @@ def key_hint(
         if len(best.path) == 1:
             return f"; '{leaf}' belongs at the top level"
         return f"; it belongs elsewhere: '{best.to_dotted(path)}'"
-    candidates = [place.path[-1] for place in known if len(place.path) == len(path)
-            and place.count_common_parts(parent) == len(parent)
-            and (fit is None or not place.fits or fit in place.fits)]
+    candidates = [key.path[-1] for key in keys if len(key.path) == len(path)
+            and key.count_common_parts(parent) == len(parent)
+            and (fit is None or not key.fits or fit in key.fits)]
     if close := get_close_matches(leaf, sorted(set(candidates)), 1):
         return f"; did you mean '{close[0]}'?"
-    if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _KEY_CUTOFF):
-        same = [place for place in known if place.path[-1] == close[0]]
-        best = max(same, key=lambda place: place.count_common_parts(path))
+    if close := get_close_matches(leaf, sorted({key.path[-1] for key in keys}), 1, _KEY_CUTOFF):
+        same = [key for key in keys if key.path[-1] == close[0]]
+        best = max(same, key=lambda key: key.count_common_parts(path))
         return f"; did you mean '{best.to_dotted(path)}'?"
     return ""
 
@@ -183,21 +183,21 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
     Returns:
         The end of a message, which begins with a semicolon; it lists some names if none is similar.
     """
-    known = sorted(names)
-    if not known:
+    options = sorted(names)
+    if not options:
         return "; there are no tensors"
     literal = max(re.split(r"[*?\[\]]+", pattern), key=len).strip(".")
     width = literal.count(".") + 1
     holders: dict[str, str] = {}
-    for name in known:
+    for name in options:
         parts = name.split(".")
         for start in range(len(parts) - width + 1):
             holders.setdefault(".".join(parts[start : start + width]), name)
-    found = [literal] if literal in holders else get_close_matches(literal, holders, 3, _NAME_CUTOFF)
-    close = list(dict.fromkeys(holders[part] for part in found))
+    matches = [literal] if literal in holders else get_close_matches(literal, holders, 3, _NAME_CUTOFF)
+    close = list(dict.fromkeys(holders[part] for part in matches))
     if close:
         return f"; did you mean a pattern for {_format_alternatives([repr(name) for name in close])}?"
-    return f"; names here are such as {', '.join(repr(name) for name in known[:3])}"
+    return f"; names here are such as {', '.join(repr(name) for name in options[:3])}"
 
 
 def name_hint(name: str, names: Iterable[str]) -> str:
@@ -206,12 +206,12 @@ def name_hint(name: str, names: Iterable[str]) -> str:
     Returns:
         The end of a message, which begins with a semicolon; it lists some names if none is similar.
     """
-    known = sorted(names)
-    tail = [other for other in known if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
-    if close := tail[:3] or get_close_matches(name, known, 3, _NAME_CUTOFF):
+    options = sorted(names)
+    tail = [other for other in options if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
+    if close := tail[:3] or get_close_matches(name, options, 3, _NAME_CUTOFF):
         return f"; did you mean {_format_alternatives([repr(other) for other in close])}?"
-    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
-    return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
+    more = f" and {len(options) - 5} more" if len(options) > 5 else ""
+    return f"; there are {', '.join(repr(other) for other in options[:5])}{more}" if options else "; it is empty"
 
 
 def missing_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:
@@ -246,24 +246,24 @@ def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Coll
     pairs = [(name, stored[plain]) for name in missing if (plain := strip_wrappers(name)) in stored]
     if 2 * len(pairs) < len(missing):
         return ""
-    (own, found), *rest = pairs
-    parts = Counter(found.split("."))
+    (own, match), *rest = pairs
+    parts = Counter(match.split("."))
     parts.subtract(own.split("."))
     own_parts, saved_parts = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
     more = f" and {len(rest)} more" if rest else ""
     if not (own_parts or saved_parts):
-        return f"; it has '{found}'{more}, with its wrappers in another order: wrap the model as when it was saved"
+        return f"; it has '{match}'{more}, with its wrappers in another order: wrap the model as when it was saved"
     if not saved_parts:
         return (
-            f"; it was saved without {_format_wrappers(own_parts)} in its names, as '{found}'{more}: pass what "
+            f"; it was saved without {_format_wrappers(own_parts)} in its names, as '{match}'{more}: pass what "
             "get_model_state_dict of torch.distributed.checkpoint.state_dict returns for the model"
         )
     places = {_find_missing_prefix(*pair) for pair in pairs}
     top, lacking = own.partition(".")[0], set(missing)
     some_match = any(name.partition(".")[0] == top and name not in lacking for name in requested)
-    place = None if len(places) > 1 or own_parts or some_match else places.pop()
-    advice = "load into a model that is wrapped likewise" if place is None else f"pass {_format_nested(place)}"
-    return f"; it was saved with {_format_wrappers(saved_parts)} in its names, as '{found}'{more}: {advice}"
+    path = None if len(places) > 1 or own_parts or some_match else places.pop()
+    advice = "load into a model that is wrapped likewise" if path is None else f"pass {_format_nested(path)}"
+    return f"; it was saved with {_format_wrappers(saved_parts)} in its names, as '{match}'{more}: {advice}"
 
 
 def _find_missing_prefix(requested: str, stored: str) -> str | None:
@@ -337,8 +337,8 @@ def group_hint(name: str, layers: Sequence[str]) -> str | None:
     return None
 
 
-def _find_close_match(name: str, known: Sequence[str], cutoff: float) -> str | None:
-    return next(iter(get_close_matches(name, known, 1, cutoff)), None)
+def _find_close_match(name: str, names: Sequence[str], cutoff: float) -> str | None:
+    return next(iter(get_close_matches(name, names, 1, cutoff)), None)
 
 
 def _iter_keys(
@@ -357,8 +357,8 @@ def _iter_keys(
         by_key: dict[tuple[str, ...], list[str]] = {}
         for member in members:
             kinds = get_args(member.model_fields["fit"].annotation)
-            for place in _iter_keys(member, inner, codebooks, kinds):
-                by_key.setdefault(place.path, []).extend(place.fits)
+            for entry in _iter_keys(member, inner, codebooks, kinds):
+                by_key.setdefault(entry.path, []).extend(entry.fits)
         yield from (_Key(key, tuple(kinds)) for key, kinds in by_key.items())
 
 

@@ -108,7 +108,7 @@ class Nesting(dict[str, Path]):
     def steps(self, path: Path) -> list[Step]:
         """Return a path with the original keys of the saved state dict."""
         return [
-            (self.typed.get(path[: place + 1], part), type(part) is int) for place, part in enumerate(path)
+            (self.typed.get(path[: index + 1], part), type(part) is int) for index, part in enumerate(path)
         ]
 
     def unflatten(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
@@ -244,7 +244,7 @@ def _iter_entries(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:
             yield inner, key, value
             yield from _iter_entries(inner, value)
     elif isinstance(node, list):
-        for place, value in enumerate(node):
+        for index, value in enumerate(node):
             if isinstance(value, Mapping | list):
-                yield (*path, place), str(place), value
-                yield from _iter_entries((*path, place), value)
+                yield (*path, index), str(index), value
+                yield from _iter_entries((*path, index), value)

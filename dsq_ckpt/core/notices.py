@@ -70,20 +70,20 @@ def warn(text: str, *, rank: int = 0) -> None:
         warnings.warn(text, stacklevel=2)
     else:  # the registry of the module, so that a text appears once per line, from whatever thread
         module = sys.modules.get(line.module)
-        known = frame.f_globals if frame is not None else _foreign_globals if module is None else vars(module)
-        registry = known.setdefault("__warningregistry__", {})
+        namespace = frame.f_globals if frame is not None else _foreign_globals if module is None else vars(module)
+        registry = namespace.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
 
 
-def is_new_warning(text: str, known: set[str]) -> bool:
-    """Return whether no text in `known` is equal apart from numbers, and add this one to it.
+def is_new_warning(text: str, texts: set[str]) -> bool:
+    """Return whether no text in `texts` is equal apart from numbers, and add this one to it.
 
     It is for warnings of a lasting condition whose numbers change from save to save: Python filters equal texts only,
     so they would appear at every save.
     """
     pattern = _NUMBER.sub("#", text)
-    is_new = pattern not in known
-    known.add(pattern)
+    is_new = pattern not in texts
+    texts.add(pattern)
     return is_new
 
 

@@ -265,7 +265,7 @@ def _restore_subclasses(own: Any, loaded: Any, name: str) -> Any:
         return own
     if isinstance(own, list) and isinstance(loaded, list):
         pairs = enumerate(zip(own, loaded, strict=True))
-        return [_restore_subclasses(*pair, f"{name}.{place}") for place, pair in pairs]
+        return [_restore_subclasses(*pair, f"{name}.{index}") for index, pair in pairs]
     return loaded
 
 

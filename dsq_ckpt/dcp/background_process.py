@@ -47,5 +47,5 @@ def reset_dead_processes(comm: Communicator) -> None:
 
 def _get_process() -> Any:
     """Return the `multiprocessing.Process` of DCP; None if there is none, or a later torch hides it."""
-    known = getattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
-    return getattr(known, "_save_process", None)
+    process = getattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
+    return getattr(process, "_save_process", None)

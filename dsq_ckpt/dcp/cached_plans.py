@@ -129,10 +129,10 @@ class CachedPlan:
         """
         self._cache_state.digest = self._digest
         call = SaveCall.from_stack()
-        found = (plan if call is None or call.central_plan is None else call.central_plan).storage_data
-        if isinstance(found, _ContextWithoutLayout) and isinstance(plan.storage_data, SaveContext):
-            return replace(found.context, layout=plan.storage_data.layout)
-        return found if isinstance(found, SaveContext) else None
+        context = (plan if call is None or call.central_plan is None else call.central_plan).storage_data
+        if isinstance(context, _ContextWithoutLayout) and isinstance(plan.storage_data, SaveContext):
+            return replace(context.context, layout=plan.storage_data.layout)
+        return context if isinstance(context, SaveContext) else None
 
     def _swap_caches(self) -> None:
         """Swap DCP's cached plans for those of this number of ranks, which it would otherwise plan again."""

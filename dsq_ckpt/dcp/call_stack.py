@@ -66,14 +66,14 @@ class AsyncCall:
     @classmethod
     def from_stack(cls) -> AsyncCall | None:
         """Return the innermost call of `dcp.async_save` on this thread's stack; None if there is none."""
-        found = _find_locals(_ASYNC_SAVE_CODE)
-        if found is None:
+        variables = _find_locals(_ASYNC_SAVE_CODE)
+        if variables is None:
             return None
         try:
             return cls(
-                is_default_planner(found["planner"]), found["no_dist"], found["process_group"],
-                found["async_checkpointer_type"] == state_dict_saver.AsyncCheckpointerType.PROCESS,
-                found["use_collectives"], found["checkpoint_id"],
+                is_default_planner(variables["planner"]), variables["no_dist"], variables["process_group"],
+                variables["async_checkpointer_type"] == state_dict_saver.AsyncCheckpointerType.PROCESS,
+                variables["use_collectives"], variables["checkpoint_id"],
             )
         except KeyError:  # another version's names
             return None
@@ -117,14 +117,14 @@ class SaveCall:
     @classmethod
     def from_stack(cls) -> SaveCall | None:
         """Return the innermost save on this thread's stack; None if there is none."""
-        found = _find_locals(_SAVE_CODE)
-        if found is None:
+        variables = _find_locals(_SAVE_CODE)
+        if variables is None:
             return None
         steps = _find_locals(_REDUCE_SCATTER_CODE) or {}
         try:
             return cls(
-                found["planner"], found["distW"].get_world_size(), found["distW"].is_coordinator,
-                steps.get("all_data"), found.get("central_plan"),
+                variables["planner"], variables["distW"].get_world_size(), variables["distW"].is_coordinator,
+                steps.get("all_data"), variables.get("central_plan"),
             )
         except (KeyError, AttributeError):  # another version's names
             return None
@@ -137,8 +137,8 @@ def is_background_thread() -> bool:
 
 def find_save_group() -> dist.ProcessGroup | None:
     """Return the process group of the innermost save on this thread's stack; None: the default group, or no save."""
-    found = _find_locals(_SAVE_CODE)
-    return None if found is None else found.get("process_group")
+    variables = _find_locals(_SAVE_CODE)
+    return None if variables is None else variables.get("process_group")
 
 
 def _find_locals(code: CodeType) -> Mapping[str, Any] | None:

@@ -78,15 +78,15 @@ def should_copy(stage_mode: str, costs: Sequence[CopyCost | None], processes: bo
         processes: whether DCP's background process saves, for which a copy is copied again to shared memory.
         rank: this rank; rank 0 warns if there is too little memory.
     """
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < len(costs) or stage_mode == "quantize":
+    known_costs = [cost for cost in costs if cost is not None]
+    if len(known_costs) < len(costs) or stage_mode == "quantize":
         return False
     if stage_mode == "copy":
         return True
-    sizes = [cost.size for cost in known if cost.size is not None]
-    if processes or len(sizes) < len(known):
+    sizes = [cost.size for cost in known_costs if cost.size is not None]
+    if processes or len(sizes) < len(known_costs):
         return False
-    lacking = _describe_shortage(known)
+    lacking = _describe_shortage(known_costs)
     if lacking is not None and rank == 0 and is_new_warning(lacking, _warned_hosts):
         warn_safely(
             f"{lacking}: this asynchronous save quantizes while training waits, which takes longer and less memory; "
@@ -99,11 +99,11 @@ def _describe_shortage(costs: Sequence[CopyCost]) -> str | None:
     """Return a description of a host with too little memory for the copies of its ranks; None: there is none."""
     for host in dict.fromkeys(cost.host for cost in costs):
         ranks = [cost for cost in costs if cost.host == host]
-        left = min((cost.available for cost in ranks if cost.available is not None), default=None)
+        free = min((cost.available for cost in ranks if cost.available is not None), default=None)
         # Half a copy is added for the codes of this save and for allocations of the training meanwhile.
         needed = sum((cost.size or 0) * 3 // 2 - min(cost.spare, cost.size or 0) for cost in ranks)
-        if left is not None and needed > left:
-            return f"{host} has {left / 2**30:.3g} GiB of memory left, and to copy the state needs {needed / 2**30:.3g}"
+        if free is not None and needed > free:
+            return f"{host} has {free / 2**30:.3g} GiB of memory left, and to copy the state needs {needed / 2**30:.3g}"
     return None
 
 
@@ -203,8 +203,8 @@ class _Stager(StateDictStager):
     def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
         if not storage.nbytes():
             return super()._stage_untyped_storage(storage, non_blocking)
-        place = storage.device, storage.data_ptr()
-        region, size = self._regions.get(place, (place, storage.nbytes()))
+        key = storage.device, storage.data_ptr()
+        region, size = self._regions.get(key, (key, storage.nbytes()))
         if region not in self._buffers:
             self._buffers[region] = self._take_buffer(size, storage.device)
         start = storage.data_ptr() - region[1]
@@ -236,18 +236,18 @@ def _find_regions(flat: Mapping[str, Any]) -> dict[_Address, tuple[_Address, int
     """Return start and size of the region of overlapping storages that each storage is in, by start of the storage."""
     storages: dict[_Address, int] = {}
     for storage in _iterate_storages(flat):
-        place = storage.device, storage.data_ptr()
-        storages[place] = max(storages.get(place, 0), storage.nbytes())
+        key = storage.device, storage.data_ptr()
+        storages[key] = max(storages.get(key, 0), storage.nbytes())
     regions: dict[_Address, tuple[_Address, int]] = {}
     inside: list[_Address] = []
-    for place in sorted(storages, key=lambda one: (str(one[0]), one[1])):
-        device, start = place
-        end = start + storages[place]
+    for key in sorted(storages, key=lambda one: (str(one[0]), one[1])):
+        device, start = key
+        end = start + storages[key]
         if inside and inside[0][0] == device and start < inside[0][1] + regions[inside[0]][1]:
-            inside.append(place)
+            inside.append(key)
             end = max(end, inside[0][1] + regions[inside[0]][1])
         else:
-            inside = [place]
+            inside = [key]
         regions |= dict.fromkeys(inside, (inside[0], end - inside[0][1]))
     return regions
 
@@ -259,7 +259,7 @@ def _get_buffer_kind(size: int, device: torch.device) -> _BufferKind:
 def _count_buffers(regions: Mapping[_Address, tuple[_Address, int]]) -> Counter[_BufferKind]:
     """Return the number of buffers of each kind that a copy needs."""
     return Counter(
-        _get_buffer_kind(size, place[0]) for place, (region, size) in regions.items() if place == region and size
+        _get_buffer_kind(size, key[0]) for key, (region, size) in regions.items() if key == region and size
     )
 
 
@@ -307,5 +307,5 @@ def _get_local_tensor(tensor: Any) -> torch.Tensor | None:
     """Return the local tensor of this rank; None: a `ShardedTensor`, which DCP's stager does not support."""
     if isinstance(tensor, ShardedTensor):
         return None
-    found: torch.Tensor | None = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -67,20 +67,20 @@ def make_shards(write_items: Iterable[WriteItem], planner: SavePlanner | None = 
 def _resolve(planner: SavePlanner | None, item: WriteItem) -> Any:
     assert planner is not None and item.tensor_data is not None, "shards that are only planned hold no data"
     try:
-        found = planner.resolve_data(item)
+        data = planner.resolve_data(item)
     except Exception as error:
         kind, name = type(planner).__name__, item.index.fqn
         raise SaveFailed(f"{kind} cannot resolve '{name}': {described(error)}") from error
-    if isinstance(found, torch.Tensor):
+    if isinstance(data, torch.Tensor):
         shape, dtype = tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
         # Shards without elements have any shape.
-        if found.dtype != dtype or (tuple(found.shape) != shape and (found.numel() or math.prod(shape))):
+        if data.dtype != dtype or (tuple(data.shape) != shape and (data.numel() or math.prod(shape))):
             raise SaveFailed(
                 f"'{item.index.fqn}' is planned as {dtype} of shape {shape}, but {type(planner).__name__} gives "
-                f"{found.dtype} of shape {tuple(found.shape)} for it: a planner that changes tensors says so in "
+                f"{data.dtype} of shape {tuple(data.shape)} for it: a planner that changes tensors says so in "
                 "create_local_plan, in the items' tensor_data"
             )
-    return found
+    return data
 
 
 def _resolve_chunk_of(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:

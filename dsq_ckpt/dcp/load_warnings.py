@@ -67,18 +67,18 @@ def warn_of_unfilled_keys(planner: DefaultLoadPlanner, checkpoint: Checkpoint, r
     weights with the loaded moments and steps.
     """
     with checkpoint.translate_errors():
-        known = checkpoint.index["tensors"]
+        tensors = checkpoint.index["tensors"]
     requested: dict[str, list[str]] = {}
     for name, value in planner.state_dict.items():
         if isinstance(value, torch.Tensor | ShardedTensor):
             requested.setdefault(name.partition(".")[0], []).append(name)
     for key, names in requested.items():
-        stored = [name for name in known if name.partition(".")[0] == key]
-        if stored and not any(name in known for name in names):
+        stored = [name for name in tensors if name.partition(".")[0] == key]
+        if stored and not any(name in tensors for name in names):
             warn(
                 f"nothing below '{key}' is loaded from '{checkpoint.directory}': it has none of the {len(names)} "
                 f"tensors there, such as '{names[0]}', and {len(stored)} of other names, such as '{stored[0]}'"
-                f"{wrapped_hint(names, names, known)}", rank=rank,
+                f"{wrapped_hint(names, names, tensors)}", rank=rank,
             )
 
 
@@ -104,12 +104,12 @@ def warn_of_extra_modules(state_dict: Mapping[str, Any], checkpoint: Checkpoint)
         modules = {strip_wrappers(name) for name in _get_modules(own)}
         if "" not in modules or not all(_get_module_name(name) in modules for name in own):
             continue  # the state dict of a submodule, with a prefix, or entries are not named by their modules
-        saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
+        saved = [str(key_path[-1]) for key_path in nesting.values() if key_path[:-1] == path]
         more = [name for name in saved if name not in own and _get_module_name(name) not in modules]
         if more:
-            place = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
+            location = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
             warn(
-                f"{place} has {quote(more)} of modules that the model does not have, which is not loaded: is it the "
+                f"{location} has {quote(more)} of modules that the model does not have, which is not loaded: is it the "
                 "same model? If a part is meant, give a plain dict in place of the model's state dict: dict(...) of it"
             )
 

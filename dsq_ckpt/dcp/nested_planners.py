@@ -171,13 +171,13 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         try:
             return super().create_local_plan()
         except RuntimeError as error:
-            known = self.metadata.state_dict_metadata
-            missing = [fqn for fqn in self.state_dict if fqn not in known]
+            entries = self.metadata.state_dict_metadata
+            missing = [fqn for fqn in self.state_dict if fqn not in entries]
             if not missing:
                 raise
             self._check_no_entries(missing, self.metadata)
             more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
-            ending = self._hint + missing_hint(missing, self.state_dict, known)
+            ending = self._hint + missing_hint(missing, self.state_dict, entries)
             raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
 
     def _check_no_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
@@ -205,7 +205,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         plain = path in self._parent_paths or any(path[:depth] in self._empty_paths for depth in range(len(path) + 1))
         try:
             with in_user_code():  # objects may have their own unpickling functions
-                found = torch.load(value, weights_only=plain)
+                loaded = torch.load(value, weights_only=plain)
         except pickle.UnpicklingError as error:
             if not plain:
                 raise
@@ -215,7 +215,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 "checkpoint, name it in the state dict: in place of the empty dict, or the object, put a dict with a "
                 "placeholder for each entry that you want, None for this one; DCP then unpickles what is named"
             ) from error
-        set_entry(self.original_state_dict, self._nesting.steps(path), found)
+        set_entry(self.original_state_dict, self._nesting.steps(path), loaded)
 
 
 def _warn_of_shorter_lists(paths: Mapping[str, Path], saved: Any) -> None:
@@ -261,16 +261,16 @@ def make_placeholders(
                 )
             return placeholders
         for path, target in empty_dicts(state_dict):
-            found = nesting.below(path)
+            below = nesting.below(path)
             # A Stateful may have had no state.
             is_required = path and not isinstance(caller_state_dict.get(path[0]), Stateful)
-            if found is None and is_required and nesting.empty is not None:
+            if below is None and is_required and nesting.empty is not None:
                 raise LoadFailed(_describe_nothing_below(path, nesting, checkpoint))
-            if found is None or not isinstance(target, MutableMapping):
+            if below is None or not isinstance(target, MutableMapping):
                 continue
-            placeholders.append((target, found.unflatten({
+            placeholders.append((target, below.unflatten({
                 name: make_placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
-                for name in found
+                for name in below
             })))
     return placeholders
 
@@ -326,9 +326,9 @@ def _describe_nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint
             f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "
             "one object there: put a placeholder for it in place of the dict, such as None"
         )
-    known = sorted({str(own[0]) for own in [*nesting.values(), *(nesting.empty or ())]})
+    top_keys = sorted({str(own[0]) for own in [*nesting.values(), *(nesting.empty or ())]})
     return (
         f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "
-        f"nothing there; at its top level are {', '.join(repr(key) for key in known)}. Leave '{name}' out, or name "
+        f"nothing there; at its top level are {', '.join(repr(key) for key in top_keys)}. Leave '{name}' out, or name "
         "what was saved"
     )

@@ -18,17 +18,17 @@ _GROUP = re.compile(r"((?:.*\.)?param_groups\.\d+)(?:\.(.+))?")
 
 def is_group_name(name: str) -> bool:
     """Return whether a flat name belongs to a parameter group of an optimizer, or to one of its options."""
-    found = _GROUP.fullmatch(name)
-    return found is not None and found[2] != "params"
+    match = _GROUP.fullmatch(name)
+    return match is not None and match[2] != "params"
 
 
 def find_group_options(state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the names of the options of each group in a flat state dict, by the group's name."""
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for name in sorted(state):
         if (group := _GROUP.fullmatch(name)) is not None and f"{group[1]}.params" in state:
-            found.setdefault(group[1], []).append(group[2])
-    return found
+            options.setdefault(group[1], []).append(group[2])
+    return options
 
 
 def find_parameter_lists(state: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -52,7 +52,7 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
             distinct.append(own)
     if len(distinct) < 2:
         return {}
-    found: dict[str, list[str]] = {name: [] for own in distinct for name in own}
+    merged: dict[str, list[str]] = {name: [] for own in distinct for name in own}
     list_of: dict[tuple[str, str], str] = {}
     other_ranks: dict[str, None] = {}
     for own in distinct:
@@ -61,7 +61,7 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
             for parameter in parameters:
                 if (optimizer, parameter) not in list_of:
                     list_of[optimizer, parameter] = name
-                    found[name].append(parameter)
+                    merged[name].append(parameter)
                 elif list_of[optimizer, parameter] != name:
                     other_ranks[parameter] = None
     if other_ranks:
@@ -69,4 +69,4 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
             f"{quote(list(other_ranks))} is in another parameter group of the optimizer on some ranks than on others, "
             "where a load of the optimizer is refused: make the same groups, in the same order, on all ranks"
         )
-    return found
+    return merged

@@ -75,19 +75,19 @@ def make_replica_items(
 def has_no_shared_memory(state: Any) -> bool:
     """Return whether no two tensors of a state share memory; then replicas need not be planned for tied weights."""
     seen: set[int] = set()
-    left = [state]
-    while left:
-        value = left.pop()
+    stack = [state]
+    while stack:
+        value = stack.pop()
         if isinstance(value, torch.Tensor):
             try:
-                place = getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+                pointer = getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
             except Exception:  # a subclass or layout without a storage of its own
                 return False
-            if place and place in seen:
+            if pointer and pointer in seen:
                 return False
-            seen.add(place)
+            seen.add(pointer)
         elif isinstance(value, Mapping):
-            left += value.values()
+            stack += value.values()
         elif isinstance(value, list | tuple):
-            left += value
+            stack += value
     return True

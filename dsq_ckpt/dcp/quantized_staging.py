@@ -56,21 +56,21 @@ def stage_codes(
         for fqn, value in planner.state_dict.items():
             check_storable(fqn, value)
         plan = replace(planner.create_local_plan(), planner_data=None)
-        found = TiedItems.find(make_plan_items(plan.items, planner, options))
+        tied = TiedItems.find(make_plan_items(plan.items, planner, options))
         items, others = list[WriteItem](), list[WriteItem]()
         for item in plan.items:
-            is_tied = item.tensor_data is not None and get_chunk_key(item) in found.primary_keys
+            is_tied = item.tensor_data is not None and get_chunk_key(item) in tied.primary_keys
             (others if is_tied else items).append(item)
         of_model = make_plan_layout(plan.items, options, False, values=planner.state_dict).rank_part()
         tensors = {name: value for name, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
         digests = compute_digests(tensors) if comm.size > 1 else {}  # planners see codes, not tensors
-        return replace(plan, items=items, storage_data=others), of_model, found, digests
+        return replace(plan, items=items, storage_data=others), of_model, tied, digests
 
     own_plan, of_model, tied_items, digests = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    found = gather_from_all_ranks(comm, lambda: (own_plan, of_model, digests))
-    plans = [plan for plan, *_ in found]
+    answers = gather_from_all_ranks(comm, lambda: (own_plan, of_model, digests))
+    plans = [plan for plan, *_ in answers]
     plans = assign_to_lowest_rank(dedup_save_plans(plans), plans)  # as without staging: each replica is coded once
     written = {get_chunk_key(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.primary_keys.items() if first in written}
@@ -79,11 +79,11 @@ def stage_codes(
     def agree() -> SaveContext | None:
         if comm.rank:
             return None
-        warn_of_differences(own for *_, own in found)
+        warn_of_differences(own for *_, own in answers)
         all_items = [item for plan in plans for item in plan.items]
         unknown = replace(options, frozen=FrozenTensors(), rounding={})  # those of each rank are in its own layout
         layouts = [make_plan_layout(plan.items, unknown, bool(gradients), all_items) for plan in plans]
-        layouts += [of_model for _, of_model, _ in found]
+        layouts += [of_model for _, of_model, _ in answers]
         return pipeline.agree(len(plans), layouts, staged=True)
 
     context = gather_from_all_ranks(comm, agree)[0]
@@ -97,19 +97,19 @@ def stage_codes(
         payloads: dict[ChunkKey, Payload] = {}
         cache = ChunkCache()
         with pipeline.workers() as workers:
-            found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
-            exact = host_copies([item.load().detach() for item in found.unquantized])
-            for item, values in zip(found.unquantized, exact, strict=True):
+            answers = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
+            exact = host_copies([item.load().detach() for item in answers.unquantized])
+            for item, values in zip(answers.unquantized, exact, strict=True):
                 payloads[item.key] = ExactCopy(values, item.config)
-            for chunk in found.chunks:
+            for chunk in answers.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.parent_record)
                 if chunk.parent_record is None or not context.reuses_parent:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
-            cache.values |= copy_exact_values(found.unquantized, context.layout)
+            cache.values |= copy_exact_values(answers.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be assigned them
         names = frozenset(map(get_item_name, [*own_items, *objects]))
-        staged = StagedCodes(context, found.plan, names, found.is_self_contained, found.related)
+        staged = StagedCodes(context, answers.plan, names, answers.is_self_contained, answers.related)
         state = make_staged_state_dict(state_dict, own_items, payloads)
         return state, staged, cache
 

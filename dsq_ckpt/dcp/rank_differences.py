@@ -49,7 +49,7 @@ def compute_digests(state: Mapping[str, Any]) -> dict[Place, int]:
             ones may be pickled to different bytes. Float vectors, such as statistics of batches, may differ, and so may
             float scalars of a model, such as the activation range of an observer.
     """
-    found: dict[Place, int] = {}
+    digests: dict[Place, int] = {}
     samples: dict[Place, torch.Tensor] = {}
     names_of_groups = find_parameter_lists(state)
     for name, value in {**state, **find_group_options(state)}.items():
@@ -63,10 +63,10 @@ def compute_digests(state: Mapping[str, Any]) -> dict[Place, int]:
                 continue
             parts = list(islice(_serialize(own, 0), _MAX_PARTS))
             if None not in parts:
-                found[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
+                digests[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
     for place, values in zip(samples, values_on_host(list(samples.values())), strict=True):
-        found[place] = xxhash.xxh3_64_intdigest(np.asarray(values, np.float64).tobytes())
-    return found
+        digests[place] = xxhash.xxh3_64_intdigest(np.asarray(values, np.float64).tobytes())
+    return digests
 
 
 def warn_of_differences(ranks: Iterable[Mapping[Place, int]]) -> None:
@@ -89,8 +89,8 @@ def warn_of_differences(ranks: Iterable[Mapping[Place, int]]) -> None:
 def find_differing_names(ranks: Iterable[Mapping[Place, int]]) -> list[str]:
     """Return the names whose digests differ between the ranks that have them, sorted."""
     first: dict[Place, int] = {}
-    unlike = {place for own in ranks for place, value in own.items() if first.setdefault(place, value) != value}
-    return sorted({place if isinstance(place, str) else place[0] for place in unlike})
+    unlike = {key for own in ranks for key, value in own.items() if first.setdefault(key, value) != value}
+    return sorted({key if isinstance(key, str) else key[0] for key in unlike})
 
 
 def _iterate_local_parts(name: str, value: Any) -> Iterator[tuple[Place, Any]]:

@@ -271,7 +271,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
     def _open(self) -> Checkpoint:
         if self.path is None:
             raise CheckpointNotFound("no path: give it to DSQStorageReader or as checkpoint_id")
-        checkpoint = self._last_checkpoint = Checkpoint(self.path, known=self._last_checkpoint)
+        checkpoint = self._last_checkpoint = Checkpoint(self.path, cached=self._last_checkpoint)
         if self._save_id not in (None, checkpoint.manifest.save_id):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
@@ -299,14 +299,14 @@ def _sort_by_dependency(
 
     So the codes of second moments are decoded only once.
     """
-    found, measures = [], set[str]()
+    order, measures = [], set[str]()
     for index in wanted:
         assert index.offset is not None
         ref = checkpoint.find_record(index.fqn, tuple(index.offset))
-        found.append((index, ref))
+        order.append((index, ref))
         if (measure := checkpoint.read_record(ref).get("root")) is not None:
             measures.add(str(measure))
-    return sorted(found, key=lambda pair: pair[0].fqn not in measures)
+    return sorted(order, key=lambda pair: pair[0].fqn not in measures)
 
 
 def _check_same_save(opened: Sequence[Any]) -> None:

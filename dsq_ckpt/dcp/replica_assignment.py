@@ -33,19 +33,19 @@ def assign_to_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> l
     for rank, plan in enumerate(local):
         for item in plan.items:
             lowest.setdefault(item.index, (rank, item))
-    kept: list[list[WriteItem]] = []
+    assigned: list[list[WriteItem]] = []
     more: dict[int, list[WriteItem]] = defaultdict(list)
     for rank, plan in enumerate(plans):
-        kept.append([])
+        assigned.append([])
         for item in plan.items:
             first, own = lowest.get(item.index, (rank, item))
             if first == rank or (item.tensor_storage_size() or 0) > SMALL_BYTES or not _has_same_metadata(item, own):
-                kept[rank].append(item)
+                assigned[rank].append(item)
             else:
                 more[first].append(own)
     return [
         replace(plan, items=items + more[rank]) if rank in more or len(items) < len(plan.items) else plan
-        for rank, (plan, items) in enumerate(zip(plans, kept, strict=True))
+        for rank, (plan, items) in enumerate(zip(plans, assigned, strict=True))
     ]
 
 

@@ -49,17 +49,17 @@ def assign_tied_together(
 def _find_first_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """Return the first name of the same memory, by every other name."""
     seen: dict[Hashable, str] = {}
-    found: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
             tensor = local_part(value)
             try:
-                place = get_memory_key(tensor), tensor.shape
+                key = get_memory_key(tensor), tensor.shape
             except Exception:  # a subclass or layout without memory of its own
                 continue
-            if tensor.numel() and (first := seen.setdefault(place, name)) != name:
-                found[name] = first
-    return found
+            if tensor.numel() and (first := seen.setdefault(key, name)) != name:
+                first_names[name] = first
+    return first_names
 
 
 def _index_tensor_items(plan: SavePlan, names: Set[str]) -> dict[ChunkKey, WriteItem]:

@@ -36,8 +36,8 @@ class TiedTargets:
         """
         if not target.numel():
             return
-        place = target.device, target.data_ptr(), target.shape, target.stride(), target.dtype
-        last, self._last_written[place] = self._last_written.get(place), (fqn, ref, lossy)
+        key = target.device, target.data_ptr(), target.shape, target.stride(), target.dtype
+        last, self._last_written[key] = self._last_written.get(key), (fqn, ref, lossy)
         if last is not None and last[0] != fqn and last[1] != ref and _is_different(target, values, lossy or last[2]):
             self._overwritten[fqn] = last[0]
 

@@ -145,8 +145,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=plan_as_configured) if staged else self._options
-        left = dict.fromkeys(("_group", "_save_group", "_cached_plan", "async_call", "_model"))
-        return {**self.__dict__, **left, "_copy": {}, "_options": options, "_gradients": gradients}
+        omitted = dict.fromkeys(("_group", "_save_group", "_cached_plan", "async_call", "_model"))
+        return {**self.__dict__, **omitted, "_copy": {}, "_options": options, "_gradients": gradients}
 
     def storage_meta(self) -> StorageMeta | None:
         if isinstance(self._staged, StagedCopy):  # DCP's first call in a save, before it calls the planner
@@ -204,8 +204,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter has no_dist=True, but DCP saves with {len(plans)} ranks")
-        found = GlobalPlan.from_stack(plans, tied=not isinstance(self._staged, StagedCodes))
-        plans, rank_data = found.plans, found.rank_data
+        global_plan = GlobalPlan.from_stack(plans, tied=not isinstance(self._staged, StagedCodes))
+        plans, rank_data = global_plan.plans, global_plan.rank_data
         check_same_settings([data.settings for data in rank_data])
         if isinstance(self._staged, StagedCodes):
             context = self._staged.context
@@ -221,7 +221,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         else:
             layouts = [data.content for data in rank_data if isinstance(data.content, Layout)]
             staging.check_all_staged(len(layouts), len(plans))
-            if (agreed := found.get_agreed_layout()) is not None:
+            if (agreed := global_plan.get_agreed_layout()) is not None:
                 layouts = [agreed]
             else:  # a planner may rename items in its global plan, and other ranks may have other tensors
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
@@ -231,7 +231,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
                 layouts.append(make_plan_layout(others, unknown, bool(self._gradients), all_items))
             save_id = None if self._staged is None else self._staged.save_id
             context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
-        return found.with_context(context)
+        return global_plan.with_context(context)
 
     @dcp_step(SaveFailed)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -282,16 +282,16 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         if pipeline is None or context is None or pipeline.plan is None:
             raise SaveFailed(PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
-        nesting, lost = planner_data_to_json(metadata.planner_data, metadata.state_dict_metadata.keys())
+        nesting, dropped = planner_data_to_json(metadata.planner_data, metadata.state_dict_metadata.keys())
         contents = make_contents(metadata, nesting, ranks)
         check_metadata_complete(contents, self._planner_name)
         committed = pipeline.commit(context, contents)
         if committed.flushed:
             pipeline.retire()
-        if lost is not None:
+        if dropped is not None:
             warn_safely(
-                f"planner data of {self._planner_name} is not in the checkpoint, since it is no plain data ({lost}); "
-                "Metadata.planner_data will be None when it is loaded"
+                f"planner data of {self._planner_name} is not in the checkpoint, since it is no plain data "
+                f"({dropped}); Metadata.planner_data will be None when it is loaded"
             )
         pipeline.announce()
 
@@ -346,13 +346,13 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
             default = call is not None and call.default_planner
             return self._save.settings, save_id, default, None if searches else copies.CopyCost.measure(state_dict)
 
-        found = gather_from_all_ranks(comm or SingleProcess(), prepare_stage)
-        check_same_settings([settings for settings, *_ in found])
+        votes = gather_from_all_ranks(comm or SingleProcess(), prepare_stage)
+        check_same_settings([settings for settings, *_ in votes])
         if comm is not None:
-            save_id = found[0][1]
-        if comm is not None and all(default for *_, default, _ in found):  # the decision must be the same on all ranks
+            save_id = votes[0][1]
+        if comm is not None and all(default for *_, default, _ in votes):  # the decision must be the same on all ranks
             processes = call is not None and call.processes
-            if copies.should_copy(self.config.storage.stage, [cost for *_, cost in found], processes, comm.rank):
+            if copies.should_copy(self.config.storage.stage, [cost for *_, cost in votes], processes, comm.rank):
                 copy = run_on_all_ranks(comm, lambda: self._copy_state(copies.copy_bare_state_dict, state_dict))
                 return self._stage_copy(copy, call, save_id)
             copies.release_spare_memory()

@@ -102,12 +102,12 @@ class TorchCommunicator:
     def gather(self, value: Any) -> list[Any]:
         data = pickle.dumps(value)
         with self._raise_unreachable():
-            found = self._all_gather(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
-            sizes = [int.from_bytes(one[:_LENGTH_BYTES], "little") for one in found]
+            parts = self._all_gather(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
+            sizes = [int.from_bytes(one[:_LENGTH_BYTES], "little") for one in parts]
             if (longest := max(sizes)) > _FIRST_ROUND_BYTES:  # equal on all ranks
                 rest = self._all_gather(data[_FIRST_ROUND_BYTES:], longest - _FIRST_ROUND_BYTES)
-                found = [one + more for one, more in zip(found, rest, strict=True)]
-        return [pickle.loads(one[_LENGTH_BYTES : _LENGTH_BYTES + size]) for one, size in zip(found, sizes, strict=True)]
+                parts = [one + more for one, more in zip(parts, rest, strict=True)]
+        return [pickle.loads(one[_LENGTH_BYTES : _LENGTH_BYTES + size]) for one, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Return the data of all ranks, padded to `size` bytes, in rank order; collective."""
@@ -125,11 +125,11 @@ class TorchCommunicator:
     def broadcast(self, value: Any) -> Any:
         data = pickle.dumps(value) if self.rank == 0 else b""
         with self._raise_unreachable():
-            found = self._broadcast(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
-            size = int.from_bytes(found[:_LENGTH_BYTES], "little")
+            message = self._broadcast(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
+            size = int.from_bytes(message[:_LENGTH_BYTES], "little")
             if size > _FIRST_ROUND_BYTES:
-                found += self._broadcast(data[_FIRST_ROUND_BYTES:], size - _FIRST_ROUND_BYTES)
-        return value if self.rank == 0 else pickle.loads(found[_LENGTH_BYTES : _LENGTH_BYTES + size])
+                message += self._broadcast(data[_FIRST_ROUND_BYTES:], size - _FIRST_ROUND_BYTES)
+        return value if self.rank == 0 else pickle.loads(message[_LENGTH_BYTES : _LENGTH_BYTES + size])
 
     def _broadcast(self, data: bytes, size: int) -> bytes:
         """Return the data of rank 0, padded to `size` bytes; collective."""
@@ -208,13 +208,13 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
             f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
             "in a fork: pass no_dist=True, so that it saves or loads alone, or start it with the method 'spawn'"
         )
-    found = dist.get_world_size(group)
-    if ranks is not None and found != ranks:
+    size = dist.get_world_size(group)
+    if ranks is not None and size != ranks:
         raise SaveFailed(
-            f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {found}: "
+            f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {size}: "
             "pass the same process_group to DSQStorageWriter and to dcp.save"
         )
-    return _make_single_process() if found == 1 else TorchCommunicator(group)
+    return _make_single_process() if size == 1 else TorchCommunicator(group)
 
 
 def _make_single_process() -> SingleProcess:
@@ -254,8 +254,8 @@ def get_group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
         return None
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if isinstance(found := getattr(options, "_timeout", None), timedelta):
-            return found
+        if isinstance(timeout := getattr(options, "_timeout", None), timedelta):
+            return timeout
     return None
 
 

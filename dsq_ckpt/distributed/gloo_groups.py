@@ -22,9 +22,9 @@ def new_gloo_group(like: dist.ProcessGroup | None, timeout: timedelta | None) ->
     assert base is not None
     ranks, local = dist.get_process_group_ranks(base), like is not None
     with _equalize_group_counts(like) if local else nullcontext():
-        found = dist.new_group(ranks, backend="gloo", use_local_synchronization=local, timeout=timeout)
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=local, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 @contextmanager

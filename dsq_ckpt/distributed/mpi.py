@@ -118,11 +118,11 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _check_size(found: int, library: str) -> None:
+def _check_size(size: int, library: str) -> None:
     """Raise if MPI knows fewer processes than were started: with the launcher of another MPI each is its own job."""
     expected = read_launcher_rank(slurm=True).size
-    if found != expected and expected > 1:
+    if size != expected and expected > 1:
         raise SaveFailed(
-            f"{expected} processes were started, but the MPI library of mpi4py knows of {found}: the launcher is that "
+            f"{expected} processes were started, but the MPI library of mpi4py knows of {size}: the launcher is that "
             f"of another MPI. Take the mpirun of this one: {library.split(',')[0].splitlines()[0].strip()}"
         )

@@ -87,8 +87,8 @@ def find_lineage(
 
 def _find_last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) -> ParentRef | None:
     """Return the last checkpoint of a state in a run directory; a load of it counts as a resume if it is lossy."""
-    known = [one for one in history.checkpoints(run) if ensure_shapes(one)]
-    candidates = [(one, one.shapes) for one in known if one.shapes is not None]
+    loaded = [one for one in history.checkpoints(run) if ensure_shapes(one)]
+    candidates = [(one, one.shapes) for one in loaded if one.shapes is not None]
     older = [(count_shared_elements(shapes, other), one) for one, other in candidates if is_continuation(shapes, other)]
     # A part of the state may have been saved by itself since: the checkpoint that shares most elements is continued.
     for _, one in sorted(older, key=lambda pair: -pair[0]):
@@ -120,15 +120,15 @@ def _find_shared_parent(last: ParentRef, history: SaveHistory, siblings: int) ->
     None also if that parent is gone; if the last checkpoint was loaded, so that only its own codes are in memory; or
     if most codes of the last checkpoint have no counterpart in the parent, so that those of the next would have none.
     """
-    path, known = expand_path(last.path), history.find(last.save_id)
+    path, own = expand_path(last.path), history.find(last.save_id)
     with suppress(DSQError):
         manifest = Manifest.read(path)
-        if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
+        if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (own is not None and own.loaded):
             return None
         older = Manifest.read(path.parent / manifest.parent_name)
         if older.save_id == manifest.parent and not _is_mostly_new(manifest, older):
-            place = str(path.parent / manifest.parent_name)
-            return ParentRef(older.save_id, place, older.depth, last.lossy_resumes, manifest.siblings + 1)
+            parent_path = str(path.parent / manifest.parent_name)
+            return ParentRef(older.save_id, parent_path, older.depth, last.lossy_resumes, manifest.siblings + 1)
     return None
 
 
@@ -178,9 +178,9 @@ def choose_parent(
     path = expand_path(candidate.path)
     manifest = Manifest.read(path)
     needed = {file.path_in(path): file for file in manifest.files if file.role in ("own", "ancestor")}
-    found = read_sizes(needed)
-    for place, file in needed.items():
-        size, problem = found[place], None
+    sizes = read_sizes(needed)
+    for needed_path, file in needed.items():
+        size, problem = sizes[needed_path], None
         if isinstance(size, FileNotFoundError):
             problem = "lacks"
         elif isinstance(size, OSError):
@@ -234,10 +234,10 @@ class ParentCheckpoint:
                 f"the parent '{ref.path}' was replaced while this save was planned: it is "
                 f"{self.checkpoint.manifest.save_id}, expected {ref.save_id}; save again"
             )
-        found = history.find(ref.save_id)
-        if found is not None:
-            found.complete = True
-        self._cache = ChunkCache() if found is None else found.cache
+        checkpoint = history.find(ref.save_id)
+        if checkpoint is not None:
+            checkpoint.complete = True
+        self._cache = ChunkCache() if checkpoint is None else checkpoint.cache
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -310,17 +310,17 @@ def describe_base_loss(directory: Path, manifest: Manifest) -> str:
     # The relative error of differences says nothing about the values that they add up to.
     against = manifest.get_setting("delta", "against")
     rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error >= 5e-5}
-    lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
-    kept = [
+    loss = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
+    exact = [
         path.name for path, other in iter_checkpoints(directory.absolute().parent, lambda *_: None)
         if other.refinement == "kept" and other.save_id != manifest.save_id
     ]
     return (
         f"'{directory}' is loaded from its base layer alone, since newer checkpoints took over its refinement layer: "
         "what is loaded differs from what was saved"
-        + (f" ({lost}, root mean square of a group of tensors)" if lost and against != "values" else "")
+        + (f" ({loss}, root mean square of a group of tensors)" if loss and against != "values" else "")
         + ", and training goes on as from a restart of lower precision. "
-        + (f"Refinement is there in {', '.join(repr(name) for name in kept[:-4:-1])}. " if kept else "")
+        + (f"Refinement is there in {', '.join(repr(name) for name in exact[:-4:-1])}. " if exact else "")
         + "To keep it longer set refinement.keep_last in the configuration, or save with pinned=True"
     )
 
@@ -348,8 +348,8 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     problems: list[tuple[Path, DSQError]] = []
     rank = get_job_rank()
     directory = resolve_run(run, rank)
-    found = list(iter_checkpoints(directory, lambda path, error: problems.append((path, error))))
-    older = set[str]().union(*(manifest.get_older_save_ids() for _, manifest in found))
+    checkpoints = list(iter_checkpoints(directory, lambda path, error: problems.append((path, error))))
+    older = set[str]().union(*(manifest.get_older_save_ids() for _, manifest in checkpoints))
     for path, error in problems:
         saves = {entry.name[:16] for entry in get_storage(path).list_entries(path) if entry.name.endswith(".index")}
         if not saves or not saves <= older:
@@ -357,7 +357,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
                 f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "
                 "to go on from"
             ) from error
-    if not found:
+    if not checkpoints:
         warn_about_unrelated_directory(directory, rank)
         return None
-    return str(found[-1][0])
+    return str(checkpoints[-1][0])

@@ -94,11 +94,11 @@ class ChunkLoader:
         return replace(chunk, parent=previous[1], on_device=False)
 
     def _attach_parent_values(self, chunk: Chunk) -> Chunk | None:
-        known = None if self._parent is None else self._parent.read_values(chunk.key)
-        if known is not None:
-            difference = replace(chunk, base_values=known[1])
+        parent_values = None if self._parent is None else self._parent.read_values(chunk.key)
+        if parent_values is not None:
+            difference = replace(chunk, base_values=parent_values[1])
             if is_near_parent(difference):
-                self.parent_records[chunk.key] = known[0]
+                self.parent_records[chunk.key] = parent_values[0]
                 return difference
         return None if all_finite(chunk) else chunk  # the global sketch reports NaN and Inf
 

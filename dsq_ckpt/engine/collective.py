@@ -188,11 +188,11 @@ def _merge_reports(reports: Sequence[_RankReport]) -> SaveContents:
         for name in report.objects:
             _add_unique(seen, name, rank)
         for fqn, tensor in report.tensors.items():
-            known = tensors.setdefault(fqn, {**tensor, "chunks": []})
-            _check_same(fqn, known, tensor)
+            entry = tensors.setdefault(fqn, {**tensor, "chunks": []})
+            _check_same(fqn, entry, tensor)
             for key in tensor["chunks"]:
                 _add_unique(seen, key, rank)
-            known["chunks"] += tensor["chunks"]
+            entry["chunks"] += tensor["chunks"]
     for fqn, tensor in tensors.items():
         if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was given so that {problem}")
@@ -214,13 +214,13 @@ def _list_tensors(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:
     for shard in shards:
         dtype = str(shard.dtype).removeprefix("torch.")
         tensor = {"dtype": dtype, "shape": list(shard.size), "chunks": [shard.key]}
-        known = tensors.setdefault(shard.key.fqn, {**tensor, "chunks": []})
-        _check_same(shard.key.fqn, known, tensor)
-        known["chunks"].append(shard.key)
+        entry = tensors.setdefault(shard.key.fqn, {**tensor, "chunks": []})
+        _check_same(shard.key.fqn, entry, tensor)
+        entry["chunks"].append(shard.key)
     return tensors
 
 
-def _check_same(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
+def _check_same(fqn: str, first: dict[str, Any], tensor: dict[str, Any]) -> None:
     for what in ("dtype", "shape"):
-        if known[what] != tensor[what]:
-            raise SaveFailed(f"parts of '{fqn}' were given with {what} {known[what]} and {tensor[what]}")
+        if first[what] != tensor[what]:
+            raise SaveFailed(f"parts of '{fqn}' were given with {what} {first[what]} and {tensor[what]}")

@@ -116,8 +116,8 @@ def commit(
     _check_complete(path, contents)
     files = _list_data_files(path, context, contents, parent)
     places = [file.path_in(path) for file in files]
-    found = read_sizes(places)
-    absent = [file for file, place in zip(files, places, strict=True) if found[place] != file.size]
+    sizes = read_sizes(places)
+    absent = [file for file, file_path in zip(files, places, strict=True) if sizes[file_path] != file.size]
     if absent:
         raise SaveFailed(_describe_missing_files(path, absent, contents.results))
     index = _make_index(context, contents, plan)
@@ -140,10 +140,10 @@ def _check_complete(path: Path, contents: SaveContents) -> None:
     planned = [key for tensor in contents.tensors.values() for key in tensor["chunks"]] + list(contents.objects)
     if not planned and not contents.attachments:
         warn_safely(f"the state dict is empty: the checkpoint '{path}' holds nothing")
-    lost = [key for key in planned if key not in contents.written]
-    if lost:
+    missing = [key for key in planned if key not in contents.written]
+    if missing:
         raise SaveFailed(
-            f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
+            f"{len(missing)} of {len(planned)} planned items were not written, among them {missing[0]!r}; "
             "the checkpoint was not committed"
         )
     for fqn, tensor in contents.tensors.items():
@@ -171,17 +171,17 @@ def _list_data_files(
         return files
     assert context.parent is not None
     parent = expand_path(context.parent.path)
-    known = {file.name: file for file in (manifest or read_parent_manifest(parent, context.parent.save_id)).files}
+    by_name = {file.name: file for file in (manifest or read_parent_manifest(parent, context.parent.save_id)).files}
     for name in contents.required_files:
-        update = {"role": "ancestor", "held_by": get_holder(known[name], parent, path)}
-        files.append(known[name].model_copy(update=update))
+        update = {"role": "ancestor", "held_by": get_holder(by_name[name], parent, path)}
+        files.append(by_name[name].model_copy(update=update))
     return files
 
 
 def _make_index(context: SaveContext, contents: SaveContents, plan: QuantizationPlan) -> dict[str, Any]:
     written, analysis = contents.written, plan.analysis
     names = [file.name for result in contents.results for file in result.files]
-    place = {name: number for number, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(names)}
     nesting = contents.nesting
     if not {*contents.tensors, *contents.objects} <= set(nesting["planner"] or ()):
         nesting = {**nesting, "planner": None}  # with paths for a part of the names the others would be lost
@@ -189,11 +189,11 @@ def _make_index(context: SaveContext, contents: SaveContents, plan: Quantization
         "files": names,
         "tensors": {
             fqn: {"dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": [
-                [list(key.offsets), list(key.shape), place[written[key].ref.file], written[key].ref.record]
+                [list(key.offsets), list(key.shape), numbers[written[key].ref.file], written[key].ref.record]
                 for key in tensor["chunks"]
             ]} for fqn, tensor in contents.tensors.items()
         },
-        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in contents.objects},
+        "objects": {fqn: [numbers[written[fqn].ref.file], written[fqn].ref.record] for fqn in contents.objects},
         "codebooks": {
             # The codebook of a group of zeros is of no use to the next checkpoint.
             name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
@@ -375,9 +375,9 @@ def _to_plain_name(path: Path) -> str | None:
 
 def _find_replaced_files(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
     """Return the files of the overwritten checkpoint that the new one does not need."""
-    kept = {file.name for file in files}
+    new = {file.name for file in files}
     try:
-        names = [file.name for file in Manifest.read(directory).files if file.name not in kept and file.held_by is None]
+        names = [file.name for file in Manifest.read(directory).files if file.name not in new and file.held_by is None]
         return [directory / name for name in set(names) - references.find_held_files(directory)]
     except DSQError:  # no checkpoint, or no readable manifest: leave the files to `dsq gc`
         return []

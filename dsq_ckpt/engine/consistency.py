@@ -38,9 +38,9 @@ class RankSettings(NamedTuple):
     def of(cls, path: Path, config: DSQConfig) -> RankSettings:
         """Return the settings of this rank."""
         defaults = _defaults()
-        found = iter_dotted_keys(config.model_dump())
+        settings = iter_dotted_keys(config.model_dump())
         return cls(str(path), str(canonicalize(path)), {
-            key: value for key, value in found
+            key: value for key, value in settings
             if key not in _PER_RANK_KEYS and (key not in defaults or defaults[key] != value)
         })
 

@@ -108,17 +108,17 @@ def check_resume_limit(resumes: int, config: DSQConfig) -> str | None:
 
 
 def _find_new_weights(layout: Layout, previous: ParentRef | None, history: SaveHistory) -> frozenset[str]:
-    known = None if previous is None else history.find(previous.save_id)
-    return frozenset() if known is None or known.lossy is None else layout.weights() - known.lossy
+    checkpoint = None if previous is None else history.find(previous.save_id)
+    return frozenset() if checkpoint is None or checkpoint.lossy is None else layout.weights() - checkpoint.lossy
 
 
 def _load_parent_model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:
-    known = history.find(parent.save_id)
+    cached = history.find(parent.save_id)
     with Checkpoint(expand_path(parent.path), lazy=True) as checkpoint:
-        if known is None or known.model is None or checkpoint.manifest.save_id != parent.save_id:
+        if cached is None or cached.model is None or checkpoint.manifest.save_id != parent.save_id:
             model = checkpoint.to_parent_model()
         else:
-            model = known.model
+            model = cached.model
             checkpoint.read_index_bytes()  # checks the index, which a load of the parent needs
         # Codebooks of values do not fit differences, and differences of two saves have different magnitudes.
         return ParentModel({}, {}, parent.depth) if layout.residual else model.restrict_to(layout)

@@ -201,14 +201,14 @@ class SaveHistory:
         """
         other_jobs.add_own(path, save_id)
         with self._lock:
-            found = self.find(save_id)
-            if found is None:
+            checkpoint = self.find(save_id)
+            if checkpoint is None:
                 with suppress(DSQError):  # without its index, nothing can be coded against it either
-                    found = KnownCheckpoint(save_id, path.absolute(), _read_shapes_at(path, save_id))
-                    self._known.append(found)
-            if found is not None:
-                found.model = model or found.model
-                self._mark_complete(found)
+                    checkpoint = KnownCheckpoint(save_id, path.absolute(), _read_shapes_at(path, save_id))
+                    self._known.append(checkpoint)
+            if checkpoint is not None:
+                checkpoint.model = model or checkpoint.model
+                self._mark_complete(checkpoint)
             self._trim()
 
     def add_loaded(self, path: Path, save_id: str, cache: ChunkCache, files: CheckpointFiles | None = None) -> None:
@@ -239,8 +239,8 @@ class SaveHistory:
     def move(self, save_id: str, path: Path) -> None:
         """Record that the directory of a checkpoint was renamed within its run directory."""
         with self._lock:
-            if (found := self.find(save_id)) is not None:
-                found.path = path.absolute()
+            if (checkpoint := self.find(save_id)) is not None:
+                checkpoint.path = path.absolute()
 
     def remove(self, save_id: str) -> None:
         """Remove the checkpoint of a save that failed, and its cached chunks."""
@@ -257,11 +257,11 @@ class SaveHistory:
             own = {one.save_id: one for one in self._known}
             adopted = {one.save_id: one for one in outline}
             for save_id in own.keys() & adopted.keys():
-                known = own[save_id]
-                shared_parent = adopted[save_id].shared_parent or known.shared_parent  # unknown to the other process
+                entry = own[save_id]
+                shared_parent = adopted[save_id].shared_parent or entry.shared_parent  # unknown to the other process
                 adopted[save_id] = replace(
-                    adopted[save_id], cache=known.cache, shared_parent=shared_parent, watch=known.watch,
-                    lossy=known.lossy,
+                    adopted[save_id], cache=entry.cache, shared_parent=shared_parent, watch=entry.watch,
+                    lossy=entry.lossy,
                 )
             shared = {one.shared_parent for one in adopted.values()} - {None} - adopted.keys()
             self._known[:] = [*adopted.values(), *(one for one in self._known if one.save_id in shared)]
@@ -291,8 +291,8 @@ class SaveHistory:
     def _mark_complete(self, new: KnownCheckpoint) -> None:
         """Drop the checkpoints that a committed one replaces: older ones of its state in its run."""
         new.complete = True
-        place = self._known.index(new)
-        for other in self._known[place + 1 :]:
+        index = self._known.index(new)
+        for other in self._known[index + 1 :]:
             replaced = other.save_id == new.previous
             if other.save_id == new.shared_parent:
                 continue
@@ -336,15 +336,15 @@ def forget(path: str | os.PathLike[str] | None = None) -> None:
 def _get_by_key(key: str) -> SaveHistory:
     if key == _default_history._key:
         return _default_history
-    found = _histories.get(key)
-    if found is None:
-        found = SaveHistory._with_key(key)
-        _unpickled.append(found)
+    history = _histories.get(key)
+    if history is None:
+        history = SaveHistory._with_key(key)
+        _unpickled.append(history)
         del _unpickled[:-_MAX_UNPICKLED]
-    elif found in _unpickled:
-        _unpickled.remove(found)
-        _unpickled.append(found)
-    return found
+    elif history in _unpickled:
+        _unpickled.remove(history)
+        _unpickled.append(history)
+    return history
 
 
 def _reset_after_fork() -> None:

@@ -61,12 +61,13 @@ def _link(
 ) -> None:
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
-            known = {file.name: file for file in files.manifest.files}
-            keyframes = {name for name in names & known.keys() if files.required_files(name) == {name}}
+            by_name = {file.name: file for file in files.manifest.files}
+            keyframes = {name for name in names & by_name.keys() if files.required_files(name) == {name}}
         holders = _list_newest_first(previous or parent, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
-                _link_or_copy([one / name for one in holders], parent / name, target / name, known[name], copies, fsync)
+                file = by_name[name]
+                _link_or_copy([one / name for one in holders], parent / name, target / name, file, copies, fsync)
     link_files(parent, target, names, fsync)
 
 

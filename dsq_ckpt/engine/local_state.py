@@ -211,8 +211,8 @@ def make_layout(
             if chosen.kind == "weights" and chosen.by_rule:
                 ruled.add(fqn)
             elif chosen.kind == "weights":
-                if (found := find_by_suffix(fqn, options.frozen.unchanged)) is not None:
-                    rests[fqn] = found
+                if (is_unchanged := find_by_suffix(fqn, options.frozen.unchanged)) is not None:
+                    rests[fqn] = is_unchanged
                 if find_by_suffix(fqn, options.rounding):
                     rounding.add(fqn)
     frozen = FrozenTensors(options.frozen.has_trained, rests)
@@ -234,7 +234,7 @@ def make_items(shards: Sequence[LocalShard], options: SaveOptions, layout: Layou
         layout: layout of all ranks; None: this rank has all chunks of the save.
     """
     config = options.config
-    known = {shard.key: _CachedLoad(shard) for shard in shards}
+    loads = {shard.key: _CachedLoad(shard) for shard in shards}
     chunks = {shard.key: shard.dtype for shard in shards}
     assignments = Assignments.cached(config.quantize, options.layer_types)
     items = []
@@ -245,11 +245,11 @@ def make_items(shards: Sequence[LocalShard], options: SaveOptions, layout: Layou
         chosen = assignments.get(shard.key.fqn, shard.size, shard.dtype, measured)
         second = None
         if chosen.second_moment is not None:
-            other = known.get(shard.key._replace(fqn=chosen.second_moment))
+            other = loads.get(shard.key._replace(fqn=chosen.second_moment))
             load = partial(_load_second_moment, shard, chosen.second_moment) if other is None else other
             second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
-            shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, known[shard.key],
+            shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, loads[shard.key],
             config.storage.on_device, second, chosen.by_rule,
         ))
     return items
@@ -272,10 +272,10 @@ class _CachedLoad:
     def __call__(self) -> torch.Tensor:
         if self._found is not None:
             return self._found
-        found: torch.Tensor = _resolve(check_storable(self._shard.key.fqn, self._shard.load()))
+        tensor: torch.Tensor = _resolve(check_storable(self._shard.key.fqn, self._shard.load()))
         if self._shard.is_view:
-            self._found = found
-        return found
+            self._found = tensor
+        return tensor
 
 
 def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]) -> bool:
@@ -287,5 +287,5 @@ def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]
 def _load_second_moment(shard: LocalShard, name: str) -> torch.Tensor:
     if shard.load_chunk_of is None:
         raise SaveFailed(f"'{shard.key.fqn}' is measured by '{name}', of which this rank has no chunk like {shard.key}")
-    found: torch.Tensor = _resolve(shard.load_chunk_of(name))
-    return found
+    tensor: torch.Tensor = _resolve(shard.load_chunk_of(name))
+    return tensor

@@ -68,8 +68,8 @@ def mark_shared(run: Path) -> None:
 
 def forget(run: Path | None = None) -> None:
     """Forget a run directory, or all."""
-    for known in [run] if run is not None else list(_run_watches):
-        _run_watches.pop(known, None)
+    for key in [run] if run is not None else list(_run_watches):
+        _run_watches.pop(key, None)
 
 
 def warn_of_other_job(path: Path, ranks: int) -> None:

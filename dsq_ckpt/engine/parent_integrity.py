@@ -70,13 +70,13 @@ class _FileCheck:
         directory = expand_path(self._parent.path)
         try:
             with Workers(1, 1) as workers:
-                found = find_damaged(directory, select_files(self._parent)[self._slice], workers)
+                problems = find_damaged(directory, select_files(self._parent)[self._slice], workers)
         except CheckpointNotFound:
             return
         except Exception as error:  # files that could not be checked may be damaged
-            found = {"": described(error)}
+            problems = {"": described(error)}
         # The parent may be deleted meanwhile: a newer checkpoint has its own links, or its save failed.
-        existing = {name: problem for name, problem in found.items() if not _is_missing(directory / name)}
+        existing = {name: problem for name, problem in problems.items() if not _is_missing(directory / name)}
         self._problems = _key_by_directory(directory, existing)
 
 
@@ -96,30 +96,30 @@ def drop_damaged_parent(
     if before is None:
         return context
     parent = context.parent
-    known = history.find(before.save_id)
+    checkpoint = history.find(before.save_id)
     checks = [check for check in _pending_checks if before.save_id in check.saves]
 
     def collect_problems() -> tuple[bool, bool, Problems]:
-        found = _merge([check.wait() for check in checks])
-        return known is None or known.suspect, known is not None and bool(known.cache), found
+        problems = _merge([check.wait() for check in checks])
+        return checkpoint is None or checkpoint.suspect, checkpoint is not None and bool(checkpoint.cache), problems
 
     answers = gather_from_all_ranks(comm, collect_problems)
-    found = _merge([found for *_, found in answers])
+    merged = _merge([merged for *_, merged in answers])
     # All files of the parent are checked now if they must be decoded, because no codes are in memory, or if the last
     # save failed. All ranks must agree, since each checks its share of one list; a rank that wrote nothing lossy has
     # no codes. Exact data needs no check: every save decodes it, which checks each block, and on failure stores it
     # without a parent.
     missed = bool(context.layout.tensors) and not any(is_cached for _, is_cached, _ in answers)
     if parent is not None and (any(is_suspect for is_suspect, *_ in answers) or missed):
-        found |= _merge(gather_from_all_ranks(comm, lambda: _check_files(
+        merged |= _merge(gather_from_all_ranks(comm, lambda: _check_files(
             parent, lambda: select_files(parent, all_files=True)[comm.rank :: comm.size], workers
         )))
     is_damaged = False
-    if found:
-        if known is not None:
-            known.suspect = True  # for the next save, should this one fail
+    if merged:
+        if checkpoint is not None:
+            checkpoint.suspect = True  # for the next save, should this one fail
         is_damaged = gather_from_all_ranks(
-            comm, lambda: comm.rank == 0 and _restore_and_warn(found, parent, workers)
+            comm, lambda: comm.rank == 0 and _restore_and_warn(merged, parent, workers)
         )[0]
     _pending_checks[:] = [check for check in _pending_checks if check not in checks]
     if is_damaged:
@@ -130,16 +130,16 @@ def drop_damaged_parent(
     return context
 
 
-def _restore_and_warn(found: Problems, parent: ParentRef | None, workers: Workers) -> bool:
+def _restore_and_warn(problems: Problems, parent: ParentRef | None, workers: Workers) -> bool:
     """Restore damaged files from intact copies, if any, and warn; return whether the parent was damaged."""
-    names = {name for _, name in found}
+    names = {name for _, name in problems}
     own: Problems = {}
     if parent is not None:
         own = _check_files(
             parent, lambda: [file for file in select_files(parent, all_files=True) if file.name in names], workers
         )
     # By run, since a file is restored in all checkpoints of a run at once.
-    by_run = {(get_run(path), name): (path, problem) for (path, name), problem in (found | own).items()}
+    by_run = {(get_run(path), name): (path, problem) for (path, name), problem in (problems | own).items()}
     details = "; ".join(
         _restore_or_describe(path, name, problem) for (_, name), (path, problem) in sorted(by_run.items())
     )
@@ -157,18 +157,18 @@ def _restore_and_warn(found: Problems, parent: ParentRef | None, workers: Worker
 def _check_files(parent: ParentRef, select: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Problems:
     """Return the problems of selected files of the parent, or of the manifest that lists them."""
     try:
-        found = find_damaged(expand_path(parent.path), select(), workers)
+        problems = find_damaged(expand_path(parent.path), select(), workers)
     except (DSQError, OSError) as error:
-        found = {"": str(error)}
-    return _key_by_directory(expand_path(parent.path), found)
+        problems = {"": str(error)}
+    return _key_by_directory(expand_path(parent.path), problems)
 
 
-def _key_by_directory(directory: Path, found: Mapping[str, str]) -> Problems:
-    return {(directory, name): problem for name, problem in found.items()}
+def _key_by_directory(directory: Path, problems: Mapping[str, str]) -> Problems:
+    return {(directory, name): problem for name, problem in problems.items()}
 
 
-def _merge(found: Sequence[Problems]) -> Problems:
-    return {place: problem for one in found for place, problem in one.items()}
+def _merge(problems: Sequence[Problems]) -> Problems:
+    return {path: problem for one in problems for path, problem in one.items()}
 
 
 def _is_missing(path: Path) -> bool:
@@ -190,12 +190,12 @@ def select_files(parent: ParentRef, all_files: bool = False) -> list[ManifestFil
 
 def find_damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
     """Return the problems of files of a checkpoint, by file name."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for name, problem in workers.map(lambda file: (file.name, check_file(file.path_in(directory), file)), files):
         run_pending_handlers()
         if problem is not None:
-            found[name] = problem
-    return found
+            problems[name] = problem
+    return problems
 
 
 def _is_due(name: str, position: int) -> bool:

@@ -144,8 +144,8 @@ class SavePipeline:
         result, cache = write_rank(self.path, context, rank, state, workers, self.options.history)
         if not state.is_staged:
             self.add_to_history(context, cache)
-        elif (known := self.options.history.find(context.save_id)) is not None:
-            known.cache.refs |= cache.refs
+        elif (checkpoint := self.options.history.find(context.save_id)) is not None:
+            checkpoint.cache.refs |= cache.refs
         return result
 
     def add_to_history(self, context: SaveContext, cache: ChunkCache) -> None:
@@ -196,8 +196,8 @@ class SavePipeline:
         self._parent = None
         if context.parent is not None:
             with suppress(DSQError):  # it was removed; the steps that need its files raise
-                found = Manifest.read(expand_path(context.parent.path))
-                self._parent = found if found.save_id == context.parent.save_id else None
+                manifest = Manifest.read(expand_path(context.parent.path))
+                self._parent = manifest if manifest.save_id == context.parent.save_id else None
         self._target.claim(context.save_id, self._parent)
         self.context = context
         return context

@@ -96,8 +96,8 @@ def quantize(
     if context.parent is None and context.previous is not None:
         options.history.release_device_codes(expand_path(context.previous.path))
     gradients = {
-        item.key: found for item in (*local.items, *local.replicas)
-        if item.kind == "weights" and (found := _find_gradient(item.key, local.gradients)) is not None
+        item.key: gradient for item in (*local.items, *local.replicas)
+        if item.kind == "weights" and (gradient := _find_gradient(item.key, local.gradients)) is not None
     }
     searches = policy not in (plan_as_configured, plan_exact)
     if context.previous is None:
@@ -118,8 +118,8 @@ def quantize(
                 replicas = run_on_all_ranks(comm, lambda: sketching.load_replicas(sketches))
                 before = run_on_all_ranks(comm, lambda: _compute_checksums(local, workers))
     except DSQError:
-        if context.parent is not None and (known := options.history.find(context.parent.save_id)) is not None:
-            known.suspect = True
+        if context.parent is not None and (checkpoint := options.history.find(context.parent.save_id)) is not None:
+            checkpoint.suspect = True
         raise
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with defer_handler_errors():  # a search replaces weights of the model by trial weights, and restores them
@@ -255,9 +255,9 @@ class _LocalSketch:
             and not find_by_suffix(chunk.key.fqn, options.frozen.changing)
         ]
         if others:
-            left, lossy = {chunk.key for chunk in others}, layout.weights()
-            trained = take_evenly([item for item in self._local.items if item.key not in left])
-            trained_weights = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in left]
+            remaining, lossy = {chunk.key for chunk in others}, layout.weights()
+            trained = take_evenly([item for item in self._local.items if item.key not in remaining])
+            trained_weights = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in remaining]
             seen = ((chunk.key, chunk.tensor) for chunk in others)
             self.watch.update(
                 (item.load() for item in trained), seen, lambda changed: find_averages(changed, trained_weights)
@@ -269,8 +269,8 @@ class _LocalSketch:
 
     def _is_surely_untrained(self, name: str, unclear: Mapping[str, bool]) -> bool:
         """Return whether a tensor is of the model, and needs no gradient or is not a parameter of the optimizers."""
-        known = find_by_suffix(name, self._options.frozen.unchanged) is not None
-        return known and False in (unclear.get(name), find_by_suffix(name, self._options.frozen.changing))
+        is_known = find_by_suffix(name, self._options.frozen.unchanged) is not None
+        return is_known and False in (unclear.get(name), find_by_suffix(name, self._options.frozen.changing))
 
     def _can_observe_changes(self) -> bool:
         """Return whether later saves may observe which tensors change.
@@ -286,12 +286,12 @@ class _LocalSketch:
 
     def _find_without_gradients(self, weights: Sequence[Chunk]) -> set[ChunkKey]:
         """Return the chunks whose squared gradients are all zero, if other chunks of this rank have nonzero ones."""
-        known = {
+        names = {
             chunk.key: self._tensors[key] for chunk in weights if (gauge := self._gauges.get(chunk.key.fqn)) is not None
             and (key := chunk.key._replace(fqn=gauge.name)) in self._tensors
         }
-        zero = set(compress(known, are_zero(list(known.values()))))
-        return zero if len(zero) < len(known) else set()
+        zero = set(compress(names, are_zero(list(names.values()))))
+        return zero if len(zero) < len(names) else set()
 
     def exclude_lost_rows(self, chunks: list[Chunk], octaves: Mapping[str, Counts] | None = None) -> list[Chunk]:
         """Return the chunks except those of weights that would lose rows that training needs; these are stored exactly.
@@ -380,7 +380,7 @@ def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKe
     Raises:
         SaveFailed: `evaluate` or `check` changed it.
     """
-    changed = sorted({key.fqn for key, found in before.items() if after[key] != found})
+    changed = sorted({key.fqn for key, version in before.items() if after[key] != version})
     if changed:
         raise SaveFailed(
             f"`evaluate` or `check` changed {quote(changed)}: they must leave model and optimizer as they are. The "
@@ -395,5 +395,5 @@ def _find_gradient(key: ChunkKey, gradients: Mapping[Any, torch.Tensor]) -> torc
     name = strip_wrappers(key.fqn)
     while name and name not in gradients:
         name = name.partition(".")[2]
-    found = gradients.get(name)
-    return found if found is not None and found.numel() == key.elements else None
+    gradient = gradients.get(name)
+    return gradient if gradient is not None and gradient.numel() == key.elements else None

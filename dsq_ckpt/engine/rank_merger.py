@@ -56,8 +56,8 @@ class RankMerger:
         self._reader = checkpoint.open_reader(name)
         self._stem = Path(name).stem
         refinement = f"{self._stem}.refinement"
-        kept = refinement in {file.name for file in checkpoint.manifest.files}
-        self._refinement = checkpoint.open_reader(refinement) if kept else None
+        is_refined = refinement in {file.name for file in checkpoint.manifest.files}
+        self._refinement = checkpoint.open_reader(refinement) if is_refined else None
         self.requires: set[str] = set()
         self.links = self.depth = 0
         self.size_changes: dict[str, int] = defaultdict(int)
@@ -80,7 +80,7 @@ class RankMerger:
                 copied = _BlockCopier(self._refinement, writer)
                 records = {
                     number: {
-                        **entry, "blocks": [copied(place) for place in entry["blocks"]],
+                        **entry, "blocks": [copied(block) for block in entry["blocks"]],
                         **({"protected": copied(entry["protected"])} if "protected" in entry else {}),
                     } for number, entry in self._refinement.contents["records"].items()
                 }
@@ -119,13 +119,13 @@ class RankMerger:
 
     def _write_scales(self, entry: list[Any], packs: list[tuple[Any, ...]]) -> list[int]:
         """Return pack and count of the scales; those up to format version 7, which are in no pack, get a new one."""
-        place, count = entry
-        if isinstance(place, list):
+        number, count = entry
+        if isinstance(number, list):
             items = shuffle_compress(pack_scales(self._checkpoint.read_scale_numbers(self._name)), 2)
             packs.append(CompressedPack(items, None).write(self._writer, 2, 2 * count))
-            self.size_changes["exp_avg_sq"] += len(items) - int(place[1])
-            place = len(packs) - 1
-        return [place, count]
+            self.size_changes["exp_avg_sq"] += len(items) - int(number[1])
+            number = len(packs) - 1
+        return [number, count]
 
     def _write_pack(
         self, number: int, entry: Sequence[Any], owner: Tree | None, copied: _BlockCopier
@@ -139,10 +139,10 @@ class RankMerger:
             copied: copier of blocks.
         """
         ref = PackRef(self._name, number)
-        place, itemsize, size = entry[:3]
+        index, itemsize, size = entry[:3]
         chain = self._checkpoint.pack_chain(ref)
         if len(chain) == 1:
-            return copied(place), itemsize, size
+            return copied(index), itemsize, size
         link = None if self._keyframe else self._checkpoint.make_link(chain[-1:], 1)
         data = self._checkpoint.read_pack(ref)
         packed = CompressedPack.compress(data, itemsize, StorageConfig().zstd_level, lambda: link)
@@ -152,14 +152,14 @@ class RankMerger:
         if owner is None:
             raise CorruptCheckpoint(f"pack {number} belongs to no record")
         lossy = owner["type"] == "coded" or "stored" in owner
-        self.size_changes[self._find_kind(owner) if lossy else "exact"] += len(packed.data) - int(place[1])
+        self.size_changes[self._find_kind(owner) if lossy else "exact"] += len(packed.data) - int(index[1])
         return packed.write(self._writer, itemsize, size)
 
     def _find_kind(self, record: Tree) -> str:
         """Return the kind of a lossy record in the manifest, which its name alone may not define."""
         kinds = self._checkpoint.manifest.kinds
-        found = record["group"].partition("/")[0] if "group" in record else kind_of(record["fqn"])
-        return next(kind for kind in (found, "weights", *kinds) if kind in kinds)
+        own_kind = record["group"].partition("/")[0] if "group" in record else kind_of(record["fqn"])
+        return next(kind for kind in (own_kind, "weights", *kinds) if kind in kinds)
 
     def _find_recodings(self, records: Sequence[Tree]) -> dict[str, GroupRecoder]:
         """Return the recoders of groups with chains of codes to merge."""
@@ -174,8 +174,8 @@ class RankMerger:
                 chains[record["group"]].append(chain)
         longest = 1 if self._keyframe else 2
         return {
-            group: GroupRecoder(self._checkpoint, found, self._keyframe, self._workers)
-            for group, found in chains.items() if group not in with_residuals and max(map(len, found)) > longest
+            group: GroupRecoder(self._checkpoint, links, self._keyframe, self._workers)
+            for group, links in chains.items() if group not in with_residuals and max(map(len, links)) > longest
         }
 
     def _check_older(self, chain: Sequence[RecordRef]) -> None:
@@ -192,8 +192,8 @@ class RankMerger:
         """Code the codes of a record again; return the new record."""
         recoding = self.recodings[record["group"]]
         chain = self._checkpoint.follow_chain(ref, "parent", ("coded",))
-        found = recoding.encode_blocks(chain, int(self._reader.contents["block_elements"]))
-        new = {**record, "blocks": [None if data is None else self._writer.add(data) for data in found]}
+        blocks = recoding.encode_blocks(chain, int(self._reader.contents["block_elements"]))
+        new = {**record, "blocks": [None if data is None else self._writer.add(data) for data in blocks]}
         new.pop("parent", None)
         if recoding.uses_parent and len(chain) > 1:
             new["parent"] = list(chain[-1])
@@ -217,16 +217,16 @@ class RankMerger:
         codes = len(older_files)
         self.requires |= self._checkpoint.required_files(oldest.file) if steps else set(older_files)
         refined = self._refinement is not None and str(number) in self._refinement.contents["records"]
-        kept = refined or len(steps) < 2
+        keeps_chain = refined or len(steps) < 2
         older: list[Any] = list(oldest)
-        runs = list(self._merge_steps(steps[kept:][::-1]))
-        links = len(runs) + bool(kept and steps)
+        runs = list(self._merge_steps(steps[keeps_chain:][::-1]))
+        links = len(runs) + bool(keeps_chain and steps)
         self.links, self.depth = max(self.links, links if steps else codes), max(self.depth, links + codes)
         size = -_get_record_size(record)
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             merged = self._write_superstep(record, run, older)
             size += _get_record_size(merged)
-            if place == len(runs) - 1 and not kept:
+            if index == len(runs) - 1 and not keeps_chain:
                 self.size_changes[self._find_kind(record)] += size
                 return merged
             older = [self._base, self._count + len(self._added_records)]
@@ -274,11 +274,11 @@ class _BlockCopier:
     def __init__(self, source: ContainerReader, target: ContainerWriter) -> None:
         self._source, self._target = source, target
 
-    def __call__(self, place: Sequence[Any]) -> Block:
-        return self._target.add(self._source.read(Block(*place)))
+    def __call__(self, block: Sequence[Any]) -> Block:
+        return self._target.add(self._source.read(Block(*block)))
 
 
 def _get_record_size(record: Tree) -> int:
     """Return the bytes of a record's blocks."""
     places = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
-    return sum(int(place[1]) for place in places if place is not None)
+    return sum(int(block[1]) for block in places if block is not None)

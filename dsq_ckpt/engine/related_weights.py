@@ -43,9 +43,9 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
         context: context of the save.
     """
     before = (context.previous, context.parent) if not context.layout.residual else ()
-    known = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
-    earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in known if one.cache.codes), {})
-    exact = known[0].watch.exact_codes if known else {}  # samples of weights without codes
+    checkpoints = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
+    earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in checkpoints if one.cache.codes), {})
+    exact = checkpoints[0].watch.exact_codes if checkpoints else {}  # samples of weights without codes
     unrelated = 0
     for key, tensor in weights.items():
         codes = exact.get(key, earlier.get(key))
@@ -53,10 +53,10 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
             continue
         if key in exact and np.array_equal(current_codes, codes):  # frozen, perhaps in several trainings
             continue
-        found = are_codes_related(current_codes, codes[:: len(codes) // _SAMPLE_SIZE][:_SAMPLE_SIZE])
-        unrelated += found is False
-        if found or unrelated == _MAX_UNRELATED:
-            return found
+        related = are_codes_related(current_codes, codes[:: len(codes) // _SAMPLE_SIZE][:_SAMPLE_SIZE])
+        unrelated += related is False
+        if related or unrelated == _MAX_UNRELATED:
+            return related
     return False if unrelated else None
 
 
@@ -66,9 +66,9 @@ def select_watch(related: bool | None, history: SaveHistory, context: SaveContex
     If the weights are not `related`, new observations are started, since those of another training are misleading: its
     moments would look as if they had been renewed by gradients, and its frozen layers as if they had changed.
     """
-    known = None if context.previous is None else history.find(context.previous.save_id)
-    watch = ChangeWatch() if known is None or related is False else known.watch
-    return watch, watch.restores.count_new_loads(known is not None and known.loaded)
+    checkpoint = None if context.previous is None else history.find(context.previous.save_id)
+    watch = ChangeWatch() if checkpoint is None or related is False else checkpoint.watch
+    return watch, watch.restores.count_new_loads(checkpoint is not None and checkpoint.loaded)
 
 
 def record_exact_samples(watch: ChangeWatch, weights: Mapping[ChunkKey, torch.Tensor], lossy: Set[ChunkKey]) -> None:
@@ -82,8 +82,8 @@ def record_exact_samples(watch: ChangeWatch, weights: Mapping[ChunkKey, torch.Te
     sampled = [key for key in weights if key.elements >= _SAMPLE_SIZE]
     if any(key in lossy for key in sampled):
         sampled = []
-    found = {key: _quantize_sample(weights[key]) for key in sampled[:: -(-len(sampled) // _MAX_UNRELATED) or 1]}
-    watch.exact_codes = {key: codes for key, codes in found.items() if codes is not None}
+    samples = {key: _quantize_sample(weights[key]) for key in sampled[:: -(-len(sampled) // _MAX_UNRELATED) or 1]}
+    watch.exact_codes = {key: codes for key, codes in samples.items() if codes is not None}
 
 
 def _quantize_sample(tensor: torch.Tensor) -> Codes | None:

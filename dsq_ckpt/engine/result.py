@@ -80,11 +80,11 @@ class SaveResult:
 
         They are bytes_written, bytes_logical, ratio, depth, keyframe, seconds, and degradation if it was measured.
         """
-        found = {
+        values = {
             "bytes_written": float(self.bytes_written), "bytes_logical": float(self.bytes_logical),
             "ratio": self.ratio, "depth": float(self.depth), "keyframe": float(self.keyframe), "seconds": self.seconds,
         }
-        return found if self.degradation is None else {**found, "degradation": self.degradation}
+        return values if self.degradation is None else {**values, "degradation": self.degradation}
 
     def __str__(self) -> str:
         depth = "keyframe" if self.keyframe else f"delta {self.depth}"

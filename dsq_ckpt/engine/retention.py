@@ -67,8 +67,8 @@ def _drop_refinement(directory: Path, manifest: Manifest, fsync: bool) -> bool:
     Return False if another program removes the checkpoint, such as a trainer that keeps the newest few.
     """
     names = {file.name for file in manifest.files if file.role == "refinement"}
-    kept = [file for file in manifest.files if file.role != "refinement"]
-    updated = manifest.model_copy(update={"refinement": "dropped", "files": kept})
+    files = [file for file in manifest.files if file.role != "refinement"]
+    updated = manifest.model_copy(update={"refinement": "dropped", "files": files})
     with suppress(FileNotFoundError):
         times = None if is_remote(directory) else directory.stat()
         if times is None:

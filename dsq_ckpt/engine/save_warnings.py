@@ -73,8 +73,8 @@ def emit_save_warnings(
     too_large = sketches.nonfinite
     if too_large:
         too_large -= set().union(*gather_from_all_ranks(comm, lambda: _find_nonfinite(local.items, sketches.nonfinite)))
-    found = sketches.nonfinite - too_large
-    for warning in (_make_range_warning(too_large), _make_nonfinite_warning(found, exact_nonfinite, options.config)):
+    lossy = sketches.nonfinite - too_large
+    for warning in (_make_range_warning(too_large), _make_nonfinite_warning(lossy, exact_nonfinite, options.config)):
         if warning:
             warn(warning, rank=comm.rank)
     # On all ranks, though only rank 0 prints: if warnings are errors, all ranks must raise here.
@@ -98,13 +98,13 @@ def _find_nonfinite(items: list[SaveItem], suspected: frozenset[str]) -> set[str
     return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
 
 
-def _make_nonfinite_warning(found: Collection[str], exact_names: Collection[str], config: DSQConfig) -> str | None:
+def _make_nonfinite_warning(lossy: Collection[str], exact: Collection[str], config: DSQConfig) -> str | None:
     """Return a warning of tensors with NaN or Inf, and of tensors that are not quantized and hold NaN.
 
     Raises:
         NonFiniteTensor: the configuration asks for an error.
     """
-    parts, names, others = [], sorted(found), sorted(exact_names)
+    parts, names, others = [], sorted(lossy), sorted(exact)
     if names:
         negative = any(kind_of(name) == "exp_avg_sq" for name in names)
         parts.append(
@@ -122,15 +122,15 @@ def _make_nonfinite_warning(found: Collection[str], exact_names: Collection[str]
     return ". ".join(parts)
 
 
-def _make_range_warning(found: Collection[str]) -> str | None:
+def _make_range_warning(names: Collection[str]) -> str | None:
     """Return a warning of tensors with finite values beyond the range that can be quantized."""
-    if not found:
+    if not names:
         return None
     return (
-        f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
+        f"{len(names)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
         "quantized (first moments in units of Adam's update, where second moments are nearly zero, negative or not "
         "finite), or whose size is not within a factor of 2^100 (1e30) of that of others (of momentum, of 1): "
-        f"{_format_names(sorted(found))}; stored exactly in this checkpoint"
+        f"{_format_names(sorted(names))}; stored exactly in this checkpoint"
     )
 
 
@@ -245,7 +245,7 @@ def _warn_of_candidates(
         return rows, exact, ("of the model",) if has_model else (), unfamiliar, ()
 
     ranks = gather_from_all_ranks(comm, local)
-    rows, exact, known, unfamiliar, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    rows, exact, unchanged, unfamiliar, untrained = (sorted(set().union(*sets)) for sets in zip(*ranks, strict=True))
     if rows:
         warn(
             f"rows or columns of {_format_names(rows)} are more than {RATIO} times smaller than the others, or vary "
@@ -266,7 +266,7 @@ def _warn_of_candidates(
             'quantize.rules: [{"pattern": NAME, "exact": true}]; if another optimizer trains it, nothing is wrong',
             rank=comm.rank,
         )
-    if unfamiliar and known:
+    if unfamiliar and unchanged:
         warn(
             f"{quote(unfamiliar)} lies beside the model and is quantized as weights are: if it is data, such as "
             "observations, targets or statistics, store it exactly, by "
@@ -309,13 +309,13 @@ def _warn_of_empty_base(analysis: Analysis, rank: int) -> None:
         group: int(fitted.counts.sum()) for group, fitted in analysis.fitted.items()
         if group.startswith("weights/") and fitted.mean_square
     }
-    lost = [
+    losses = [
         group for group in sizes if analysis.fitted[group].error > _LOST_ERROR * analysis.fitted[group].mean_square
     ]
-    if 2 * sum(sizes[group] for group in lost) > sum(sizes.values()):
+    if 2 * sum(sizes[group] for group in losses) > sum(sizes.values()):
         warn(
             "the base layer of this checkpoint, which is what the history keeps, holds next to nothing of the weights "
-            f"in {', '.join(lost)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
+            f"in {', '.join(losses)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
             "weights of zero (as in the first steps of a run, or if its metric has a large constant part). Where that "
             "is not meant, lower search.epsilon, or the step", rank=rank,
         )

@@ -70,8 +70,8 @@ class TiedItems:
             elif chosen.key not in own:  # its settings apply, which items with other settings cannot satisfy
                 exact.update(item.key for item, _ in group if item.config != chosen.config)
             own_keys = [key for key in keys if key in own]
-            kept = chosen.key if chosen is not None and chosen.key in own else next(iter(own_keys), None)
-            primary_keys.update({key: kept for key in own_keys if kept is not None and key != kept})
+            key_kept = chosen.key if chosen is not None and chosen.key in own else next(iter(own_keys), None)
+            primary_keys.update({key: key_kept for key in own_keys if key_kept is not None and key != key_kept})
         return cls(primary_keys, frozenset(exact))
 
     def select_stored(self, items: Iterable[SaveItem]) -> list[SaveItem]:
@@ -84,8 +84,8 @@ class TiedItems:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor in this rank's memory."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def get_memory_key(tensor: torch.Tensor) -> Hashable:

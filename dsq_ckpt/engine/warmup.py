@@ -147,9 +147,9 @@ def _run_compensate() -> None:
 def _run_scan() -> None:
     from dsq_ckpt.kernels import scan  # only the gradient log needs it
 
-    place, nonzero, ones = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), torch.ones(128)
+    offset, nonzero, ones = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), torch.ones(128)
     for dtype in (torch.float32, torch.bfloat16):
-        scan.gather_elements([ones.to(dtype)], place, [1], torch.empty(1, dtype=dtype), nonzero)
+        scan.gather_elements([ones.to(dtype)], offset, [1], torch.empty(1, dtype=dtype), nonzero)
     scan.find_scale([ones], [1.0, 2.0], [2 * ones])
     scan.Samples([ones], 2).take()
 
@@ -267,10 +267,10 @@ def _log_wait() -> None:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
     if rank:
         return
-    kept = "once on this machine"
+    frequency = "once on this machine"
     if not jit.cache_directories():
-        kept = "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)"
-    text = f"dsq_ckpt compiles its kernels, {kept}; this takes about {SECONDS} s (`dsq warmup` does it ahead)"
+        frequency = "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)"
+    text = f"dsq_ckpt compiles its kernels, {frequency}; this takes about {SECONDS} s (`dsq warmup` does it ahead)"
     logger.warning(text)  # on stderr where logging is not set up
 
 
@@ -283,17 +283,17 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
     if group == "save":
         with suppress(OSError):
             _copy_shipped_cache()
-    numbers = {task: place for place, task in enumerate(task for name in ALL for task in _TASKS[name])}
+    numbers = {task: number for number, task in enumerate(task for name in ALL for task in _TASKS[name])}
     failed: list[Exception] = []
     pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
     while pending and not stopped():
-        left = []
+        remaining = []
         for task in pending:
             if stopped():
                 break
             with _try_lock(numbers[task]) as acquired:
                 if not acquired and time.monotonic() < deadline:
-                    left.append(task)
+                    remaining.append(task)
                     continue
                 try:
                     with jit.block_forks():  # import locks held during a fork stay locked in the child
@@ -301,9 +301,9 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
                 except Exception as error:
                     failed.append(error)
                     logger.debug("a kernel could not be compiled ahead: %s", error)
-        if len(left) == len(pending):
+        if len(remaining) == len(pending):
             time.sleep(0.05)
-        pending = left
+        pending = remaining
     return failed
 
 

@@ -100,10 +100,10 @@ def write_rank(
                 else:
                     yield ChunkRequest(source, dtype, reference.ref, reference.requires)
 
-        for place, written in enumerate(shard.add_coded(chunks())):
-            result.written[keys[place]] = written
-            cache.refs[keys[place]] = written.ref
-            by_kind[state.items[keys[place]].kind].append(written)
+        for index, written in enumerate(shard.add_coded(chunks())):
+            result.written[keys[index]] = written
+            cache.refs[keys[index]] = written.ref
+            by_kind[state.items[keys[index]].kind].append(written)
         for item in state.unquantized:
             run_pending_handlers()
             stored = None
@@ -146,5 +146,5 @@ def _open_parent_packs(parent: ParentRef | None, path: Path, history: SaveHistor
     """Return the packs of the parent against which exact data may be coded; None: none can be used."""
     if parent is None or (is_remote(expand_path(parent.path)) and not is_remote(path)):  # remote files cannot be linked
         return None
-    known = history.find(parent.save_id)
-    return ParentPackReader(expand_path(parent.path), parent.save_id, {} if known is None else known.cache.refs)
+    cached = history.find(parent.save_id)
+    return ParentPackReader(expand_path(parent.path), parent.save_id, {} if cached is None else cached.cache.refs)

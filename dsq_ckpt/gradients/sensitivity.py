@@ -37,12 +37,12 @@ def get_named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Call it after wrapping and sharding, which replace parameters.  A tied parameter appears under each of its names.
     If two parameters would get the same name, the later one keeps its name in the module tree.
     """
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         short = strip_wrappers(name)
-        is_ambiguous = short in found and found[short] is not parameter
-        found[name if is_ambiguous else short] = parameter
-    return found
+        is_ambiguous = short in parameters and parameters[short] is not parameter
+        parameters[name if is_ambiguous else short] = parameter
+    return parameters
 
 
 @dataclass(eq=False)
@@ -150,8 +150,8 @@ class GradientAverage:
     @property
     def memory(self) -> int:
         """Bytes of host memory."""
-        held = [tensor for entry in self._entries.values() for tensor in (entry.average, entry.staged)]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = [tensor for entry in self._entries.values() for tensor in (entry.average, entry.staged)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def capture(self) -> None:
         """Copy ``.grad`` of every parameter.  Call it after backward, unscaling and clipping, before the step."""
@@ -188,11 +188,11 @@ class GradientAverage:
 
         Sums over ranks give the mean square of the whole parameter, sharded or replicated.
         """
-        found = {}
+        means = {}
         for name in self._entries:
             average = self.average(name)
-            found[name] = (0.0, 0) if average is None else (offload.sum_of_squares(average), average.numel())
-        return found
+            means[name] = (0.0, 0) if average is None else (offload.sum_of_squares(average), average.numel())
+        return means
 
     def reset(self) -> None:
         """Free averages and buffers after a checkpoint, and record it in ``schedule``."""
@@ -259,8 +259,8 @@ class GradientAverage:
 
     def _entries_of(self, optimizer: torch.optim.Optimizer) -> list[_TrackedParameter]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = [(self._by_id.get(id(parameter)), parameter) for parameter in parameters]
-        return [entry for entry, parameter in found if entry is not None and entry.parameter() is parameter]
+        entries = [(self._by_id.get(id(parameter)), parameter) for parameter in parameters]
+        return [entry for entry, parameter in entries if entry is not None and entry.parameter() is parameter]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (_has_closure(args, kwargs) or _is_scaled(optimizer)):
@@ -361,9 +361,9 @@ class GradientAverage:
     def _drop_other_shape(self, entry: _TrackedParameter, shape: torch.Size) -> None:
         """Drop an average of another shape."""
         if entry.average is not None and entry.average.shape != shape:
-            found = f"{tuple(entry.average.shape)} to {tuple(shape)}"
+            change = f"{tuple(entry.average.shape)} to {tuple(shape)}"
             entry.average, entry.steps = None, 0
-            warn(f"'{entry.name}' has changed from {found}: its average gradient was dropped")
+            warn(f"'{entry.name}' has changed from {change}: its average gradient was dropped")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -62,11 +62,11 @@ class FeedbackCompressor(HookedCompressor):
 
     def _residual(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
         """Return the residual in the gradient's layout, initially zeros."""
-        known = self._residuals.get(parameter)
-        if known is not None and known.stride() == strides:
-            return known
+        existing = self._residuals.get(parameter)
+        if existing is not None and existing.stride() == strides:
+            return existing
         residual = torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device=parameter.device)
-        self._residuals[parameter] = residual.zero_() if known is None else residual.copy_(known)
+        self._residuals[parameter] = residual.zero_() if existing is None else residual.copy_(existing)
         return residual
 
     def _flat_residual(self, slice_: BucketSlice) -> Tensor:

@@ -197,10 +197,10 @@ def _overlap(slice_: BucketSlice, first: int, length: int) -> tuple[slice, slice
 
 def _gradient_info(levels: Tensor, build_probe: Callable[[], Probe | None]) -> GradientInfo:
     distinct = levels.unique()
-    known = len(distinct) <= _MAX_KNOWN_LEVELS and not bool(distinct.isnan().any())
+    is_quantized = len(distinct) <= _MAX_KNOWN_LEVELS and not bool(distinct.isnan().any())
     probe = build_probe()
     recorded = probe and (record_current_stream(probe[0]), record_current_stream(probe[1]))
-    return GradientInfo(None, None, distinct if known else None, recorded)
+    return GradientInfo(None, None, distinct if is_quantized else None, recorded)
 
 
 def quantize_shard(values: F32, max_levels: int) -> tuple[F32, U8]:

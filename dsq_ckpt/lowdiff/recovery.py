@@ -175,7 +175,7 @@ def recover_train_state(
     chosen = gather_from_all_ranks(comm, lambda: _choose_snapshot(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
-    path, step, ended, known = chosen
+    path, step, ended, sessions = chosen
     last, ended = (step, ended) if replay_log else (None, None)
 
     def load() -> Recovered:
@@ -183,7 +183,7 @@ def recover_train_state(
         with Snapshot(path) as snapshot, snapshot.translate_errors():
             recovered = _load_snapshot(train_state, snapshot, comm, partial)
             record_load(snapshot.lossy_kinds)
-        recovered.seconds, recovered.sessions = (time.monotonic() - started, 0.0), known
+        recovered.seconds, recovered.sessions = (time.monotonic() - started, 0.0), sessions
         return recovered
 
     with rollback_on_failure(train_state):
@@ -206,7 +206,7 @@ def _wait_for_run(run: Path, timeout: float, started: float) -> None:
 
 def _choose_snapshot(run: Path) -> tuple[Path, int, str | None, frozenset[str]] | None:
     """Return the newest readable snapshot, the last step that can be replayed, why the log ends there, and sessions."""
-    problems, known = [], frozenset(list_sessions(run))
+    problems, sessions = [], frozenset(list_sessions(run))
     for path, _ in list_snapshots(run) if run.is_dir() else ():
         try:
             with Snapshot(path) as snapshot, snapshot.translate_errors():
@@ -220,7 +220,7 @@ def _choose_snapshot(run: Path) -> tuple[Path, int, str | None, frozenset[str]] 
         if problems:
             warn(f"an older snapshot is used, '{path}': {problems[0]}")
         log_steps = segments.replayable_steps(run, session, step)
-        return path, step + len(log_steps.segments), log_steps.ended, known | {session}
+        return path, step + len(log_steps.segments), log_steps.ended, sessions | {session}
     if problems:
         raise CorruptCheckpoint(f"no snapshot of '{run}' can be read: {'; '.join(problems[:3])}")
     return None
@@ -250,9 +250,9 @@ def _load_snapshot(
     names = set(snapshot.names())
     prefix = f"{'.'.join(RESIDUAL)}."
     has_residuals = any(name.startswith(prefix) for name in names)
-    lost = []
+    rank_problems = []
     if has_residuals and int(meta["ranks"]) != comm.size:
-        lost.append(
+        rank_problems.append(
             f"{meta['ranks']} ranks were logged, {comm.size} recover: what error feedback holds back belongs to ranks"
         )
     targets = {".".join(path): tensor for path, tensor, _ in train_state.tensors() if path[0] == MODEL}
@@ -261,10 +261,10 @@ def _load_snapshot(
             problems.append(f"'{name}' was not logged")
         elif snapshot.shape(name)[0] != tuple(tensor.shape):
             problems.append(f"'{name}' was logged with shape {snapshot.shape(name)[0]}, is {tuple(tensor.shape)}")
-    if (problems or lost) and not partial:
+    if (problems or rank_problems) and not partial:
         raise LoadFailed(
-            f"'{snapshot.path}' is of another run: {'; '.join([*problems, *lost][:5])}. Recover with the same model, "
-            "optimizer, states and ranks, or what is possible with partial=True"
+            f"'{snapshot.path}' is of another run: {'; '.join([*problems, *rank_problems][:5])}. Recover with the "
+            "same model, optimizer, states and ranks, or what is possible with partial=True"
         )
     # All tensors are read before any is changed.
     values = {
@@ -273,7 +273,7 @@ def _load_snapshot(
     }
     state = _optimizer_state(train_state, snapshot, {entry.name: entry for entry in own}) if not problems else None
     residual = None
-    if has_residuals and not lost:
+    if has_residuals and not rank_problems:
         own_prefix = f"{prefix}{comm.rank}."
         residual = {n.removeprefix(own_prefix): snapshot.tensor(n) for n in names if n.startswith(own_prefix)}
     if state is not None:
@@ -290,7 +290,7 @@ def _load_snapshot(
         step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path, ended=None, closed=closed,
         lossy=bool(snapshot.lossy or meta["lossy"]), from_memory=isinstance(snapshot, MemorySnapshot),
         # A replay needs the optimizer's state, but no residuals.
-        left_out=problems, feedback_lost=bool(lost), seconds=(0.0, 0.0), compressor=meta["compressor"],
+        left_out=problems, feedback_lost=bool(rank_problems), seconds=(0.0, 0.0), compressor=meta["compressor"],
         residual=residual, tuner=meta["tuner"],
     )
 

@@ -270,19 +270,19 @@ def list_sessions(run: Path) -> dict[str, Path]:
     return sessions
 
 
-def check_sessions(run: Path, known: Collection[str], own_prefix: str = "-") -> None:
+def check_sessions(run: Path, sessions: Collection[str], own_prefix: str = "-") -> None:
     """Check that a run has no snapshots of other logs, which this log would replace.
 
     Args:
         run: directory of the run.
-        known: sessions that the log continues.
+        sessions: sessions that the log continues.
         own_prefix: prefix of the log's own sessions.
 
     Raises:
         CheckpointExists: the run has a snapshot of another session.
     """
     for session, path in list_sessions(run).items():
-        if session not in known and not session.startswith(own_prefix):
+        if session not in sessions and not session.startswith(own_prefix):
             raise CheckpointExists(existing_log_message(run, path))
 
 

@@ -225,8 +225,8 @@ class CostModel:
     def wasted_time(self, every: float, batch: float, run_time: float, max_load: float = 1.0) -> float:
         """Return the wasted GPU-seconds of all ranks in ``run_time`` seconds; ``max_load`` as for `slowdown`."""
         c = self.costs
-        age, lost = every * c.iteration / 2 + max(0.0, c.write_seconds - c.stall_seconds), self._lost(batch)
-        failure = c.load + lost + c.replay / c.iteration * max(0.0, age - lost)
+        age, lost_time = every * c.iteration / 2 + max(0.0, c.write_seconds - c.stall_seconds), self._lost(batch)
+        failure = c.load + lost_time + c.replay / c.iteration * max(0.0, age - lost_time)
         steady = (c.stall_seconds / every + self.slowdown(every, batch, max_load)) / c.iteration
         return c.ranks * run_time * (failure / c.mtbf + steady)
 
@@ -338,26 +338,26 @@ class Tuner:
         if invalid := [f"{name}={value}" for name, value in checked.items() if not 0 <= value < math.inf]:
             raise ValueError(f"measurements are finite and not negative: {', '.join(invalid)}")
         for name, value in present.items():
-            known = self._means.get(name, value)
-            self._means[name] = known + SMOOTHING * (value - known)
+            mean = self._means.get(name, value)
+            self._means[name] = mean + SMOOTHING * (value - mean)
         self._run_time += steps * present.get("iteration", 0.0)
         self._failures += failures
 
     def costs(self) -> Costs | None:
         """Return the measured costs, or None before an iteration, a snapshot and a batch were measured."""
-        known = self._means
-        if not {"iteration", "snapshot_seconds", "batch_seconds"} <= known.keys():
+        means = self._means
+        if not {"iteration", "snapshot_seconds", "batch_seconds"} <= means.keys():
             return None
         needed = ("iteration", "snapshot_seconds", "snapshot_bytes")
-        iteration, written, size = (max(known[name], _LEAST) for name in needed)
-        transfer = min(known["batch_bytes"] * written / size, known["batch_seconds"])
+        iteration, written, size = (max(means[name], _LEAST) for name in needed)
+        transfer = min(means["batch_bytes"] * written / size, means["batch_seconds"])
         return Costs(
             iteration=iteration, bandwidth=size / written, snapshot_bytes=size, mtbf=self.mtbf,
-            load=known.get("load", written),  # affects the settings only through `HYSTERESIS`
-            replay=max(known.get("replay", DEFAULT_REPLAY * iteration), _LEAST),
-            stall=known.get("stall"), contention=self._contention,
-            batch_fixed=known["batch_seconds"] - transfer,
-            batch_step=known.get("encoding", 0.0) + transfer / max(known["batch_steps"], 1.0),
+            load=means.get("load", written),  # affects the settings only through `HYSTERESIS`
+            replay=max(means.get("replay", DEFAULT_REPLAY * iteration), _LEAST),
+            stall=means.get("stall"), contention=self._contention,
+            batch_fixed=means["batch_seconds"] - transfer,
+            batch_step=means.get("encoding", 0.0) + transfer / max(means["batch_steps"], 1.0),
         )
 
     def suggest(self) -> TunedSettings:
@@ -371,8 +371,8 @@ class Tuner:
 
     def state(self) -> dict[str, Any]:
         """Return the measurements as JSON data, without the constructor's arguments."""
-        known = {"means": dict(self._means), "run_time": self._run_time, "failures": self._failures}
-        return {"choice": list(self.settings), **known}
+        state = {"means": dict(self._means), "run_time": self._run_time, "failures": self._failures}
+        return {"choice": list(self.settings), **state}
 
     @classmethod
     def from_state(

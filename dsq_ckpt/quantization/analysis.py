@@ -46,8 +46,8 @@ class ImportanceClasses:
     def __init__(self, counts: Counts, fractions: Fractions) -> None:
         self._prune = {f: kernels.importance_thresholds(counts, 0.0, f)[0] for f in fractions.prune if f > 0}
         self._protect = {f: kernels.importance_thresholds(counts, f, 0.0)[1] for f in fractions.protect if f > 0}
-        found = {*self._prune.values(), *self._protect.values()} - {0.0, np.inf}
-        self.edges = np.array(sorted(found))
+        thresholds = {*self._prune.values(), *self._protect.values()} - {0.0, np.inf}
+        self.edges = np.array(sorted(thresholds))
         pruning = [edge for edge in self._prune.values() if edge > 0]
         self.neutral = int(np.searchsorted(self.edges, max(pruning), side="right")) if pruning else 0
         """Class of elements without a gradient: neither pruned nor protected."""
@@ -102,17 +102,17 @@ class GlobalSketch:
     has_lost_rows: bool = False
     loads: LoadCounts = field(default_factory=LoadCounts)
 
-    def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
+    def fit(self, configs: dict[str, TensorConfig] | None = None, previous: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.
 
         Args:
             configs: configurations by group, in place of the layout's.
-            known: analysis with the groups that `configs` does not name.
+            previous: analysis with the groups that `configs` does not name.
         """
         fitted = {}
         for group, default_config in self.layout.groups.items():
-            if known is not None and group not in (configs or {}):
-                fitted[group] = known.fitted[group]
+            if previous is not None and group not in (configs or {}):
+                fitted[group] = previous.fitted[group]
                 continue
             config = (configs or {}).get(group, default_config)
             counts, split = self.joint[group], None
@@ -137,7 +137,7 @@ class GlobalSketch:
         octaves: dict[str, dict[str, Counts]] = {}
         for fqn, counts in self.octaves.items():
             octaves.setdefault(self.layout.tensors[fqn], {})[fqn] = counts
-        found = {}
+        worst_tensors = {}
         for group in octaves.keys() & analysis.fitted.keys() - {self.layout.tensors[fqn] for fqn in compensated}:
             joint = self.joint[group]
             worst = find_worst_tensor(
@@ -145,8 +145,8 @@ class GlobalSketch:
                 analysis.exponents,
             )
             if worst is not None:
-                found[group] = worst
-        return found
+                worst_tensors[group] = worst
+        return worst_tensors
 
     def _partition_turn(self, group: str, codebook: CodebookConfig) -> PartitionTurn | None:
         if not codebook.turns:

@@ -184,8 +184,8 @@ class QuantizingChunk:
         protected = kernels.gather_protected(values, codes, book.protected)
         if self.values is not None and self._base_values is not None:
             out = self.values[span]
-            kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
-            self._dequantizer.block(codes, kept, None, out)
+            bits = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
+            self._dequantizer.block(codes, bits, None, out)
             add_residual(self._base_values[span], out, out)
         steps = None if self.scales is None else sum_step_lengths(values, codes, book.levels, self.scales, span.start)
         return BlockData(protected, packed, steps)
@@ -266,9 +266,9 @@ def is_near_parent(chunk: Chunk) -> bool:
     flat, sums = chunk.flat(), np.zeros(2)
     for start in range(0, flat.numel(), _BLOCK):
         span = slice(start, start + _BLOCK)
-        for place, base_values in enumerate((None, chunk.base_values)):
+        for index, base_values in enumerate((None, chunk.base_values)):
             values = coded_values(flat, base_values, span, chunk.frame).astype(np.float64)
-            sums[place] += np.dot(values, values)  # infinite or NaN where a value is
+            sums[index] += np.dot(values, values)  # infinite or NaN where a value is
     return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
 
 
@@ -335,13 +335,13 @@ class Dequantizer:
         Raises:
             ValueError: codes, protected values and refinement do not match.
         """
-        kept, own = protected.view(np.float32), self._book.protected
+        exact, own = protected.view(np.float32), self._book.protected
         table = self._table if refinement is None else self._refined_table
         used = look_up_values(table, codes, refinement, packed, own, out, last and not self._beyond)
-        if used != len(kept):
-            raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
+        if used != len(exact):
+            raise ValueError(f"{used} codes are protected but {len(exact)} protected values are stored")
         if used:
-            out[kernels.find_positions(codes, own)] = kept
+            out[kernels.find_positions(codes, own)] = exact
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach past the largest number, its values do not
 

@@ -49,8 +49,8 @@ def need_exact_storage(tensors: Sequence[torch.Tensor]) -> list[bool]:
         or (_may_have_few_values(sample) and _has_few_values(tensor))
         or (all(map(float.is_integer, sample)) and _is_integral(tensor))
         or (_may_be_symmetric(edge) and _is_symmetric(tensor))
-        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_sign_diagonal(tensor)) or place in constrained
-        for place, (tensor, sample, edge, diagonal) in enumerate(zip(
+        or (len(diagonal) > 0 and {*map(abs, diagonal)} == {1.0} and _has_sign_diagonal(tensor)) or index in constrained
+        for index, (tensor, sample, edge, diagonal) in enumerate(zip(
             tensors, sampled[:count], sampled[count : 2 * count], sampled[2 * count : 3 * count], strict=True
         ))
     ]
@@ -177,17 +177,17 @@ def _may_have_few_values(values: Sequence[float]) -> bool:
 
 def _has_few_values(tensor: torch.Tensor) -> bool:
     """Return whether few distinct values occur, other than zero alone; False if there is NaN."""
-    known: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     for block in _blocks(tensor):
         remaining = block if block.element_size() >= 4 else block.float()
         while len(remaining):
-            if known is not None:
-                index = torch.searchsorted(known, remaining).clamp_(max=len(known) - 1)
-                remaining = remaining[known[index] != remaining]
+            if values is not None:
+                index = torch.searchsorted(values, remaining).clamp_(max=len(values) - 1)
+                remaining = remaining[values[index] != remaining]
                 if not len(remaining):
                     break
-            found = remaining[:1024].unique()
-            known = found if known is None else torch.cat([known, found]).unique()
-            if len(known) > _FEW or bool(known.isnan().any()):
+            unique = remaining[:1024].unique()
+            values = unique if values is None else torch.cat([values, unique]).unique()
+            if len(values) > _FEW or bool(values.isnan().any()):
                 return False
-    return known is not None and bool(known.any())
+    return values is not None and bool(values.any())

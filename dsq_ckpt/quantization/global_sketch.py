@@ -81,7 +81,7 @@ def build_global_sketch(
         group: np.zeros((book.symbols + 1, book.window.size), np.int64) for group, book in books.items()
         if group not in weighed
     }
-    index = {name: place for place, name in enumerate(layout.octave_names())}
+    index = {name: number for number, name in enumerate(layout.octave_names())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not all zero but hold no normal number
     sums = np.zeros(len(LocalChunks._fields) - 1, np.int64)
@@ -113,11 +113,11 @@ def build_global_sketch(
             if layout.tensors[fqn] in by_octave and counts[OCTAVES + 1 :].any():
                 octaves[index[fqn], -1] += 1
         for chunk in chunks:
-            place = index[chunk.key.fqn]
+            number = index[chunk.key.fqn]
             if underflows(chunk):
-                octaves[place, -1] += 1
-            elif chunk.base_values is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
-                faint[place] += 1
+                octaves[number, -1] += 1
+            elif chunk.base_values is None and not octaves[number, 1:].any() and bool((chunk.tensor != 0).any()):
+                faint[number] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         run_pending_handlers()
@@ -137,29 +137,29 @@ def build_global_sketch(
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
     scales = choose_scales(
-        {name: octaves[place] for name, place in index.items()}, layout, books, parent.exponents, outlier_octaves
+        {name: octaves[number] for name, number in index.items()}, layout, books, parent.exponents, outlier_octaves
     )
     bad |= scales.out_of_range
-    left = {layout.tensors[fqn] for fqn in scales.out_of_range}  # groups whose joint sketch counts such a tensor
+    stale = {layout.tensors[fqn] for fqn in scales.out_of_range}  # groups whose joint sketch counts such a tensor
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: ImportanceClasses(by_importance[group], _fractions(layout, group)) for group in weighed}
-    kept = [
+    lossy = [
         c.scaled(scales.exponents[c.key.fqn], keep_parent=c.group not in scales.refit)
         for c in chunks if c.key.fqn not in bad
     ]
     second_counts = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups
-             if group in scales.refit or group in scales.rescaled or group in weighed or group in left}
+             if group in scales.refit or group in scales.rescaled or group in weighed or group in stale}
 
     def second_pass() -> None:
         full = {group for group in second_counts if (group in books or group in by_octave) and group not in weighed}
-        add_joint([chunk for chunk in kept if chunk.group in full], second_counts, windows, workers)
-        late = [chunk for chunk in kept if chunk.key in counted and chunk.group in second_counts.keys() - full]
+        add_joint([chunk for chunk in lossy if chunk.group in full], second_counts, windows, workers)
+        late = [chunk for chunk in lossy if chunk.key in counted and chunk.group in second_counts.keys() - full]
         for sparse in [*sketches, *sketch_chunks(late, workers)]:
             group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
             if group in second_counts and group not in full and group not in weighed and fqn not in bad:
                 add_shifted(sparse, scales.exponents[fqn], second_counts[group], workers)
-        for chunk in kept:
+        for chunk in lossy:
             if chunk.group in weighed:
                 classes = importance[chunk.group]
                 add_by_class(
@@ -174,9 +174,9 @@ def build_global_sketch(
         if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
     }
     return GlobalSketch(
-        kept, layout, {**joint, **second_counts}, windows, books, scales, bad, importance,
+        lossy, layout, {**joint, **second_counts}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, bool(sums[0]), bool(sums[1]), LoadCounts(int(sums[2]), int(sums[3])),
+        _sizes(lossy, layout, comm), parent.depth, bool(sums[0]), bool(sums[1]), LoadCounts(int(sums[2]), int(sums[3])),
     )
 
 

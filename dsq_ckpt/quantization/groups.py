@@ -170,18 +170,18 @@ class Assignments:
     def cached(cls, config: QuantizeConfig, types: Mapping[str, str] | None) -> Assignments:
         """Return the last cache, if its configuration and types are equal to these, or a new one."""
         global _last
-        found = _last
-        if found is None or found._config != config or found._types != types or len(found._found) > _MOST:
-            found = _last = cls(config, types)
-        return found
+        cached = _last
+        if cached is None or cached._config != config or cached._types != types or len(cached._found) > _MOST:
+            cached = _last = cls(config, types)
+        return cached
 
     def get(self, fqn: str, shape: Sequence[int], dtype: torch.dtype, measured: bool = False) -> Assignment:
         """Return the result of `assign`."""
         key = fqn, tuple(shape), dtype, measured
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = assign(fqn, shape, dtype, self._config, self._types, measured)
-        return found
+        assignment = self._found.get(key)
+        if assignment is None:
+            assignment = self._found[key] = assign(fqn, shape, dtype, self._config, self._types, measured)
+        return assignment
 
 
 _last: Assignments | None = None
@@ -205,8 +205,8 @@ def _usable_second_moment(
     name = second_moment_of(fqn)
     if name is None:
         return None
-    kept = assign(name, shape, dtype, config, types).config
-    return name if kept is None or (kept.method == "quantize" and kept.codebook.coordinates == "octaves") else None
+    own = assign(name, shape, dtype, config, types).config
+    return name if own is None or (own.method == "quantize" and own.codebook.coordinates == "octaves") else None
 
 
 def second_moment_of(fqn: str) -> str | None:

@@ -54,10 +54,10 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], mean_squares: Sequence[f
         mean_squares: for each, the argument `mean_square` of `has_lost_rows`.
     """
     by_shape: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         for part in chain.from_iterable(_slice_views(tensor.shape)):
             sample = part.sample(tensor)
-            by_shape.setdefault((sample.shape, sample.dtype, sample.device), []).append((place, sample))
+            by_shape.setdefault((sample.shape, sample.dtype, sample.device), []).append((number, sample))
     batches = []
     for (shape, *_), samples in by_shape.items():
         size = max(1, _BATCH // shape.numel())
@@ -65,10 +65,10 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], mean_squares: Sequence[f
     results = values_on_host([_variances_and_sizes(torch.stack([sample for _, sample in batch])) for batch in batches])
     variances, sizes = [list[float]() for _ in tensors], [0.0 if mean is None else mean for mean in mean_squares]
     for batch, result in zip(batches, results, strict=True):
-        for (place, _), smallest, mean in zip(batch, result[: len(batch)], result[len(batch) :], strict=True):
-            variances[place].append(smallest)
-            if mean_squares[place] is None:  # variance along few slices has few elements, and may miss the large ones
-                sizes[place] = max(sizes[place], mean)
+        for (number, _), smallest, mean in zip(batch, result[: len(batch)], result[len(batch) :], strict=True):
+            variances[number].append(smallest)
+            if mean_squares[number] is None:  # variance along few slices has few elements, and may miss the large ones
+                sizes[number] = max(sizes[number], mean)
     return [
         any(not variance * RATIO**2 >= size for variance in rows)
         for rows, size in zip(variances, sizes, strict=True)
@@ -233,9 +233,9 @@ def _thin(sizes: Sequence[int]) -> list[slice]:
 def _sample_steps(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
     """Return, for each dimension, a step and a count of steps, to sample about `number` elements, or somewhat fewer."""
     steps, remaining = [(1, 1)] * len(sizes), number
-    for done, place in enumerate(sorted(range(len(sizes)), key=lambda place: sizes[place])):
-        count = max(1, min(sizes[place], round(remaining ** (1 / (len(sizes) - done)))))
-        steps[place] = max(1, sizes[place] // count), count
+    for done, dim in enumerate(sorted(range(len(sizes)), key=lambda dim: sizes[dim])):
+        count = max(1, min(sizes[dim], round(remaining ** (1 / (len(sizes) - done)))))
+        steps[dim] = max(1, sizes[dim] // count), count
         remaining //= count
     return steps
 

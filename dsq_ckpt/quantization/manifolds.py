@@ -77,23 +77,23 @@ class ManifoldScreen(NamedTuple):
     def run(cls, tensors: Sequence[torch.Tensor]) -> ManifoldScreen:
         """Test a sample of each tensor, without synchronizing a device."""
         by_shape: dict[tuple[bool, torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
-        for place, tensor in enumerate(tensors):
+        for number, tensor in enumerate(tensors):
             if tensor.ndim < 2 or not tensor.numel():
                 continue
             local = tensor.detach()
             for pair in _first_row_pairs(local):
                 shape = torch.Size((2, pair.numel() // 2))
-                by_shape.setdefault((True, shape, pair.dtype, pair.device), []).append((place, pair))
+                by_shape.setdefault((True, shape, pair.dtype, pair.device), []).append((number, pair))
             points = _sample_points(local)
             if points.shape[0] > 1 < points.shape[1]:
-                by_shape.setdefault((False, points.shape, points.dtype, points.device), []).append((place, points))
+                by_shape.setdefault((False, points.shape, points.dtype, points.device), []).append((number, points))
         screen = cls([], [])
         for (pairs, shape, *_), samples in by_shape.items():
             size = max(1, _CACHED // shape.numel())
             for batch in (samples[start : start + size] for start in range(0, len(samples), size)):
                 values = _stack([_as_matrix(sample) for _, sample in batch])
                 screen.batches.append(
-                    ([place for place, _ in batch], _are_orthogonal if pairs else _are_manifold_points)
+                    ([number for number, _ in batch], _are_orthogonal if pairs else _are_manifold_points)
                 )
                 screen.results.append(
                     (_may_be_orthogonal(values) if pairs else _may_be_manifold_points(values)).float()
@@ -108,10 +108,10 @@ class ManifoldScreen(NamedTuple):
             results: its results, on the host.
         """
         open_tests = {
-            (place, test) for (places, test), flags in zip(self.batches, results, strict=True)
-            for place, flag in zip(places, flags, strict=True) if flag
+            (number, test) for (places, test), flags in zip(self.batches, results, strict=True)
+            for number, flag in zip(places, flags, strict=True) if flag
         }
-        return {place for place, test in open_tests if test(tensors[place])}
+        return {number for number, test in open_tests if test(tensors[number])}
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -290,8 +290,8 @@ def _are_manifold_points(tensor: torch.Tensor) -> bool:
         squares = points.double().square()  # not in place: float64 is not copied
         norms, times = squares.sum(1), squares[:, :: length - 1].T
         levels, rounding = 2 * times - norms, off * times
-        low, place = times.min(1)
-        constant = torch.where(low < lowest, levels.gather(1, place[:, None])[:, 0], constant)
+        low, position = times.min(1)
+        constant = torch.where(low < lowest, levels.gather(1, position[:, None])[:, 0], constant)
         lowest = torch.minimum(low, lowest)
         smallest = torch.maximum(smallest, (levels - rounding).amax(1))  # NaN stays, and is in no range
         high = torch.minimum(high, (levels + rounding).amin(1))

@@ -83,13 +83,13 @@ class MatrixScales:
         if columns == 1:  # as in flat partitions: kernels go row by row
             parts = (part.T for part in parts)
         work = partial(_sum_on_device if is_cuda else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
-        numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
+        numbers, columns_sum, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or is_cuda else workers.map(work, parts):
             if by_row:  # 8 bytes per element if rows have one element
                 numbers.append(part.numbers)
-            left += part.left
+            columns_sum += part.left
             low, high = min(low, part.low), max(high, part.high)
-        means = np.rint(_to_eighths(left[0] / np.maximum(left[1], 1)))
+        means = np.rint(_to_eighths(columns_sum[0] / np.maximum(columns_sum[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, empty, empty)
         more = 0 if by_column else means
@@ -117,10 +117,10 @@ class MatrixScales:
         if not self.is_scaled:
             return values
         if len(values) < self.columns:  # for a part of a row, factors of its columns only
-            place = np.arange(start, start + len(values))
+            indices = np.arange(start, start + len(values))
             entry = np.full(len(values), ONE, np.int32)
-            entry += self.by_row[place // self.columns] if len(self.by_row) else 0
-            entry += self.by_column[place % self.columns] if len(self.by_column) else 0
+            entry += self.by_row[indices // self.columns] if len(self.by_row) else 0
+            entry += self.by_column[indices % self.columns] if len(self.by_column) else 0
             return values.div_(torch.from_numpy(FACTORS[entry.clip(0, len(FACTORS) - 1)]).to(values.device))
         first, last = start // self.columns, -(-(start + len(values)) // self.columns)
         by_row, by_column = self.by_row[first:last], self.by_column
@@ -158,56 +158,56 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 def _to_eighths(means: F64) -> F64:
     """Return means in eighths of an octave above 1; 0 for a mean of 0, which has no values."""
-    found: F64 = 8 * np.log2(np.where(means > 0, means, 1.0))
-    return found
+    eighths: F64 = 8 * np.log2(np.where(means > 0, means, 1.0))
+    return eighths
 
 
 def _sum_on_host(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     rows, columns = part.shape
     numbers, reach = np.zeros(rows if by_row else 1), np.zeros(2, np.int32)
-    left = np.zeros((2, columns if by_column else 1))
-    _add_sums(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, left, reach)
-    return _Sums(numbers, left, *(reach * 2.0**-_EIGHTH))
+    sums = np.zeros((2, columns if by_column else 1))
+    _add_sums(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, sums, reach)
+    return _Sums(numbers, sums, *(reach * 2.0**-_EIGHTH))
 
 
 def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     """Return the sums of `_sum_on_host` for a part on a device; computed on the host if device memory is full."""
     try:
         values = part.to(torch.float32).contiguous()
-        held = (values >= TINY) & values.isfinite()
-        logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - ONE, 0)
+        is_normal = (values >= TINY) & values.isfinite()
+        logs = torch.where(is_normal, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - ONE, 0)
         numbers = torch.zeros(1, dtype=torch.float64, device=part.device)
         if by_row:
-            numbers = (logs.sum(1, dtype=torch.float64) / held.sum(1).clamp(min=1)).round()
-            logs = torch.where(held, logs - numbers[:, None].to(torch.float32), 0)
-        ratios = torch.where(held, values / torch.exp2(numbers / 8)[:, None], 0)
-        left = torch.stack([ratios.sum(0, dtype=torch.float64), held.sum(0).to(torch.float64)])
+            numbers = (logs.sum(1, dtype=torch.float64) / is_normal.sum(1).clamp(min=1)).round()
+            logs = torch.where(is_normal, logs - numbers[:, None].to(torch.float32), 0)
+        ratios = torch.where(is_normal, values / torch.exp2(numbers / 8)[:, None], 0)
+        sums = torch.stack([ratios.sum(0, dtype=torch.float64), is_normal.sum(0).to(torch.float64)])
         if not by_column:
-            left = left.sum(1, keepdim=True)
+            sums = sums.sum(1, keepdim=True)
         reach = torch.stack(logs.aminmax()).to(torch.float64)
-        found = torch.cat([reach, numbers, left.view(-1)]).cpu().numpy()  # one copy, because each waits
-        low, high = found[:2]
+        out = torch.cat([reach, numbers, sums.view(-1)]).cpu().numpy()  # one copy, because each waits
+        low, high = out[:2]
         return _Sums(
-            found[2 : 2 + len(numbers)].copy(), found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)
+            out[2 : 2 + len(numbers)].copy(), out[2 + len(numbers) :].reshape(sums.shape), min(low, 0), max(high, 0)
         )
     except torch.OutOfMemoryError:
         return _sum_on_host(part.cpu(), by_row, by_column)
 
 
 @jit
-def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reach: Any) -> None:
+def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, sums: Any, reach: Any) -> None:
     rows, columns = bits.shape
     first, infinite_bits, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
     values = bits.view(np.float32)
     for i in range(rows):
         row = bits[i]
         if by_row:
-            total, held = np.int64(0), np.int64(0)
+            total, count = np.int64(0), np.int64(0)
             for j in range(columns):
                 counts = (row[j] >= first) & (row[j] < infinite_bits)
                 total += np.int64(row[j]) if counts else 0
-                held += counts
-            numbers[i] = np.rint(total * 2.0**-20 / held) - ONE if held else 0.0
+                count += counts
+            numbers[i] = np.rint(total * 2.0**-20 / count) - ONE if count else 0.0
         number = numbers[i] if by_row else 0.0
         less = np.int32((number + ONE) * (1 << 20))
         inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
@@ -217,12 +217,12 @@ def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any,
             low, high = min(low, rest), max(high, rest)
             ratio = np.float64(values[i, j]) * inverse if counts else 0.0
             if by_column:
-                left[0, j] += ratio
-                left[1, j] += counts
+                sums[0, j] += ratio
+                sums[1, j] += counts
             else:
                 total_left += ratio
                 held_left += counts
         if not by_column:
-            left[0, 0] += total_left
-            left[1, 0] += held_left
+            sums[0, 0] += total_left
+            sums[1, 0] += held_left
     reach[0], reach[1] = low, high

@@ -24,15 +24,15 @@ def find_model_tensors(
         weights: names that are known to be weights.
         types: layer types of the model; None: only names are known.
     """
-    found = {name for name in names if name in weights or kind_of(name, types) == "weights"}
+    tensors = {name for name in names if name in weights or kind_of(name, types) == "weights"}
     below: dict[str, list[str]] = {}
     for name in names:
-        if name not in found and (key := optimizer_prefix(name)):
+        if name not in tensors and (key := optimizer_prefix(name)):
             below.setdefault(key, []).append(name)
     for key, own in below.items():
         if _is_module(key, own):
-            found.update(own)
-    return found
+            tensors.update(own)
+    return tensors
 
 
 def exclude_parameter_state(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -18,15 +18,15 @@ def contain_nan(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
     One tensor is held at a time. Each GPU is synchronized once.
     """
-    found: list[bool] = []
+    flags: list[bool] = []
     largest: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        found.append(False)
+        flags.append(False)
         with suppress(Exception):  # a subclass that has no maximum is saved all the same
             if tensor.ndim and tensor.numel() and tensor.dtype in QUANTIZABLE:
                 maximum = tensor.detach().amax()  # NaN, if there is one; a sum would copy 16-bit numbers
                 largest.setdefault(maximum.device, []).append((number, maximum.double()))
     for maxima in largest.values():
         for (number, _), value in zip(maxima, torch.stack([maximum for _, maximum in maxima]).tolist(), strict=True):
-            found[number] = value != value
-    return found
+            flags[number] = value != value
+    return flags

@@ -78,4 +78,4 @@ def match_state_to_weights(
                 if len(own) == len(model[shape]):
                     for weight, name in zip(model[shape], own, strict=True):
                         matches[weight].add(name)
-    return {weight: found.pop() for weight, found in matches.items() if len(found) == 1}
+    return {weight: states.pop() for weight, states in matches.items() if len(states) == 1}

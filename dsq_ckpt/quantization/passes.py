@@ -117,8 +117,8 @@ def _joint_share(
 ) -> tuple[Counts, list[tuple[str, Counts]]]:
     share, counts = share_into
     octaves = [np.zeros(512, np.int64) for _ in share if by_octave]
-    for place, chunk in enumerate(share):
-        _sketch_chunk(chunk, window, counts, workers, octaves[place] if by_octave else None)
+    for number, chunk in enumerate(share):
+        _sketch_chunk(chunk, window, counts, workers, octaves[number] if by_octave else None)
     return counts, [(chunk.key.fqn, own) for chunk, own in zip(share, octaves, strict=False)]
 
 
@@ -150,9 +150,9 @@ def add_by_class(
             kind = np.full(len(values), neutral, np.int64)
         else:
             kind = np.searchsorted(edges, importance_of(chunk, span).astype(np.float64), side="right")
-        for place in np.unique(kind):
-            mask = kind == place
-            sketch_block(values[mask], None if parent is None else parent[mask], window, chunk.exponent, counts[place])
+        for number in np.unique(kind):
+            mask = kind == number
+            sketch_block(values[mask], None if parent is None else parent[mask], window, chunk.exponent, counts[number])
 
 
 def add_shifted(sparse: SparseSketch, exponent: float, counts: Counts, workers: Workers) -> None:
@@ -187,10 +187,10 @@ def _shift_bins(bins: Counts, exponent: int) -> Counts:
     """Return the bins of the values after division by 2**exponent."""
     if not exponent:
         return bins
-    sign, place = np.divmod(bins, FULL.n)
-    moved = place - exponent * KEYS_PER_OCTAVE
+    sign, bin_ = np.divmod(bins, FULL.n)
+    moved = bin_ - exponent * KEYS_PER_OCTAVE
     moved = np.where(moved < 1, 0, np.where(moved > FULL.n - 3, FULL.n - 1, moved))
-    return np.where(place == 0, bins, sign * FULL.n + moved)
+    return np.where(bin_ == 0, bins, sign * FULL.n + moved)
 
 
 def _share_out(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:

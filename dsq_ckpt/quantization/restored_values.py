@@ -135,8 +135,8 @@ def refine_restored_groups(
     workers: Workers,
 ) -> dict[str, GroupFit]:
     """Return the fitted codebooks, with the narrowest parts for `find_restored_groups`; collective."""
-    found = find_restored_groups(chunks, fitted, spread, comm, workers)
-    return {group: one.refined(MAX_REFINEMENT_BITS) if group in found else one for group, one in fitted.items()}
+    groups = find_restored_groups(chunks, fitted, spread, comm, workers)
+    return {group: one.refined(MAX_REFINEMENT_BITS) if group in groups else one for group, one in fitted.items()}
 
 
 def find_restored_groups(
@@ -165,41 +165,41 @@ def find_restored_groups(
         if chunk.group in weights and chunk.base_values is None and chunk.key not in spread.chunks
     ]
     old = [chunk for chunk in chunks if chunk.group in moments and chunk.base_values is None]
-    found = set[str]().union(*gather_from_all_ranks(
+    groups = set[str]().union(*gather_from_all_ranks(
         comm, lambda: _find_uneven_groups(own_chunks, fitted, workers) | _find_unrenewed(old, spread)
     ))
-    spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in found)
-    return found
+    spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in groups)
+    return groups
 
 
 def _find_unrenewed(chunks: Sequence[Chunk], spread: RestoreTracker) -> set[str]:
     """Return the groups with moments that partly remain from the first save after a load; all groups at that save."""
-    known, found = spread.samples, set[str]()
-    if known is None:
-        return found
+    samples, groups = spread.samples, set[str]()
+    if samples is None:
+        return groups
     settle_streams([chunk.tensor for chunk in chunks])
     count = Counter(chunk.group for chunk in chunks)
     for chunk in chunks:
-        first = known.get(chunk.key, _UNKNOWN)
+        first = samples.get(chunk.key, _UNKNOWN)
         if first is None:
             continue
         try:
             values = _sample(chunk.tensor, _sample_size(count[chunk.group])).to("cpu", torch.float32, copy=True).numpy()
         except torch.OutOfMemoryError:  # as for weights
-            found.add(chunk.group)
+            groups.add(chunk.group)
             continue
         first = first if len(first) == len(values) else values
-        known[chunk.key] = None if _is_renewed(values, first) else first
-        if known[chunk.key] is not None:
-            found.add(chunk.group)
-    return found
+        samples[chunk.key] = None if _is_renewed(values, first) else first
+        if samples[chunk.key] is not None:
+            groups.add(chunk.group)
+    return groups
 
 
 def _is_renewed(values: F32, first: F32) -> bool:
     """Return whether little is left of a first sample of moments; of zeros, nothing is."""
     squares = np.vdot(first, first)
-    left, resting = np.vdot(values, first), np.count_nonzero((values == first) & (first != 0))
-    return bool(not squares or (left < _LEFT * squares and resting < _RESTING * np.count_nonzero(first)))
+    product, resting = np.vdot(values, first), np.count_nonzero((values == first) & (first != 0))
+    return bool(not squares or (product < _LEFT * squares and resting < _RESTING * np.count_nonzero(first)))
 
 
 def _sample_size(chunks: int) -> int:
@@ -222,14 +222,14 @@ def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit],
         except torch.OutOfMemoryError:  # of a device: a save does not fail for lack of a sample
             return None
 
-    found, sums = set[str](), dict[str, Array]()
+    groups, sums = set[str](), dict[str, Array]()
     for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
         if look is not None:
             sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
         min_unevenness = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
         if look is None or _is_uneven(look, min_unevenness) or _is_uneven(sums[chunk.group], min_unevenness):
-            found.add(chunk.group)
-    return found
+            groups.add(chunk.group)
+    return groups
 
 
 def _is_uneven(sums: Array, min_unevenness: float) -> bool:
@@ -298,12 +298,12 @@ def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: A
     counts, first, second = np.zeros(256 * parts), np.zeros(256 * parts), np.zeros(256 * parts)
     for i in range(len(values)):
         step = steps[codes[i]]
-        place = (np.float64(values[i] * inverse) - low[codes[i]]) * step
-        if step > 0 and edge <= place < parts - edge:
-            part = int(np.floor(place))
+        position = (np.float64(values[i] * inverse) - low[codes[i]]) * step
+        if step > 0 and edge <= position < parts - edge:
+            part = int(np.floor(position))
             if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
                 continue
-            offset = int((place - part) * waves.shape[1])
+            offset = int((position - part) * waves.shape[1])
             at = codes[i] * parts + part
             first[at] += waves[0, offset]
             second[at] += waves[1, offset]

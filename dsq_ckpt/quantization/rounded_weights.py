@@ -55,20 +55,20 @@ def find_rounded_weights(model: nn.Module | None) -> dict[str, bool]:
     """Return, for each name of a parameter, whether a module of the model rounds it; empty if none is rounded."""
     if model is None:
         return {}
-    found = set[int]()
+    weights = set[int]()
     for module in model.modules():
         if _quantizes_weights(module):
-            found.update(map(id, _layer_parameters(module)))
+            weights.update(map(id, _layer_parameters(module)))
         elif (
             isinstance(module, parametrize.ParametrizationList)
             and any(_has_class_name(one, _FUNCTION) for one in module)
         ) or any(_is_fake_quantizer(one) for name, one in module.named_children() if not name.startswith("activation")):
-            found.update(map(id, module.parameters(recurse=False)))
-    found.update(id(parameter) for parameter in model.parameters() if _rounds_itself(parameter))
-    if not found:
+            weights.update(map(id, module.parameters(recurse=False)))
+    weights.update(id(parameter) for parameter in model.parameters() if _rounds_itself(parameter))
+    if not weights:
         return {}
     named = model.named_parameters(remove_duplicate=False)
-    return {strip_wrappers(name): id(parameter) in found for name, parameter in named}
+    return {strip_wrappers(name): id(parameter) in weights for name, parameter in named}
 
 
 def _quantizes_weights(module: nn.Module) -> bool:

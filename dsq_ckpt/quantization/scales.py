@@ -148,7 +148,7 @@ def find_gauges(layout: Layout) -> dict[str, Gauge]:
         return {fqn: Gauge(GRADIENT_PREFIX + fqn, 2) for fqn in weights}
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
-    state = [fqn for fqn, found in layout.state.items() if found == kind]
+    state = [fqn for fqn, state_kind in layout.state.items() if state_kind == kind]
     numbered = match_state_to_weights(state, layout.shapes, layout.model_tensors)
     by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered_name(fqn)}
     gauges = {}
@@ -172,17 +172,17 @@ def _scale_by_gradient(
     energy = mean_squares(octaves, names)
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
     gradient = {fqn: float(_mean_power(octaves[gauges[fqn].name], gauges[fqn].power)) for fqn in names if fqn in gauges}
-    known = [
+    members = [
         fqn for fqn, mean in gradient.items()
         if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
     ]
-    if not known:
+    if not members:
         return set(), 0.0, {}
-    held = sum(size[fqn] for fqn in known)
+    count = sum(size[fqn] for fqn in members)
     # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not dominate it.
-    unit = float(2.0 ** (sum(0.5 * np.log2(energy[fqn]) * size[fqn] for fqn in known) / held))
-    logs = {fqn: float(np.log2(gradient[fqn])) for fqn in known}
-    middle = sum(logs[fqn] * size[fqn] for fqn in known) / held
+    unit = float(2.0 ** (sum(0.5 * np.log2(energy[fqn]) * size[fqn] for fqn in members) / count))
+    logs = {fqn: float(np.log2(gradient[fqn])) for fqn in members}
+    middle = sum(logs[fqn] * size[fqn] for fqn in members) / count
     exponents = {}
     for fqn in names:
         if not energy[fqn]:
@@ -210,16 +210,16 @@ def _without_largest(octaves: Counts) -> Counts:
 
     A single value 10,000 times the others, for example of a bug or an attention sink, is protected in any case.
     """
-    kept, held = octaves.copy(), octaves[..., 254:0:-1]  # the largest first
-    larger = np.cumsum(held, axis=-1) - held
-    kept[..., 254:0:-1] -= np.clip(held.sum(-1, keepdims=True) // _FEW - larger, 0, held)
-    return kept
+    remaining, descending = octaves.copy(), octaves[..., 254:0:-1]  # the largest first
+    larger = np.cumsum(descending, axis=-1) - descending
+    remaining[..., 254:0:-1] -= np.clip(descending.sum(-1, keepdims=True) // _FEW - larger, 0, descending)
+    return remaining
 
 
 def _mean_power(octaves: Counts, power: int) -> F64:
     """Return means of |x|**power, float64[...], from counts by octave, int64[..., 256]."""
-    held = octaves[..., :255]
-    means: F64 = (held[..., 1:] * 2.0 ** (power * OCTAVE_CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
+    counts = octaves[..., :255]
+    means: F64 = (counts[..., 1:] * 2.0 ** (power * OCTAVE_CENTRES[1:255])).sum(-1) / np.maximum(counts.sum(-1), 1)
     return means
 
 
@@ -255,18 +255,18 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
     if len(names) < 2:
         return {}
     counts = np.stack([octaves[fqn] for fqn in names])
-    held = dict(zip(names, counts[:, 1:255].sum(1).tolist(), strict=True))
-    kept = _without_largest(counts)
-    squares = _mean_power(kept, 2) * kept[:, :255].sum(1) / np.maximum(kept[:, 1:255].sum(1), 1)
+    counts_held = dict(zip(names, counts[:, 1:255].sum(1).tolist(), strict=True))
+    remaining = _without_largest(counts)
+    squares = _mean_power(remaining, 2) * remaining[:, :255].sum(1) / np.maximum(remaining[:, 1:255].sum(1), 1)
     size = dict(zip(names, (0.5 * np.log2(squares)).tolist(), strict=True))
     names.sort(key=lambda fqn: size[fqn])
-    cumulative = np.cumsum([held[fqn] for fqn in names])
+    cumulative = np.cumsum([counts_held[fqn] for fqn in names])
     median = size[names[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]
     return {fqn: size[fqn] - median for fqn in names}
 
 
 def count_octaves(bins: Counts, counts: Counts) -> Counts:
     """Return the number of elements by biased exponent, int64[256]; 0: zeros and subnormals, 255: Inf and NaN."""
-    place = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
-    exponent = np.where(place == FULL.n - 1, 255, (place + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)
+    key = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
+    exponent = np.where(key == FULL.n - 1, 255, (key + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)
     return np.bincount(exponent, weights=counts, minlength=OCTAVES).astype(np.int64)

@@ -47,9 +47,9 @@ class StepLengths(NamedTuple):
     def add(self, block: StepLengths) -> None:
         """Add the sums of a block to those of its whole chunk."""
         self.rows[:, block.row : block.row + block.rows.shape[1]] += block.rows
-        left = self.columns[:, block.column :]
-        size = min(left.shape[1], block.columns.shape[1])
-        left[:, :size] += block.columns[:, :size]
+        remaining = self.columns[:, block.column :]
+        size = min(remaining.shape[1], block.columns.shape[1])
+        remaining[:, :size] += block.columns[:, :size]
         self.columns[:, : block.columns.shape[1] - size] += block.columns[:, size:]
 
 
@@ -68,9 +68,9 @@ def sum_step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScale
     row, column = divmod(start, columns) if by_row or by_column else (0, 0)
     rows = (column + n - 1) // columns + 1 if by_row else 1
     sums = np.zeros((2, min(columns, n) if by_column else 1))  # not of all columns: a row may be longer than a block
-    found = StepLengths(row if by_row else 0, np.zeros((2, rows)), column if columns > n and by_column else 0, sums)
-    _add_rows(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, found.rows, sums)
-    return found
+    lengths = StepLengths(row if by_row else 0, np.zeros((2, rows)), column if columns > n and by_column else 0, sums)
+    _add_rows(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, lengths.rows, sums)
+    return lengths
 
 
 def sum_step_lengths_on_device(
@@ -84,23 +84,23 @@ def sum_step_lengths_on_device(
     by_rows, by_columns = [], torch.zeros(2, columns if by_column else 1, dtype=torch.float64, device=values.device)
     for value, code in zip(values.split(step), codes.split(step), strict=True):
         lengths = (value.sqrt() * inverse[code.int()]).view(-1, columns)
-        held = lengths > 0  # no NaN, of values that are stored exactly
-        lengths = torch.where(held, lengths, 0.0)
+        is_counted = lengths > 0  # no NaN, of values that are stored exactly
+        lengths = torch.where(is_counted, lengths, 0.0)
         dims = 1 if by_row else (0, 1)
-        rows = torch.stack([lengths.sum(dims, dtype=torch.float64), held.sum(dims)]).view(2, -1)
+        rows = torch.stack([lengths.sum(dims, dtype=torch.float64), is_counted.sum(dims)]).view(2, -1)
         if by_column:
             if by_row:
                 lengths *= (rows[1] / torch.where(rows[0] > 0, rows[0], 1.0))[:, None]
-            by_columns += torch.stack([lengths.sum(0, dtype=torch.float64), held.sum(0)])
+            by_columns += torch.stack([lengths.sum(0, dtype=torch.float64), is_counted.sum(0)])
         by_rows.append(rows)
     rows = torch.cat(by_rows, 1)
     return torch.cat([rows if by_row else rows.sum(1, keepdim=True), by_columns], 1)
 
 
-def unpack_sums(found: F64, scales: MatrixScales) -> StepLengths:
+def unpack_sums(sums: F64, scales: MatrixScales) -> StepLengths:
     """Return the sums from a device."""
     rows = max(1, len(scales.by_row))
-    return StepLengths(0, found[:, :rows], 0, found[:, rows:])
+    return StepLengths(0, sums[:, :rows], 0, sums[:, rows:])
 
 
 def correct_scales(scales: MatrixScales, steps: StepLengths) -> tuple[MatrixScales, float]:
@@ -148,7 +148,7 @@ def _write_lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
 
     Compilers vectorize each of three loops, but not one loop of all three.
     """
-    held = 0
+    count = 0
     for j in range(len(out)):
         out[j] = np.sqrt(values[j])
     for j in range(len(out)):
@@ -156,8 +156,8 @@ def _write_lengths(values: Any, codes: Any, inverse: Any, out: Any) -> int:
     for j in range(len(out)):
         counts = out[j] > 0  # no NaN, of values that are stored exactly
         out[j] = out[j] if counts else np.float32(0)
-        held += counts
-    return held
+        count += counts
+    return count
 
 
 @jit
@@ -184,17 +184,17 @@ def _add_rows(
     while i < len(values):
         size = min(columns - column, len(values) - i)
         lengths = space[:size]  # of a row, which is known as a whole before its columns are added
-        held = _write_lengths(values[i : i + size], codes[i : i + size], inverse, lengths)
+        count = _write_lengths(values[i : i + size], codes[i : i + size], inverse, lengths)
         total = _sum_lengths(lengths, lanes)
         rows[0, row] += total
-        rows[1, row] += held
+        rows[1, row] += count
         if by_column and total > 0:
-            place = column if width == columns else i
-            share = held / total if by_row else 1.0
-            added, counts = sums[0, place : place + size], sums[1, place : place + size]
+            position = column if width == columns else i
+            share = count / total if by_row else 1.0
+            added, counts = sums[0, position : position + size], sums[1, position : position + size]
             for j in range(size):
                 added[j] += lengths[j] * share
-            if held == width:
+            if count == width:
                 full += 1
             else:
                 for j in range(size):

@@ -71,8 +71,8 @@ class SuperStep:
         before = np.cumsum([0, *(np.count_nonzero(self.codes[span] == self.escape_code) for span in blocks)])
         tables = np.pad(self.steps, ((0, 0), (0, 1)))
 
-        def work(place: int) -> None:
-            span, own = blocks[place], slice(before[place], before[place + 1])
+        def work(index: int) -> None:
+            span, own = blocks[index], slice(before[index], before[index + 1])
             piece = np.empty(len(values[span]), np.float32)
             for table, numbers in zip(tables, self.escaped, strict=True):
                 kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[own], piece)

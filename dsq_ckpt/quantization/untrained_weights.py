@@ -86,10 +86,10 @@ def _find_by_number(
     by_number: dict[tuple[str, int], set[Shape]] = {}
     for name, number in state.items():
         by_number.setdefault(number, set()).add(shapes[name])
-    state_shapes = [found - {()} or found for found in by_number.values()]
-    trained = Counter(shape for found in state_shapes for shape in found)
+    state_shapes = [each - {()} or each for each in by_number.values()]
+    trained = Counter(shape for each in state_shapes for shape in each)
     total = Counter(shapes[name] for name in untied)
-    if any(len(found) > 1 for found in state_shapes) or trained - total:  # state has not the parameter's shape
+    if any(len(each) > 1 for each in state_shapes) or trained - total:  # state has not the parameter's shape
         return {}
     model = Counter(shapes[name] for name in untied if _is_below_model(name))
     return {

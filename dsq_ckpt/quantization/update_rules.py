@@ -57,22 +57,22 @@ def find_extra_state(names: Collection[str]) -> dict[str, set[str]]:
         parent, _, leaf = name.rpartition(".")
         if leaf in _USUAL:
             owners.setdefault(parent, []).append(leaf)
-    found: dict[str, set[str]] = {}
+    extra: dict[str, set[str]] = {}
     for name in names if owners else ():
-        if (place := _parse_group_setting(name)) is not None:
-            for owner in owners if place[2] != "params" else ():
-                if owner.startswith(_state_prefix(place[0])):
+        if (setting := _parse_group_setting(name)) is not None:
+            for owner in owners if setting[2] != "params" else ():
+                if owner.startswith(_state_prefix(setting[0])):
                     for leaf in owners[owner]:
-                        found.setdefault(f"{owner}.{leaf}", set()).add(place[2])
+                        extra.setdefault(f"{owner}.{leaf}", set()).add(setting[2])
             continue
         parts = name.split(".")
         for depth in range(len(parts) - 1, 0, -1):
             if (owner := ".".join(parts[:depth])) in owners:
                 for leaf in owners[owner]:
                     if parts[depth] != leaf and kind_of(name) != "weights" and not _USUAL[leaf].fullmatch(parts[depth]):
-                        found.setdefault(f"{owner}.{leaf}", set()).add(parts[depth])
+                        extra.setdefault(f"{owner}.{leaf}", set()).add(parts[depth])
                 break
-    return found
+    return extra
 
 
 def find_optimizer_objects(objects: Mapping[str, Any]) -> frozenset[str]:
@@ -108,8 +108,8 @@ def _is_setting(value: Any, depth: int = 0) -> bool:
 
 def _parse_group_setting(name: str) -> tuple[str, str, str] | None:
     """Return owner, group and setting in the name of an entry of `param_groups`; None for other names."""
-    owner, found, rest = f".{name}".rpartition(_GROUPS)
-    if not found:
+    owner, separator, rest = f".{name}".rpartition(_GROUPS)
+    if not separator:
         return None
     group, _, setting = rest.rpartition(".")
     first, _, inner = rest.partition(".")
@@ -131,8 +131,8 @@ def find_unknown_updates(names: Iterable[str]) -> frozenset[str]:
     """
     groups: dict[tuple[str, str], set[str]] = {}
     for name in names:
-        if (place := _parse_group_setting(name)) is not None:
-            owner, group, setting = place
+        if (group_setting := _parse_group_setting(name)) is not None:
+            owner, group, setting = group_setting
             groups.setdefault((owner, group), set()).add(setting)
     return frozenset(_state_prefix(owner) for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
 
@@ -146,18 +146,18 @@ def find_prenormalized(names: Iterable[str]) -> frozenset[str]:
         names: names of all that is saved, with all settings of `param_groups`: ADOPT is recognized by one that is
             missing.
     """
-    found, groups = set[str](), dict[tuple[str, str], set[str]]()
+    names_found, groups = set[str](), dict[tuple[str, str], set[str]]()
     for name in names:
-        if (place := _parse_group_setting(name)) is not None:
-            groups.setdefault(place[:2], set()).add(place[2])
+        if (setting := _parse_group_setting(name)) is not None:
+            groups.setdefault(setting[:2], set()).add(setting[2])
         elif name.endswith(f".{_OF_LAPROP}"):
             owner, state, _ = f".{name}".rpartition(".state.")
-            found.add(_state_prefix(owner) if state else name.removesuffix(_OF_LAPROP))
+            names_found.add(_state_prefix(owner) if state else name.removesuffix(_OF_LAPROP))
     for (owner, _), own in groups.items():
         official = {"decouple", "capturable"} <= own and "amsgrad" not in own  # ADOPT of the paper's authors
         if official or not own.isdisjoint((_OF_LAPROP, _OF_ADOPT)):
-            found.add(_state_prefix(owner))
-    return frozenset(found)
+            names_found.add(_state_prefix(owner))
+    return frozenset(names_found)
 
 
 def flatten_param_groups(owner: str, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def find_weight_bound_state(names: Collection[str]) -> frozenset[str]:
     Args:
         names: names of all tensors of a save.
     """
-    known, found = frozenset(names), set[str]()
-    for name in known:
+    all_names, bound = frozenset(names), set[str]()
+    for name in all_names:
         parent, _, leaf = name.rpartition(".")
-        if leaf == "prev_flat_grad" or (leaf == "step_size" and f"{parent}.prev" in known):
-            found.add(name)
-    return frozenset(found)
+        if leaf == "prev_flat_grad" or (leaf == "step_size" and f"{parent}.prev" in all_names):
+            bound.add(name)
+    return frozenset(bound)

@@ -70,13 +70,13 @@ def find_averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tens
     samples = _copy_to_host([
         _sample(tensor) for keys, same in pairs for tensor in (*map(moved.__getitem__, keys), *same)
     ])
-    found, place = set[_K](), 0
+    averages, index = set[_K](), 0
     for keys, same in pairs:
-        values = torch.stack(samples[place : place + len(keys) + len(same)])
-        place += len(values)
+        values = torch.stack(samples[index : index + len(keys) + len(same)])
+        index += len(values)
         is_near = _are_near(values[: len(keys)], values[len(keys) :]).tolist()
-        found.update(key for key, hit in zip(keys, is_near, strict=True) if hit)
-    return found
+        averages.update(key for key, hit in zip(keys, is_near, strict=True) if hit)
+    return averages
 
 
 def _are_near(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

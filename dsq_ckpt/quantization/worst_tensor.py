@@ -52,9 +52,9 @@ def find_worst_tensor(
         None if all tensors are zero.
     """
     bits = fitted.refinement_bits
-    held = _finite_entries(fitted, joint)
-    lost = [_error_by_octave(fitted, held, own) for own in ([0, bits] if bits else [0])]
-    found, names, sums = None, list(octaves), np.zeros((1 + len(lost), 2))  # scaled and plain: energy, errors
+    occupied = _finite_entries(fitted, joint)
+    errors_lost = [_error_by_octave(fitted, occupied, own) for own in ([0, bits] if bits else [0])]
+    result, names, sums = None, list(octaves), np.zeros((1 + len(errors_lost), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
         batch = names[start : start + _AT_ONCE]
         elements = np.stack([octaves[fqn][1:255] for fqn in batch])
@@ -62,42 +62,42 @@ def find_worst_tensor(
         energies = elements * 4.0 ** (OCTAVE_CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         total = energies.sum(1)
-        squares = [(elements * own[places]).sum(1) for own in lost]
-        last = np.minimum(elements * lost[-1][places], energies).sum(1)
+        squares = [(elements * own[places]).sum(1) for own in errors_lost]
+        last = np.minimum(elements * errors_lost[-1][places], energies).sum(1)
         errors = np.sqrt(last / np.where(total > 0, total, 1.0))
-        for place, own in enumerate((total, *squares)):
-            sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
+        for index, own in enumerate((total, *squares)):
+            sums[index] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
         worst = int(errors.argmax())
-        if total.any() and (found is None or errors[worst] > found.error):
-            found = WorstTensor(batch[worst], float(errors[worst]))
-    if found is None:
+        if total.any() and (result is None or errors[worst] > result.error):
+            result = WorstTensor(batch[worst], float(errors[worst]))
+    if result is None:
         return None
     total, *squares = sums
     factors = [
         float(np.sqrt(own[1] / total[1] / (own[0] / total[0]))) if own.all() and total.all() else 1.0 for own in squares
     ]
-    return found._replace(plain=factors[0], plain_refined=factors[-1])
+    return result._replace(plain=factors[0], plain_refined=factors[-1])
 
 
 def _finite_entries(fitted: GroupFit, joint: Counts) -> OccupiedBins:
     """Return the finite entries of the sketch of a group, by the rows of its table."""
     if len(fitted.table) < len(joint):  # the previous codes did not pay
         joint = joint.sum(0, keepdims=True)
-    held = OccupiedBins.from_joint(joint)
-    return held.where(np.isfinite(fitted.window.values())[held.bins])
+    occupied = OccupiedBins.from_joint(joint)
+    return occupied.where(np.isfinite(fitted.window.values())[occupied.bins])
 
 
-def _error_by_octave(fitted: GroupFit, held: OccupiedBins, bits: int) -> F64:
+def _error_by_octave(fitted: GroupFit, occupied: OccupiedBins, bits: int) -> F64:
     """Return the mean squared error of values by octave, float64[256]; for empty octaves, that of the nearest one
     below.
 
     Args:
         fitted: fit of the group.
-        held: the sketch that it was fitted to.
+        occupied: the sketch that it was fitted to.
         bits: bits of the refinement layer; 0: without.
     """
     book = fitted.codebook
-    codes, values = held.codes(fitted.table), fitted.window.values()[held.bins]
+    codes, values = occupied.codes(fitted.table), fitted.window.values()[occupied.bins]
     square = (values - np.append(book.levels, 0.0)[codes]) ** 2
     if bits:
         part = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**bits
@@ -106,10 +106,10 @@ def _error_by_octave(fitted: GroupFit, held: OccupiedBins, bits: int) -> F64:
     square[codes == book.protected] = 0.0
     with np.errstate(divide="ignore"):
         places = np.clip(np.floor(np.log2(np.abs(values))) + 127, 0, OCTAVES - 1).astype(np.int64)
-    parts = square * held.counts, held.counts
+    parts = square * occupied.counts, occupied.counts
     total, count = (np.bincount(places, weights=each, minlength=OCTAVES) for each in parts)
-    known = np.flatnonzero(count)
-    if not len(known):
+    octaves = np.flatnonzero(count)
+    if not len(octaves):
         return np.zeros(OCTAVES)
-    nearest = known[np.clip(np.searchsorted(known, np.arange(OCTAVES), side="right") - 1, 0, None)]
+    nearest = octaves[np.clip(np.searchsorted(octaves, np.arange(OCTAVES), side="right") - 1, 0, None)]
     return np.asarray((total / np.maximum(count, 1))[nearest])

@@ -151,8 +151,8 @@ def _bar_marks(bars: list[Series], scale: Scale) -> list[Mark]:
                 continue
             low, high = scale(bottoms[index]), scale(bottoms[index] + value)
             bottoms[index] += value
-            left, height = _x_position(index, count) - width / 2, HEIGHT * (high - low)
-            path.append(f"M{left:.1f} {HEIGHT * (1 - low):.1f}h{width:.1f}v{-height:.1f}h{-width:.1f}z")
+            start, height = _x_position(index, count) - width / 2, HEIGHT * (high - low)
+            path.append(f"M{start:.1f} {HEIGHT * (1 - low):.1f}h{width:.1f}v{-height:.1f}h{-width:.1f}z")
         marks.append(Mark(f"bar t-{series.tone}", "".join(path)))
     return [mark for mark in marks if mark.path]
 

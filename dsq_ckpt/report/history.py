@@ -77,8 +77,8 @@ class RunCheckpoint:
         for kind, sizes in manifest.kinds.items():
             if kind == "exact":
                 continue
-            kept = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
-            part = ByteCounts(sizes.logical, sizes.base + sizes.refinement, kept)
+            size_kept = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
+            part = ByteCounts(sizes.logical, sizes.base + sizes.refinement, size_kept)
             classes["weights" if kind == "weights" else "moments"].add(part)
         classes["everything"] = ByteCounts(*compute_sizes(manifest, overhead))
         return cls(path, manifest, classes)
@@ -254,10 +254,10 @@ def _read_checkpoints(manifests: Sequence[tuple[Path, Manifest]]) -> Iterator[Ru
         entry = RunCheckpoint.from_manifest(path, manifest, listings[path][MANIFEST][1])
         entry.problems = problems
         for file in [path / MANIFEST, *(file.path_in(path) for file in manifest.files)]:
-            known = listings[file.parent].get(file.name)
-            if known is not None and known[0] not in counted:
-                counted.add(known[0])
-                entry.growth += known[1]
+            status = listings[file.parent].get(file.name)
+            if status is not None and status[0] not in counted:
+                counted.add(status[0])
+                entry.growth += status[1]
         yield entry
 
 
@@ -268,9 +268,9 @@ def _file_problems(path: Path, manifest: Manifest, listings: dict[Path, Listing]
         file_path = file.path_in(path)
         if file_path.parent not in listings:
             listings[file_path.parent] = _list_files(file_path.parent)
-        known = listings[file_path.parent].get(file_path.name)
-        if known is None:
+        status = listings[file_path.parent].get(file_path.name)
+        if status is None:
             problems.append(f"lacks {file.name}")
-        elif known[1] != file.size:
-            problems.append(f"{file.name} has {known[1]} bytes, expected {file.size}")
+        elif status[1] != file.size:
+            problems.append(f"{file.name} has {status[1]} bytes, expected {file.size}")
     return problems + [f"lacks {name}" for name in list_missing_files(path, manifest, listings[path])]

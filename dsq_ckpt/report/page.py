@@ -150,13 +150,13 @@ def _collect_problems(history: History) -> list[tuple[str, str, str]]:
                  for path in history.leftovers.incomplete]
     problems += [("removed", path.name, f"{count} file(s) stay, which other checkpoints need")
                  for path, count in history.leftovers.removed]
-    known = {entry.manifest.save_id for entry in history.entries} | {entry.path.name for entry in history.entries}
-    known |= {path.name for path, _ in [*history.leftovers.damaged, *history.leftovers.removed]}
+    own_names = {entry.manifest.save_id for entry in history.entries} | {entry.path.name for entry in history.entries}
+    own_names |= {path.name for path, _ in [*history.leftovers.damaged, *history.leftovers.removed]}
     for entry in history.entries:
         manifest = entry.manifest
         for save_id, name in ((manifest.previous, manifest.previous_name), (manifest.parent, manifest.parent_name)):
-            if save_id is not None and name is not None and not known & {save_id, name}:
-                known |= {save_id, name}
+            if save_id is not None and name is not None and not own_names & {save_id, name}:
+                own_names |= {save_id, name}
                 problems.append(("not there", name, f"removed or moved; {entry.path.name} was saved after it"))
     for entry in history.entries:
         record = entry.manifest.quality or {}

@@ -47,13 +47,13 @@ def _size_parts(entries: Sequence[RunCheckpoint]) -> list[Series]:
     base = [sum(kind.base for name, kind in e.manifest.kinds.items() if name != "exact") for e in entries]
     refinement = [sum(kind.refinement for kind in entry.manifest.kinds.values()) for entry in entries]
     written = [entry.classes["everything"].written for entry in entries]
-    kept = [count if e.manifest.refinement == "kept" else 0 for count, e in zip(refinement, entries, strict=True)]
+    parts = [count if e.manifest.refinement == "kept" else 0 for count, e in zip(refinement, entries, strict=True)]
     series = [
         Series("weights, base", weights, "b", "bar"),
         Series("moments, base", _subtract(base, weights), "a", "bar"),
         Series("exact, tables, index", _subtract(_subtract(written, base), refinement), "h", "bar"),
-        Series("refinement, kept", kept, "c", "bar"),
-        Series("refinement, dropped", _subtract(refinement, kept), "faint", "bar"),
+        Series("refinement, kept", parts, "c", "bar"),
+        Series("refinement, dropped", _subtract(refinement, parts), "faint", "bar"),
     ]
     return [part for part in series if any(part.values)] or series[2:3]
 

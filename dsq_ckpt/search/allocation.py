@@ -66,14 +66,14 @@ class TensorClass:
 
     def __init__(self, points: list[OperatingPoint], step: float) -> None:
         self.points = _select_pareto_front(points)
-        self.place = min(range(len(self.points)), key=lambda place: abs(math.log(self.points[place].step / step)))
+        self.place = min(range(len(self.points)), key=lambda index: abs(math.log(self.points[index].step / step)))
         self._coarser = self._finer = 0.0
 
     @property
     def probe(self) -> int:
         """Index of the point with about `_PROBE_ERROR_RATIO` times the squared error of the current point."""
         wanted = _PROBE_ERROR_RATIO * self.points[self.place].error
-        return min(range(self.place + 1), key=lambda place: abs(math.log(self.points[place].error / wanted)))
+        return min(range(self.place + 1), key=lambda index: abs(math.log(self.points[index].error / wanted)))
 
     @property
     def expected_doubling_loss(self) -> float:
@@ -84,18 +84,18 @@ class TensorClass:
         """Set the measured loss of the point at `probe`, relative to the current point."""
         self._coarser = self._finer = max(loss, min_loss) / max(self._ratio(self.probe) - 1, 0.1)
 
-    def move(self, place: int) -> None:
+    def move(self, index: int) -> None:
         """Set the current point, and scale expected losses in proportion to errors."""
-        ratio = self._ratio(place)
-        self.place, self._coarser, self._finer = place, self._coarser * ratio, self._finer * ratio
+        ratio = self._ratio(index)
+        self.place, self._coarser, self._finer = index, self._coarser * ratio, self._finer * ratio
 
     def limit_gain(self, factor: float) -> None:
         """Scale the expected gain of finer points."""
         self._finer *= factor
 
-    def expected_loss(self, place: int) -> float:
+    def expected_loss(self, index: int) -> float:
         """Return the expected loss of a point relative to the current point; negative for finer points."""
-        ratio = self._ratio(place)
+        ratio = self._ratio(index)
         if ratio <= 1:
             return self._finer * (ratio - 1)
         growth = max(ratio / _PROBE_ERROR_RATIO, 1.0) ** _LOSS_EXPONENT
@@ -103,11 +103,11 @@ class TensorClass:
 
     def select_point(self, price: float, reach: float) -> int:
         """Return the point that minimizes bits + price * loss, among those whose error changes by at most `reach`."""
-        candidates = [place for place in range(len(self.points)) if 1 / reach <= self._ratio(place) <= reach]
-        return min(candidates, key=lambda place: self.points[place].bits + price * self.expected_loss(place))
+        candidates = [index for index in range(len(self.points)) if 1 / reach <= self._ratio(index) <= reach]
+        return min(candidates, key=lambda index: self.points[index].bits + price * self.expected_loss(index))
 
-    def _ratio(self, place: int) -> float:
-        return self.points[place].error / self.points[self.place].error
+    def _ratio(self, index: int) -> float:
+        return self.points[index].error / self.points[self.place].error
 
 
 class Allocation:
@@ -162,7 +162,7 @@ class Allocation:
         return replace(self._others, fitted={**self._others.fitted, **fits})
 
     def _select_points(self, places: Sequence[int]) -> list[OperatingPoint]:
-        return [one.points[place] for one, place in zip(self._classes, places, strict=True)]
+        return [one.points[index] for one, index in zip(self._classes, places, strict=True)]
 
     def _probe_classes(self) -> None:
         """Measure the loss of a coarser point of each class, with all other classes unchanged."""
@@ -195,7 +195,7 @@ class Allocation:
 
     def _descend(self) -> bool:
         """Move to smaller choices that keep the bound while there are any. Return whether there was one."""
-        reach, share, found, failed = _MAX_ERROR_RATIO, 1.0, False, list[list[int]]()
+        reach, share, succeeded, failed = _MAX_ERROR_RATIO, 1.0, False, list[list[int]]()
         while self._left > 0 and reach >= _MIN_ERROR_RATIO:
             places = self._minimize_bits(share * (self._bound - self._loss), reach)
             if places == [one.place for one in self._classes]:
@@ -205,10 +205,10 @@ class Allocation:
                 reach, share = reach**0.5, share / 2  # smaller changes, rather in classes with small expected losses
                 failed.append(places)
                 continue
-            for one, place in zip(self._classes, places, strict=True):
-                one.move(place)
-            self._loss, found = loss, True
-        return found
+            for one, index in zip(self._classes, places, strict=True):
+                one.move(index)
+            self._loss, succeeded = loss, True
+        return succeeded
 
     def _minimize_bits(self, target: float, reach: float) -> list[int]:
         """Return the points within reach of the smallest total size whose expected losses sum to at most `target`."""
@@ -216,7 +216,7 @@ class Allocation:
         while high > low * 1.001:
             price = math.sqrt(low * high)
             places = [one.select_point(price, reach) for one in self._classes]
-            if sum(one.expected_loss(place) for one, place in zip(self._classes, places, strict=True)) > target:
+            if sum(one.expected_loss(index) for one, index in zip(self._classes, places, strict=True)) > target:
                 low = price
             else:
                 high = price
@@ -249,7 +249,7 @@ def group_into_classes(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def _make_operating_points(
-    save: SaveSearch, configs: dict[str, TensorConfig], known: Analysis, step: float
+    save: SaveSearch, configs: dict[str, TensorConfig], analysis: Analysis, step: float
 ) -> list[OperatingPoint]:
     """Return the operating points of a class."""
     points = []
@@ -261,25 +261,25 @@ def _make_operating_points(
             group: config.model_copy(update={"codebook": config.codebook.model_copy(update=changed)})
             for group, config in configs.items()
         }
-        fits = save.sketches.fit(tried, known).fitted
+        fits = save.sketches.fit(tried, analysis).fitted
         points.append(_make_operating_point(own, tried, save.model.recount({group: fits[group] for group in configs})))
     return points
 
 
 def _make_operating_point(step: float, configs: dict[str, TensorConfig], fits: dict[str, GroupFit]) -> OperatingPoint:
-    lost = energy = bits = 0.0
+    loss = energy = bits = 0.0
     for fitted in fits.values():
         elements = int(fitted.counts.sum())
-        lost += fitted.error * elements
+        loss += fitted.error * elements
         energy += fitted.mean_square * elements
         bits += size_in_bits(fitted)
-    return OperatingPoint(step, configs, fits, bits, max(lost / energy if energy else 0.0, 1e-12))
+    return OperatingPoint(step, configs, fits, bits, max(loss / energy if energy else 0.0, 1e-12))
 
 
 def _select_pareto_front(points: list[OperatingPoint]) -> list[OperatingPoint]:
     """Return the Pareto-optimal points in bits and error, in descending order of error."""
-    kept: list[OperatingPoint] = []
+    front: list[OperatingPoint] = []
     for point in sorted(points, key=lambda point: (point.bits, point.error)):
-        if not kept or point.error < kept[-1].error:
-            kept.append(point)
-    return kept
+        if not front or point.error < front[-1].error:
+            front.append(point)
+    return front

@@ -33,9 +33,9 @@ class RunBudget:
             refined: whether the load used the refinement layer.
         """
         record = manifest.quality or {}
-        lost = record.get("run_lost")
-        if lost is None:  # saved without a search, or after restores without one
-            lost = _UNMEASURED_LOSS if manifest.lossy_resumes else 0.0
+        run_loss = record.get("run_lost")
+        if run_loss is None:  # saved without a search, or after restores without one
+            run_loss = _UNMEASURED_LOSS if manifest.lossy_resumes else 0.0
         cost = 0.0
         if any(group.startswith("weights/") for group in manifest.groups):
             metric, loses = record.get("metric"), record.get("restore_loses")
@@ -44,7 +44,7 @@ class RunBudget:
             cost = max(bases, default=_UNMEASURED_LOSS)
             if refined and manifest.refinement == "kept" and metric and loses is not None:
                 cost = abs(loses / metric)
-        return cls(lost + cost, manifest.lossy_resumes + manifest.lossy)
+        return cls(run_loss + cost, manifest.lossy_resumes + manifest.lossy)
 
     def get_allowed_change(self, search: SearchConfig, before: float | None, exact: float) -> float:
         """Return the allowed change of the metric by a restore, in units of the metric.

@@ -109,8 +109,8 @@ class SaveSearch:
     def has_restored_weights(self, candidate: Candidate, bits: int) -> bool:
         """Return whether weights on any rank look like restored ones of so many refinement bits; collective."""
         fitted = self.fit_refinement(candidate, bits).fitted
-        found = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
-        return any(group.startswith("weights/") for group in found)
+        groups = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
+        return any(group.startswith("weights/") for group in groups)
 
     def fit_nearest_codes(self, candidate: Candidate) -> Candidate:
         """Return the candidate refitted with nearest codes, and their size."""

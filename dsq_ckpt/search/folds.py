@@ -71,14 +71,14 @@ def compute_degradation(metric: float, exact: float, search: SearchConfig) -> fl
     return change / max(abs(exact), 1e-30)
 
 
-def keeps_bound(found: float, bound: float, doubted: bool = False) -> bool:
+def keeps_bound(loss: float, bound: float, doubted: bool = False) -> bool:
     """Return whether a degradation keeps a bound and is plausible.
 
     If coarser weights have a much better metric, `higher_is_better` may be wrong.
 
     Args:
-        found: degradation.
+        loss: degradation.
         bound: largest degradation.
         doubted: the direction of the metric is in doubt, so an improvement must not exceed the bound either.
     """
-    return -(min(bound, MAX_IMPROVEMENT) if doubted else MAX_IMPROVEMENT) <= found <= bound
+    return -(min(bound, MAX_IMPROVEMENT) if doubted else MAX_IMPROVEMENT) <= loss <= bound

@@ -159,39 +159,39 @@ def drive(search: Search, trial: Callable[[list[Point]], list[bool]]) -> tuple[P
         outcomes = trial(points)
 
 
-def _search_boxes(known: CubeState, batch: int, limit: int | None) -> Search:
-    left = math.inf if limit is None else limit
-    boxes: list[_Box] = [((0,) * len(known.shape), tuple(side - 1 for side in known.shape))]
-    while left > 0:
-        boxes, diagonals = _split_boxes(known, boxes)
+def _search_boxes(state: CubeState, batch: int, limit: int | None) -> Search:
+    remaining = math.inf if limit is None else limit
+    boxes: list[_Box] = [((0,) * len(state.shape), tuple(side - 1 for side in state.shape))]
+    while remaining > 0:
+        boxes, diagonals = _split_boxes(state, boxes)
         if not boxes:
             break
-        points = _choose_points(known, diagonals, int(min(batch, left)))
-        left -= len(points)
-        known.record(points, (yield points))
-    return known.best
+        points = _choose_points(state, diagonals, int(min(batch, remaining)))
+        remaining -= len(points)
+        state.record(points, (yield points))
+    return state.best
 
 
-def _split_boxes(known: CubeState, boxes: list[_Box]) -> tuple[list[_Box], list[Point]]:
+def _split_boxes(state: CubeState, boxes: list[_Box]) -> tuple[list[_Box], list[Point]]:
     """Cut boxes whose crossing is known into sub-cubes; return boxes whose diagonals have open points, and these."""
-    is_open = known.open
+    is_open = state.open
     unsettled: list[_Box] = []
     diagonals: list[Point] = []
     todo = list(boxes)
     while todo:
         lo, hi = todo.pop()
-        found = np.argwhere(is_open[tuple(slice(low, high + 1) for low, high in zip(lo, hi, strict=True))]) + lo
-        if not len(found):
+        points = np.argwhere(is_open[tuple(slice(low, high + 1) for low, high in zip(lo, hi, strict=True))]) + lo
+        if not len(points):
             continue
-        lo, hi = tuple(found.min(axis=0).tolist()), tuple(found.max(axis=0).tolist())
+        lo, hi = tuple(points.min(axis=0).tolist()), tuple(points.max(axis=0).tolist())
         diagonal = list(_diagonal(lo, hi))
         on_it = [point for point in diagonal if is_open[point]]
         if on_it:
             unsettled.append((lo, hi))
             diagonals += on_it
         else:  # lo is low and hi cannot improve on the best, or no point of the box would be open
-            a = next(point for point in reversed(diagonal) if known.low[point])
-            b = next(point for point in diagonal if known.cannot_improve(point))
+            a = next(point for point in reversed(diagonal) if state.low[point])
+            b = next(point for point in diagonal if state.cannot_improve(point))
             todo += [box for part in _not_at_or_below(a, lo, hi) for box in _not_at_or_above(b, *part)]
     return unsettled, diagonals
 
@@ -214,21 +214,21 @@ def _not_at_or_above(b: Point, lo: Point, hi: Point) -> Iterator[_Box]:
         yield (*map(max, lo[:axis], b), *lo[axis:]), (*hi[:axis], min(hi[axis], index - 1), *hi[axis + 1 :])
 
 
-def _choose_points(known: CubeState, diagonals: list[Point], batch: int) -> list[Point]:
+def _choose_points(state: CubeState, diagonals: list[Point], batch: int) -> list[Point]:
     """Return the points for one round, which decide most others, whatever their outcomes."""
-    is_open = known.open
-    rest, floor = np.argwhere(is_open), known.floor[is_open]
-    fillers = np.argwhere(is_open & known.is_candidate)
+    is_open = state.open
+    rest, floor = np.argwhere(is_open), state.floor[is_open]
+    fillers = np.argwhere(is_open & state.is_candidate)
     futures = np.ones((1, len(rest)), dtype=np.bool_)  # one row per combination of outcomes: the points then open
     chosen: list[Point] = []
     for candidates in (
-        np.array(sorted({known.stand_in(point) for point in diagonals})),
+        np.array(sorted({state.stand_in(point) for point in diagonals})),
         fillers[:: math.ceil(len(fillers) / _MAX_FILLERS)],
     ):
         if len(chosen) == batch:
             break
         failing = np.all(rest[None] <= candidates[:, None], axis=2)  # the points that each decides if it fails
-        passing = floor[None] >= known.size[tuple(candidates.T)][:, None]  # and if it is feasible
+        passing = floor[None] >= state.size[tuple(candidates.T)][:, None]  # and if it is feasible
         while len(chosen) < batch:
             fail, succeed = (futures.astype(np.float64) @ settled.T for settled in (failing, passing))
             # Half the harmonic mean of both counts. Zero where a point is decided already: then one of them is zero.

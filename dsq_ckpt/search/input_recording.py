@@ -121,11 +121,11 @@ class InputRecorder(TorchDispatchMode):
         return origin._replace(offset=origin.offset + int(tensor.storage_offset()))
 
     def _record_copy(self, tensor: Tensor, copy: Tensor) -> None:
-        place = self._locate(tensor)
-        if place is None or not tensor.is_contiguous() or not copy.is_contiguous() or not _get_memory(copy):
+        location = self._locate(tensor)
+        if location is None or not tensor.is_contiguous() or not copy.is_contiguous() or not _get_memory(copy):
             return
-        self._copies = {key: kept for key, kept in self._copies.items() if kept[0] != place}
-        self._copies[_get_memory(copy), copy.element_size()] = place, copy
+        self._copies = {key: entry for key, entry in self._copies.items() if entry[0] != location}
+        self._copies[_get_memory(copy), copy.element_size()] = location, copy
 
     def _record_product(self, left: Tensor, right: Tensor) -> None:
         if self._locate(left) is not None and self._locate(right) is not None:  # such as a penalty, not inputs
@@ -150,7 +150,7 @@ class InputRecorder(TorchDispatchMode):
         dilation: Sequence[int], transposed: bool, __: Sequence[int], groups: int, *others: Any,
     ) -> None:
         is_supported = not transposed and groups == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
-        if not is_supported or (place := self._locate(weight)) is None or not images.numel():
+        if not is_supported or (location := self._locate(weight)) is None or not images.numel():
             return
         kernel = weight.shape[2:]
         if weight.ndim == 3:  # in one dimension
@@ -165,15 +165,15 @@ class InputRecorder(TorchDispatchMode):
         few = _sample_rows(images, max(1, _MAX_ROWS // max(1, wide * high)))
         patches = nn.functional.unfold(few, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
         inputs = weight[0].numel()
-        view = MatrixView(place.offset, len(weight), inputs, (inputs, 1))
-        self._add_rows(place, view, patches.mT.reshape(-1, inputs))
+        view = MatrixView(location.offset, len(weight), inputs, (inputs, 1))
+        self._add_rows(location, view, patches.mT.reshape(-1, inputs))
 
-    def _add_rows(self, place: _TensorLocation, view: MatrixView, rows: Tensor) -> None:
+    def _add_rows(self, location: _TensorLocation, view: MatrixView, rows: Tensor) -> None:
         if not rows.is_floating_point() or rows.layout is not torch.strided or not len(rows):
             return
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph is not executed yet
             return
-        seen = self._seen.setdefault(place.memory, {})
+        seen = self._seen.setdefault(location.memory, {})
         if view not in seen:
             elements = view.outputs * view.inputs
             if min(view.strides) < 1 or elements > view.stop - view.offset:  # overlapping elements

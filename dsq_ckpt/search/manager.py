@@ -169,7 +169,7 @@ class ConfigManager:
                 spent = "what restores of this run have cost was not measured"
             return self._plan_exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._search_base_layer(save, record)
-        best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
+        best = min((one for losses in save.degradations.values() for one in losses.values()), default=0.0)
         if search.higher_is_better and best < -MAX_IMPROVEMENT:  # the direction is not checked then
             save.warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
@@ -180,16 +180,16 @@ class ConfigManager:
             point, variant = last, 0
             record["search"] = "exhaustive, then without rate-distortion choice"
         candidate = save.get_candidate(last if point is None else point, variant)
-        found = None if point is None else save.degradations[point, variant]
+        losses = None if point is None else save.degradations[point, variant]
         codebook = candidate.config.quantize.weights.codebook
         steps: dict[str, float] = {}
         if self._probes and isinstance(codebook, Lattice):
-            candidate, found = self._allocate_steps(save, save.recount(candidate), codebook.step, found, probes)
+            candidate, losses = self._allocate_steps(save, save.recount(candidate), codebook.step, losses, probes)
             candidate = save.trim_levels(candidate)
             steps = {
                 group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
             }
-        if found is None:
+        if losses is None:
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
             cause = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
             return self._plan_fallback(save, record, cause)
@@ -198,15 +198,15 @@ class ConfigManager:
             reason = f"no refinement of {MAX_REFINEMENT_BITS} bits keeps to search.max_run_loss"
             return self._plan_exact(save, record, reason)
         # The configuration is chosen from here on.
-        point, lost = point or last, found["evaluate"]
+        point, loss = point or last, losses["evaluate"]
         record |= {
-            "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": lost,
+            "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": loss,
             "predicted_bytes": candidate.bits / 8, "satisfied": record.get("satisfied", True),
         }
         if steps:
             record["steps"] = steps
         if len(self.folds) > 1:
-            record["check_degradation"] = found["check"]
+            record["check_degradation"] = losses["check"]
         distortion = save.compute_distortion(candidate)
         if memory.degradation is not None and memory.distortion:
             record["predicted_degradation"] = memory.degradation * distortion / memory.distortion
@@ -215,7 +215,7 @@ class ConfigManager:
         if compensations := save.model.compensations:
             analysis = replace(analysis, fitted=save.model.recount(analysis.fitted))
             record["compensated"] = save.model.compensated_share
-        self._memory = _SearchMemory(point, variant, bits, memory.comfortable, lost, distortion)
+        self._memory = _SearchMemory(point, variant, bits, memory.comfortable, loss, distortion)
         for fold in self.folds:
             fold.metric = save.metrics[fold.name]
         return QuantizationPlan(analysis, config, record, compensations)
@@ -271,7 +271,7 @@ class ConfigManager:
         return best
 
     def _allocate_steps(
-        self, save: SaveSearch, start: Candidate, step: float, found: Losses | None, probes: int
+        self, save: SaveSearch, start: Candidate, step: float, known_losses: Losses | None, probes: int
     ) -> tuple[Candidate, Losses | None]:
         """Return the candidate with a step per class of tensors, and its degradations by fold, None if above bound."""
         bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED_SHARE)
@@ -287,12 +287,12 @@ class ConfigManager:
             return True, own
 
         probes -= bool(save.model.compensations)  # one is for nearest codes
-        best, losses = Allocation(save, start, found, step, bound, judge, max(probes, 0)).run()
+        best, losses = Allocation(save, start, known_losses, step, bound, judge, max(probes, 0)).run()
         nearest = save.fit_nearest_codes(best)
         if probes >= 0 and nearest.bits < best.bits:
             save.model.compensate(False)
-            kept, own = judge(nearest.analysis, True)
-            if kept:
+            keeps, own = judge(nearest.analysis, True)
+            if keeps:
                 return nearest, own
             save.model.compensate(True)
         return best, losses
@@ -318,14 +318,14 @@ class ConfigManager:
         """Return for each point whether it keeps epsilon on every fold. Evaluate a point once per fold."""
         search, keeping = save.config.search, points
         for fold in self.folds:
-            found = {point: save.degradations.setdefault((point, variant), {}) for point in keeping}
-            if new := [point for point in keeping if fold.name not in found[point]]:
+            losses = {point: save.degradations.setdefault((point, variant), {}) for point in keeping}
+            if new := [point for point in keeping if fold.name not in losses[point]]:
                 metrics = measure_metrics(save, fold, [save.get_candidate(point, variant).analysis for point in new])
                 for point, metric in zip(new, metrics, strict=True):
-                    found[point][fold.name] = compute_degradation(metric, save.metrics[fold.name], search)
+                    losses[point][fold.name] = compute_degradation(metric, save.metrics[fold.name], search)
             keeping = [
                 point for point in keeping
-                if keeps_bound(found[point][fold.name], search.epsilon, self._direction.is_doubted)
+                if keeps_bound(losses[point][fold.name], search.epsilon, self._direction.is_doubted)
             ]
         return [point in keeping for point in points]
 
@@ -351,20 +351,20 @@ class ConfigManager:
             metric = measure_metrics(save, fold, [save.fit_refinement(candidate, bits)], bits)[0]
             # An improvement counts, too: rounding averages out the noise of late steps together with what they
             # learned. Such a restore has a better metric, and the run ends worse.
-            lost = abs(metric - exact) if math.isfinite(metric) else math.inf
-            if lost <= allowed or bits == MAX_REFINEMENT_BITS:
+            loss = abs(metric - exact) if math.isfinite(metric) else math.inf
+            if loss <= allowed or bits == MAX_REFINEMENT_BITS:
                 break
             bits += 1
-        if search.max_run_loss is not None and lost > self._budget.get_remaining_share(search) * abs(exact):
+        if search.max_run_loss is not None and loss > self._budget.get_remaining_share(search) * abs(exact):
             return None
-        record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
-        if lost > allowed:
+        record |= {"refinement_bits": bits, "restore_loses": loss, "restore_may_lose": allowed}
+        if loss > allowed:
             record["satisfied"] = False
             save.warn(
-                f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} "
+                f"a restore from this checkpoint changes the metric by {loss:.3g}, more than the {allowed:.3g} "
                 f"that its bound allows, with {bits} refinement bits; it is stored so. {_LATER_HINT}"
             )
-        self._memory.comfortable = lost < _COMFORTABLE_SHARE * allowed
+        self._memory.comfortable = loss < _COMFORTABLE_SHARE * allowed
         return bits
 
     def _plan_exact(self, save: SaveSearch, record: dict[str, Any], reason: str) -> QuantizationPlan:
@@ -372,8 +372,8 @@ class ConfigManager:
         record |= {"chosen": None, "satisfied": False, "reason": reason}
         save.warn(f"{reason}; the weights of this checkpoint are stored exactly. {_LATER_HINT}")
         analysis = save.analysis
-        kept = {group: fitted for group, fitted in analysis.fitted.items() if group not in save.groups}
-        return QuantizationPlan(Analysis(kept, analysis.exponents, analysis.nonfinite), save.config, quality=record)
+        fits = {group: fitted for group, fitted in analysis.fitted.items() if group not in save.groups}
+        return QuantizationPlan(Analysis(fits, analysis.exponents, analysis.nonfinite), save.config, quality=record)
 
     def _plan_fallback(self, save: SaveSearch, record: dict[str, Any], reason: str, failed: bool = False
                        ) -> QuantizationPlan:
@@ -389,8 +389,8 @@ class ConfigManager:
         refined, fold = save.fit_refinement(candidate, bits), self.folds[-1]
         if bits and not failed:
             (metric,) = measure_metrics(save, fold, [refined], bits)
-            lost = compute_degradation(metric, save.metrics[fold.name], save.config.search)
-            if not keeps_bound(lost, save.config.search.epsilon, self._direction.is_doubted):
+            loss = compute_degradation(metric, save.metrics[fold.name], save.config.search)
+            if not keeps_bound(loss, save.config.search.epsilon, self._direction.is_doubted):
                 return self._plan_exact(save, record, f"{reason}, nor does a restore with {bits} refinement bits")
         save.warn(
             f"{reason}; this checkpoint is stored with the most conservative configuration "

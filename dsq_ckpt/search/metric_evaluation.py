@@ -39,13 +39,13 @@ def measure_metrics(
     """
     parallel, comm = save.config.search.parallel_trials and len(trials) > 1, save.comm
     own_trials = [i for i in range(len(trials)) if not parallel or i % comm.size == comm.rank]
-    found: dict[int, float] = {}
+    own_metrics: dict[int, float] = {}
     failure: str | None = None
     changed: str | None = None
     stopped: BaseException | None = None
     try:
-        for place in own_trials:
-            found[place] = save.model.evaluate(fold.evaluate, trials[place], bits, fold.name)
+        for index in own_trials:
+            own_metrics[index] = save.model.evaluate(fold.evaluate, trials[index], bits, fold.name)
             run_pending_handlers()
     except ModelChanged as error:
         changed = str(error)
@@ -54,7 +54,7 @@ def measure_metrics(
     except BaseException as error:  # an interrupt or an internal error ends the save on all ranks
         stopped = error
     save.evaluations[fold.name] += -(-len(trials) // comm.size) if parallel else len(trials)
-    status = found, failure, changed, None if stopped is None else described(stopped)
+    status = own_metrics, failure, changed, None if stopped is None else described(stopped)
     gathered = gather_from_all_ranks(comm, lambda: status)
     if stopped is not None:
         raise stopped
@@ -68,8 +68,8 @@ def measure_metrics(
     if failures:
         raise EvaluationFailed(failures[0])
     metrics = []
-    for place, trial in enumerate(trials):
-        values = [values[place] for values, *_ in gathered if place in values]
+    for index, trial in enumerate(trials):
+        values = [values[index] for values, *_ in gathered if index in values]
         mean = sum(values) / len(values)
         if not math.isfinite(mean) and trial is None:
             raise EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")

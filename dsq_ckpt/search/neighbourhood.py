@@ -63,16 +63,16 @@ def neighbourhood(
     return _search_by_size(CubeState(shape, size_if_near), batch, limit)
 
 
-def _search_by_size(known: CubeState, batch: int, limit: int | None) -> Search:
-    order: list[Point] = [tuple(point) for point in np.argwhere(known.is_candidate).tolist()]
-    order.sort(key=lambda point: (known.size[point], -sum(point), point))
-    left = len(order) if limit is None else limit
-    while left > 0 and known.best is None:
-        is_open = known.open
+def _search_by_size(state: CubeState, batch: int, limit: int | None) -> Search:
+    order: list[Point] = [tuple(point) for point in np.argwhere(state.is_candidate).tolist()]
+    order.sort(key=lambda point: (state.size[point], -sum(point), point))
+    remaining = len(order) if limit is None else limit
+    while remaining > 0 and state.best is None:
+        is_open = state.open
         order = [point for point in order if is_open[point]]
         if not order:
             break
-        points = order[: min(batch, left)]
-        left -= len(points)
-        known.record(points, (yield points))
-    return known.best
+        points = order[: min(batch, remaining)]
+        remaining -= len(points)
+        state.record(points, (yield points))
+    return state.best

@@ -28,25 +28,25 @@ def recount_codes(fitted: Mapping[str, GroupFit], chunks: Sequence[Chunk], worke
     groups = {chunk.group for chunk in chunks if chunk.compensation is not None} & fitted.keys()
     chunks = [chunk for chunk in chunks if chunk.group in groups]
     counts = {group: np.zeros((1, fitted[group].codebook.symbols), np.int64) for group in groups}
-    lost = dict.fromkeys(groups, 0.0)
+    energy = dict.fromkeys(groups, 0.0)
 
     def count_codes(chunk: Chunk) -> tuple[Counts, float]:
         return _count_chunk(chunk, fitted[chunk.group], workers.blocks(chunk.key.elements))
 
     for chunk, (count, error) in zip(chunks, workers.map(count_codes, chunks), strict=True):
         counts[chunk.group] += count
-        lost[chunk.group] += error
+        energy[chunk.group] += error
     for group, count in counts.items():
         assert count.sum() == fitted[group].counts.sum(), group  # otherwise a stored code would have no frequency
     return {**fitted, **{
-        group: fitted[group].recounted(count, lost[group] / max(int(count[0, :-1].sum()), 1))
+        group: fitted[group].recounted(count, energy[group] / max(int(count[0, :-1].sum()), 1))
         for group, count in counts.items()
     }}
 
 
 def _count_chunk(chunk: Chunk, fitted: GroupFit, blocks: Iterable[slice]) -> tuple[Counts, float]:
     """Return how often each code occurs in a chunk, and the sum of squared errors, in units of the codebook."""
-    book, values, lost = fitted.codebook, flat_values(chunk.tensor), 0.0
+    book, values, energy = fitted.codebook, flat_values(chunk.tensor), 0.0
     source, levels = QuantizingChunk(replace(chunk, refinement_bits=0), fitted), np.append(book.levels, 0.0)
     counts = np.zeros(book.symbols, np.int64)
     for span in blocks:
@@ -54,5 +54,5 @@ def _count_chunk(chunk: Chunk, fitted: GroupFit, blocks: Iterable[slice]) -> tup
         codes = source.codes[span]
         counts += np.bincount(codes, minlength=book.symbols)
         errors = np.where(codes == book.protected, 0.0, levels[codes] - values[span] / scale_of(chunk.exponent))
-        lost += float(np.square(errors).sum())
-    return counts, lost
+        energy += float(np.square(errors).sum())
+    return counts, energy

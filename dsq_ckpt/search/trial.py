@@ -81,8 +81,8 @@ class TrialModel:
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
                 "without copies (no cpu_offload, no full_state_dict)"
             )
-        kept = {chunk.key for chunk in own}
-        self._mixed = {chunk.group for chunk in chunks if chunk.key.elements and chunk.key not in kept}
+        own_keys = {chunk.key for chunk in own}
+        self._mixed = {chunk.group for chunk in chunks if chunk.key.elements and chunk.key not in own_keys}
         chunks = own  # others, such as an average of the weights, do not affect the metric
         self.groups = {chunk.group for chunk in own}
         """Groups with chunks of the model."""
@@ -194,8 +194,8 @@ class TrialModel:
         with record_inputs(self._targets) as recorder:
             metric = float(evaluate())
         self._compensations = {
-            chunk.key: found for chunk, target in zip(self._chunks, self._targets, strict=True)
-            if chunk.group not in self._mixed and (found := recorder.get_compensation(target)) is not None
+            chunk.key: compensation for chunk, target in zip(self._chunks, self._targets, strict=True)
+            if chunk.group not in self._mixed and (compensation := recorder.get_compensation(target)) is not None
         }
         self.compensate(True)
         return metric
@@ -271,14 +271,14 @@ class TrialModel:
             return trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else trial
 
         def store() -> None:
-            for place, (chunk, target) in enumerate(zip(self._chunks, self._targets, strict=True)):
-                fitted, held = content(chunk), self._held.get(place)
-                if held is not None and held[0] is fitted and held[1] == refinement_bits:
+            for index, (chunk, target) in enumerate(zip(self._chunks, self._targets, strict=True)):
+                fitted, previous = content(chunk), self._held.get(index)
+                if previous is not None and previous[0] is fitted and previous[1] == refinement_bits:
                     continue  # as in most probes of steps, which move one class of tensors
                 with torch.no_grad():
                     _write(target, values(chunk))
-                if self._lasting[place]:
-                    self._held[place] = fitted, refinement_bits
+                if self._lasting[index]:
+                    self._held[index] = fitted, refinement_bits
 
         if self._refresh is None:
             store()
@@ -314,8 +314,8 @@ class TrialModel:
                 symbols = np.frombuffer(data.refinement, np.uint8)
                 dequantizer.block(codes, data.protected, symbols, out[span], packed=True)
             else:
-                kept = protected_bf16(data.protected).astype(np.uint32) << np.uint32(16)
-                dequantizer.block(codes, kept, None, out[span])
+                exact = protected_bf16(data.protected).astype(np.uint32) << np.uint32(16)
+                dequantizer.block(codes, exact, None, out[span])
             if chunk.base_values is not None:
                 add_residual(chunk.base_values[span], out[span], out[span])
 
@@ -344,11 +344,11 @@ def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * signs
 
 
-def _restore_registry(registry: dict[str, _T], kept: dict[str, _T]) -> None:
+def _restore_registry(registry: dict[str, _T], saved: dict[str, _T]) -> None:
     """Restore the same objects of a module, in their order; the optimizer refers to them."""
-    if list(registry.keys()) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
+    if list(registry.keys()) != list(saved) or any(registry[name] is not own for name, own in saved.items()):
         registry.clear()
-        registry.update(kept)
+        registry.update(saved)
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:

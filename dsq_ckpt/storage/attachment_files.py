@@ -51,14 +51,14 @@ def find_journaled_files(directory: Path, save_id: str = "*") -> set[str]:
     Raises:
         OSError: a file cannot be read, so that its origin is unknown.
     """
-    found = set()
+    names = set()
     for path in directory.glob(f".{save_id}-*{JOURNAL}"):
         # The save was killed before it published, or a file is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
             for name, recorded in parse_strict_json(read_regular(path, _MAX_JOURNAL_BYTES)).items():
                 if "/" not in name and [*checksum_file(directory / name)] == recorded:
-                    found.add(name)
-    return found
+                    names.add(name)
+    return names
 
 
 class _ErrorRecorder:

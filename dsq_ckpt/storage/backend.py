@@ -108,15 +108,15 @@ class _LocalStorage:
     """Local or mounted file system."""
 
     def list_entries(self, directory: Path) -> list[DirectoryEntry]:
-        found = []
+        entries = []
         try:
             with os.scandir(directory) as scanned:
                 for entry in scanned:
                     with suppress(FileNotFoundError):  # renamed or removed meanwhile
-                        found.append(_to_entry(entry))
+                        entries.append(_to_entry(entry))
         except (FileNotFoundError, NotADirectoryError):
             pass
-        return found
+        return entries
 
     def size(self, file: Path) -> int:
         status = os.stat(file)
@@ -160,7 +160,7 @@ def _get_object_store() -> Storage:
 
 def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
     """Return the size of each file, or the error of reading it. On an object store list each directory once."""
-    found: dict[Path, int | OSError] = {}
+    sizes: dict[Path, int | OSError] = {}
     listed: dict[Path, dict[str, int]] = {}
     for file in files:
         storage = get_storage(file)
@@ -169,9 +169,9 @@ def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
                 if file.parent not in listed:
                     listed[file.parent] = {entry.name: entry.size for entry in storage.list_entries(file.parent)}
                 if file.name in listed[file.parent]:
-                    found[file] = listed[file.parent][file.name]
+                    sizes[file] = listed[file.parent][file.name]
                     continue
-            found[file] = storage.size(file)  # a listing may be behind
+            sizes[file] = storage.size(file)  # a listing may be behind
         except OSError as error:
-            found[file] = error
-    return found
+            sizes[file] = error
+    return sizes

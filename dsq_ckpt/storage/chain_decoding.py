@@ -36,12 +36,12 @@ class ChainRecord(NamedTuple):
         Raises:
             CorruptCheckpoint: see `decode`.
         """
-        for place, part in self._parts(span):
-            if (block := self.blocks[place]) is not None:
+        for index, part in self._parts(span):
+            if (block := self.blocks[index]) is not None:
                 try:
                     yield BlockRequest(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
                 except (CodingError, ValueError) as error:
-                    raise self._locate_error(place, error) from error
+                    raise self._locate_error(index, error) from error
 
     def decode(self, span: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> DecodingTask:
         """Decode the codes in the range `span` into `out`, from the parent's codes there. It begins with a block.
@@ -49,8 +49,8 @@ class ChainRecord(NamedTuple):
         Raises:
             CorruptCheckpoint: a block is altered, or does not fit.
         """
-        for place, part in self._parts(span):
-            block, previous = self.blocks[place], None if parent is None else parent[part]
+        for index, part in self._parts(span):
+            block, previous = self.blocks[index], None if parent is None else parent[part]
             try:
                 if block is not None:
                     yield BlockRequest(self.coder, self.reader.borrow(block, scratch), previous, out[part])
@@ -59,14 +59,14 @@ class ChainRecord(NamedTuple):
                 else:
                     raise CodingError("it repeats previous codes, but has none")
             except (CodingError, ValueError) as error:
-                raise self._locate_error(place, error) from error
+                raise self._locate_error(index, error) from error
 
     def _parts(self, span: slice) -> Iterator[tuple[int, slice]]:
-        for place in range(span.start // self.step, -(-span.stop // self.step)):
-            yield place, slice(place * self.step - span.start, (place + 1) * self.step - span.start)
+        for index in range(span.start // self.step, -(-span.stop // self.step)):
+            yield index, slice(index * self.step - span.start, (index + 1) * self.step - span.start)
 
-    def _locate_error(self, place: int, error: Exception) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
+    def _locate_error(self, index: int, error: Exception) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"'{self.reader.path}' block {index}: {error}")
 
 
 def decode_chain(records: Sequence[ChainRecord], span: slice, out: Codes, scratch: Scratch) -> DecodingTask:

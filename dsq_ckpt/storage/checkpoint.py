@@ -59,8 +59,8 @@ _SMALL_BYTES = 1 << 16  # bytes of an exact tensor that is read at once: to star
 class Checkpoint(CheckpointFiles):
     """Checkpoint opened for decoding; see `CheckpointFiles`."""
 
-    def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
-        super().__init__(directory, lazy=lazy, known=known)
+    def __init__(self, directory: Path, *, lazy: bool = False, cached: CheckpointFiles | None = None) -> None:
+        super().__init__(directory, lazy=lazy, cached=cached)
         self._codebooks: dict[tuple[str, str], Codebook] = {}  # of the chunks, not of their chains
         self._coders: dict[tuple[str, str], Coder] = {}
         self._dequantizers: dict[tuple[str, str, float, int], Dequantizer] = {}
@@ -124,7 +124,7 @@ class Checkpoint(CheckpointFiles):
     @translate_record_errors
     def prepare_load(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
-        span: tuple[int, int] | None = None, keep: bool = False, known: Mapping[RecordRef, Codes] | None = None,
+        span: tuple[int, int] | None = None, keep: bool = False, cached: Mapping[RecordRef, Codes] | None = None,
     ) -> ChunkLoad:
         """Return the load of a chunk for `decode_all`, which decodes chunks in parallel.
 
@@ -138,7 +138,7 @@ class Checkpoint(CheckpointFiles):
             span: first and last element to load, the last exclusive; None: all. Other blocks are not read, unless the
                 chunk has protected values, which are stored in the order of the codes.
             keep: keep the codes of the chain, and of the second moments that scale it; 1 byte per element.
-            known: codes of whole chunks, by record, that are decoded already.
+            cached: codes of whole chunks, by record, that are decoded already.
         """
         record, naming = self.read_record(ref), partial(self.translate_errors, ref.file)
         shape, dtype = record["shape"], parse_dtype(record["dtype"])
@@ -154,7 +154,7 @@ class Checkpoint(CheckpointFiles):
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
             read(slice(None), out.view(-1), workers.scratch)
             return ChunkLoad(out, [], read, naming)
-        if (chunk := self._prepare_coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
+        if (chunk := self._prepare_coded_chunk(ref, refined, workers, cached or {}, keep)) is not None:
             out = allocate_output(shape, dtype, into)
             return ChunkLoad(
                 out, chunk.select_blocks(span), partial(decode_coded, chunk), naming, chunk.codes, chunk.second_moments
@@ -176,14 +176,14 @@ class Checkpoint(CheckpointFiles):
             copy_clamped(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
     def _prepare_coded_chunk(
-        self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: bool
+        self, ref: RecordRef, refined: bool, workers: Workers, cached: Mapping[RecordRef, Codes], keep: bool
     ) -> CodedChunk | None:
         """Return a chunk for block-wise decoding; None if that is not possible."""
         record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
             return None
         values = self._make_record_decoder(ref, record, refined)
-        chain = [] if ref in known else self._read_chain(ref)
+        chain = [] if ref in cached else self._read_chain(ref)
         if any(link.step != values.step for link in chain):
             return None
         factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None = None
@@ -192,12 +192,12 @@ class Checkpoint(CheckpointFiles):
             if self.read_record(measure)["type"] == "plain":
                 factor = partial(multiply_by_roots, times, self._decode_plain(measure, workers))
             else:
-                other = self._prepare_coded_chunk(measure, False, workers, known, keep)
+                other = self._prepare_coded_chunk(measure, False, workers, cached, keep)
                 if other is None or other.step != values.step:
                     return None
                 factor = SecondMomentFactor(measure, other, times)
         count = math.prod(record["shape"])
-        codes = np.empty(count, np.uint8) if keep and chain else known.get(ref)
+        codes = np.empty(count, np.uint8) if keep and chain else cached.get(ref)
         return CodedChunk(chain, values, codes, count, factor)
 
     def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:
@@ -228,11 +228,11 @@ class Checkpoint(CheckpointFiles):
 
     def _decode_sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
         """Decode a coded record into `out`, float32, flat: the sum of its residual chain, from the oldest record on."""
-        for place, link in enumerate(reversed(self.follow_chain(ref, "residual", ("coded", "merged", "plain")))):
+        for index, link in enumerate(reversed(self.follow_chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.read_record(link)
-            own_values = link == ref and not place and record["type"] == "coded"
+            own_values = link == ref and not index and record["type"] == "coded"
             check_factors(link, record, FACTORS if own_values else ())
-            if record["type"] == ("plain" if place else "merged"):
+            if record["type"] == ("plain" if index else "merged"):
                 raise CorruptCheckpoint(
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
                 )
@@ -243,7 +243,7 @@ class Checkpoint(CheckpointFiles):
             if record["type"] == "merged":
                 self.read_superstep(link, own).add_to(out, workers)
             else:
-                self._dequantize(link, record, own, refined and link == ref, workers, out, place > 0)
+                self._dequantize(link, record, own, refined and link == ref, workers, out, index > 0)
 
     @translate_record_errors
     def _read_scales(self, ref: RecordRef, record: dict[str, Any]) -> MatrixScales | None:
@@ -267,12 +267,12 @@ class Checkpoint(CheckpointFiles):
     def read_scale_numbers(self, file: str) -> I16:
         """Return the numbers of all scales of a file that has scales."""
         if file not in self._scale_numbers:
-            place, count = self.open_reader(file).contents["scales"]
+            number, count = self.open_reader(file).contents["scales"]
             if type(count) is not int or count < 0:
                 raise CorruptCheckpoint(f"'{file}' has {count!r} numbers of scales")
-            if isinstance(place, list):  # up to format version 7
-                numbers = np.frombuffer(self._read_unshuffled(file, Block(*place), 2, 2 * count), np.int16)
-            elif self.pack_fits(ref := PackRef(file, place), 2 * count, 2):
+            if isinstance(number, list):  # up to format version 7
+                numbers = np.frombuffer(self._read_unshuffled(file, Block(*number), 2, 2 * count), np.int16)
+            elif self.pack_fits(ref := PackRef(file, number), 2 * count, 2):
                 numbers = unpack_scales(self.read_pack(ref))
             else:
                 raise CorruptCheckpoint(f"'{file}' has {count} scales in a pack of {self.pack_size(ref)} bytes")
@@ -321,10 +321,10 @@ class Checkpoint(CheckpointFiles):
         before = np.cumsum([0, *(values.count_protected(codes[span]) for span in blocks)])
         values.check_protected_count(int(before[-1]))
 
-        def work(place: int) -> None:
-            span = blocks[place]
+        def work(index: int) -> None:
+            span = blocks[index]
             piece = np.empty_like(out[span]) if onto else out[span]
-            protected = slice(before[place], before[place + 1])
+            protected = slice(before[index], before[index + 1])
             decoding_tasks.run_task(values.decode(span, codes[span], protected, piece, workers.scratch))
             if onto:
                 add_residual(out[span], piece, out[span])

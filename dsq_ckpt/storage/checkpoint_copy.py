@@ -101,13 +101,13 @@ def compute_copy_size(source: Path) -> int:
     """Return the bytes of all files below a directory, each counted once if it has several hard links."""
     if is_remote(source):
         return remote_copy.compute_copy_size(source)
-    found = {}
-    for place, _, names in os.walk(source):
+    sizes = {}
+    for directory, _, names in os.walk(source):
         for name in names:
             with suppress(FileNotFoundError):  # removed meanwhile
-                status = os.lstat(os.path.join(place, name))
-                found[status.st_dev, status.st_ino] = status.st_size
-    return sum(found.values())
+                status = os.lstat(os.path.join(directory, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 class _LocalCopy:
@@ -123,15 +123,15 @@ class _LocalCopy:
     def copy_directory(self, source: Path, target: Path) -> None:
         target.mkdir()
         manifest = self._copy_checkpoint(source, target) if is_complete(source) else None
-        known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
+        names = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
         for name in POINTERS:  # before the directory is listed, since training may continue
-            if (source / name).is_file() and not (source / name).is_symlink() and name not in known:
+            if (source / name).is_file() and not (source / name).is_symlink() and name not in names:
                 self._copy_file(source / name, target / name, None)
-                known.add(name)
+                names.add(name)
         backups = {} if manifest else find_replaced_plain(source)  # of a tag that an incomplete save was replacing
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
-            if entry.name in known or is_dsq_file(entry.name):  # an unlisted dsq file is garbage
+            if entry.name in names or is_dsq_file(entry.name):  # an unlisted dsq file is garbage
                 continue
             if is_hidden(entry.name):
                 self.left_out[path] = "of a save, a copy or an export that did not complete"
@@ -198,14 +198,14 @@ class _LocalCopy:
         """Copy a file, or link it to its copy under another name, and compare it with its entry in the manifest."""
         with open(source, "rb") as stream:
             status = os.fstat(stream.fileno())
-            known = self._written.get((status.st_dev, status.st_ino))
-            if known is not None and _try_link(known[0], target):
+            copied = self._written.get((status.st_dev, status.st_ino))
+            if copied is not None and _try_link(copied[0], target):
                 self.links += 1
             else:
-                known = self._written[status.st_dev, status.st_ino] = (target, *self._copy_bytes(stream, target))
+                copied = self._written[status.st_dev, status.st_ino] = (target, *self._copy_bytes(stream, target))
                 shutil.copystat(source, target)
                 self.files += 1
-        _, size, checksum = known
+        _, size, checksum = copied
         if expected is not None and (size, checksum) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(
                 f"'{source}' has {size} bytes with checksum {checksum}, its manifest says {expected.size} with "

@@ -151,17 +151,17 @@ class CodedChunk:
         Raises:
             CorruptCheckpoint: any record of the chain is altered or does not fit.
         """
-        place, count = span.start // self.step, span.stop - span.start
+        index, count = span.start // self.step, span.stop - span.start
         codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[span]
         if self._records:
             yield from decode_chain(self._records, span, codes, scratch)
         first, end = 0, self._values.count_protected(codes)
         if self._ends:
-            if place and not self._ends[place - 1].done():
+            if index and not self._ends[index - 1].done():
                 yield None
-            first = self._ends[place - 1].result() if place else 0
+            first = self._ends[index - 1].result() if index else 0
             end += first
-            self._ends[place].set_result(end)
+            self._ends[index].set_result(end)
         if span.stop == self._count:
             self._values.check_protected_count(end)
         yield from self._values.decode(span, codes, slice(first, end), out, scratch, last and self._factor is None)

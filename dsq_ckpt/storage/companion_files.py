@@ -119,9 +119,9 @@ def flush_other_files(directory: Path, excluded: Container[str]) -> None:
     Raises:
         OSError: a file or directory cannot be flushed.
     """
-    for place, _, names in os.walk(directory):
+    for path, _, names in os.walk(directory):
         for name in names:
-            if name not in excluded and not os.path.islink(file := os.path.join(place, name)):
+            if name not in excluded and not os.path.islink(file := os.path.join(path, name)):
                 with open(file, "rb") as stream:
                     flush(stream, True)
-        sync_directory(Path(place))
+        sync_directory(Path(path))

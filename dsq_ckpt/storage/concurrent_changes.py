@@ -34,9 +34,9 @@ def detect_change(
         deadline: end of the wait, by the monotonic clock.
     """
     while True:
-        found = _compare_save_id(directory, save_id)
-        if found is not None or manifest is None or time.monotonic() > deadline:
-            return found
+        change = _compare_save_id(directory, save_id)
+        if change is not None or manifest is None or time.monotonic() > deadline:
+            return change
         if not find_missing_files(directory, manifest):
             return _compare_save_id(directory, save_id)
         time.sleep(POLL_INTERVAL)

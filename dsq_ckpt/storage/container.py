@@ -174,10 +174,10 @@ class ContainerReader:
         return data
 
     def _check(self, block: Block, data: bytes | memoryview) -> None:
-        found = xxhash.xxh3_64_hexdigest(data)
-        if found != block.checksum:
+        digest = xxhash.xxh3_64_hexdigest(data)
+        if digest != block.checksum:
             raise CorruptCheckpoint(
-                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found}, expected "
+                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {digest}, expected "
                 f"{block.checksum}; the file was altered, restore it or load another checkpoint"
             )
 

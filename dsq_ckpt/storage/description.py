@@ -29,15 +29,15 @@ def compute_restore_loss(quality: Mapping[str, Any] | None) -> float | None:
 
 def format_losses(quality: Mapping[str, Any] | None) -> list[str]:
     """Return parts of a line on the measured losses: by the base layer, which the history keeps, and by a restore."""
-    found = {"base": (quality or {}).get("degradation"), "restore": compute_restore_loss(quality)}
-    return [f"{name} loses {figures.percent(lost)}" for name, lost in found.items() if lost is not None]
+    losses = {"base": (quality or {}).get("degradation"), "restore": compute_restore_loss(quality)}
+    return [f"{name} loses {figures.percent(loss)}" for name, loss in losses.items() if loss is not None]
 
 
 def compute_sizes(manifest: Manifest, overhead: int) -> CheckpointSizes:
     """Return the bytes of a checkpoint whose manifest has `overhead` bytes."""
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
-    kept = manifest.sum_bytes("own", "index", "refinement", "attachment") + overhead
-    return CheckpointSizes(compute_logical_size(manifest), kept + dropped, kept)
+    size_kept = manifest.sum_bytes("own", "index", "refinement", "attachment") + overhead
+    return CheckpointSizes(compute_logical_size(manifest), size_kept + dropped, size_kept)
 
 
 def compute_logical_size(manifest: Manifest) -> int:

@@ -76,7 +76,7 @@ class CheckpointFiles(PackReader):
         CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
     """
 
-    def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
+    def __init__(self, directory: Path, *, lazy: bool = False, cached: CheckpointFiles | None = None) -> None:
         super().__init__()
         self.directory = directory
         self._readers: dict[str, ContainerReader] = {}
@@ -86,8 +86,8 @@ class CheckpointFiles(PackReader):
         for attempt in range(_MAX_ATTEMPTS):
             self.manifest = Manifest.read(directory)
             self._sizes = {file.name: file for file in self.manifest.files}
-            same = known is not None and known.manifest.checksum == self.manifest.checksum
-            self._index: dict[str, Any] | None = known._index if known is not None and same else None
+            same = cached is not None and cached.manifest.checksum == self.manifest.checksum
+            self._index: dict[str, Any] | None = cached._index if cached is not None and same else None
             try:
                 if not lazy:
                     self._index = self.index
@@ -140,13 +140,13 @@ class CheckpointFiles(PackReader):
             CorruptCheckpoint: the record does not match the index.
         """
         if offsets is None:
-            place = self.index["objects"].get(fqn)
+            entry = self.index["objects"].get(fqn)
         else:
-            found = self._index_chunks(fqn).get(offsets)
-            place = None if found is None else found[1:]
-        if place is None:
+            record = self._index_chunks(fqn).get(offsets)
+            entry = None if record is None else record[1:]
+        if entry is None:
             raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
-        ref = self._to_ref(*place)
+        ref = self._to_ref(*entry)
         self.read_record(ref, fqn, offsets)
         return ref
 
@@ -200,16 +200,16 @@ class CheckpointFiles(PackReader):
         if offsets is not None:
             tensor, chunk = self.index["tensors"][fqn], self._index_chunks(fqn)[offsets]
             expected |= {"offsets": list(offsets), "shape": chunk[0], "dtype": tensor["dtype"]}
-        found = {key: record[key] for key in expected}
-        if found != expected or (record["type"] == "bytes") != (offsets is None):
+        own = {key: record[key] for key in expected}
+        if own != expected or (record["type"] == "bytes") != (offsets is None):
             raise CorruptCheckpoint(
-                f"record {ref.record} is {record['type']} {found}, the index {self.manifest.index.name} says {expected}"
+                f"record {ref.record} is {record['type']} {own}, the index {self.manifest.index.name} says {expected}"
             )
 
     def required_files(self, file: str) -> frozenset[str]:
         """Return the names of all files needed to decode a file, itself included."""
-        if (known := self._required.get(file)) is not None:
-            return known
+        if (cached := self._required.get(file)) is not None:
+            return cached
         with self.translate_errors(file):
             names = self.open_reader(file).contents["requires"]
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -356,9 +356,9 @@ class CheckpointFiles(PackReader):
         expected: dict[str, Any] = {"save": name["save"], "rank": int(name["rank"])}
         if name["kind"] == "refinement":
             expected["base"] = f"{name['save']}-{name['rank']}.dsq"
-        found = {key: contents.get(key) for key in expected}
-        if found != expected:
-            raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {found}, expected {expected}")
+        own = {key: contents.get(key) for key in expected}
+        if own != expected:
+            raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {own}, expected {expected}")
         if (file.role != "ancestor") != (name["save"] == self.manifest.save_id):
             raise CorruptCheckpoint(f"'{reader.path}' is not of the save {self.manifest.save_id}, as its manifest says")
         if file.contents not in (None, reader.checksum):
@@ -372,9 +372,9 @@ class CheckpointFiles(PackReader):
         if type(size) is not int:
             raise CorruptCheckpoint(f"'{record['fqn']}' has {size!r} bytes")
         if "at" not in record:
-            if (held := sum(self.pack_size(PackRef(file, place)) for place in packs)) != size:
-                raise CorruptCheckpoint(f"'{record['fqn']}': {held} bytes stored, {size} promised")
-            return b"".join(self.read_pack(PackRef(file, place)) for place in packs)
+            if (total := sum(self.pack_size(PackRef(file, number)) for number in packs)) != size:
+                raise CorruptCheckpoint(f"'{record['fqn']}': {total} bytes stored, {size} promised")
+            return b"".join(self.read_pack(PackRef(file, number)) for number in packs)
         start = record["at"]
         if type(start) is not int or len(packs) != 1 or start < 0 or size < 0:
             raise CorruptCheckpoint(f"'{record['fqn']}': {size} bytes at {start} of {len(packs)} packs")

@@ -84,8 +84,8 @@ def find_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
         CheckpointNotFound: there is no such directory.
     """
     path = expand_path(path)
-    found = [orphan for directory in _iter_directories(path) for orphan in _find_orphans(directory, min_age_seconds)]
-    return [*found, *(orphan for orphan, age in _find_unfinished(path) if age >= min_age_seconds)]
+    orphans = [orphan for directory in _iter_directories(path) for orphan in _find_orphans(directory, min_age_seconds)]
+    return [*orphans, *(orphan for orphan, age in _find_unfinished(path) if age >= min_age_seconds)]
 
 
 def collect_garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -171,7 +171,7 @@ def find_skipped(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
         CheckpointNotFound: there is no such directory.
     """
     path = expand_path(path)
-    entries = [found for directory in _iter_directories(path) if (found := _find_skipped(directory, min_age_seconds))]
+    entries = list(filter(None, (_find_skipped(directory, min_age_seconds) for directory in _iter_directories(path))))
     young = [orphan.path for orphan, age in _find_unfinished(path) if age < min_age_seconds]
     entries += [SkippedDirectory(one, "it is too young: a copy or an export may be under way", True) for one in young]
     for entry in sorted(path.iterdir()):
@@ -230,7 +230,7 @@ def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
 
     Each with the age in seconds of its youngest file.
     """
-    found = []
+    orphans = []
     for entry in sorted(path.iterdir()):
         replaced = _REPLACED_NAME.fullmatch(entry.name)
         if is_dsq_file(entry.name):
@@ -243,8 +243,9 @@ def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
             continue  # it was just completed
         age = time.time() - max(max(state.st_mtime, state.st_ctime) for state in states)
         size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
-        found.append((Orphan(entry, size, "replaced" if replaced else "what was being written did not complete"), age))
-    return found
+        reason = "replaced" if replaced else "what was being written did not complete"
+        orphans.append((Orphan(entry, size, reason), age))
+    return orphans
 
 
 def _has_name(directory: Path, name: str) -> bool:
@@ -266,10 +267,10 @@ def _is_absent(path: Path) -> bool:
 
 
 def _find_orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
-    found = _find_unneeded(directory)
+    orphans = _find_unneeded(directory)
     # If one is young, a save may be in progress that needs the others.
-    young = any(time.time() - changed < min_age_seconds for _, changed in found)
-    return [] if young else sorted(orphan for orphan, _ in found)
+    young = any(time.time() - changed < min_age_seconds for _, changed in orphans)
+    return [] if young else sorted(orphan for orphan, _ in orphans)
 
 
 def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
@@ -302,8 +303,8 @@ def _find_unneeded(directory: Path) -> list[tuple[Orphan, float]]:
         orphan = Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason)
         # Linking a file into a directory leaves its mtime alone and sets its ctime.
         orphans.append((orphan, max(status.st_mtime, status.st_ctime)))
-    held = find_held_files(directory) if orphans else set[str]()
-    return [(orphan, changed) for orphan, changed in orphans if orphan.path.name not in held]
+    needed = find_held_files(directory) if orphans else set[str]()
+    return [(orphan, changed) for orphan, changed in orphans if orphan.path.name not in needed]
 
 
 def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
@@ -311,7 +312,7 @@ def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
 
     Journals are included, since they list the files that a backup may replace.
     """
-    found = set()
+    needed = set()
     for file in manifest.files:
         backup = f".{file.name}.{manifest.save_id}.old"
         if file.role == "attachment" and (directory / backup).exists():
@@ -320,5 +321,5 @@ def _find_needed_backups(directory: Path, manifest: Manifest) -> set[str]:
             except OSError:
                 is_intact = False
             if not is_intact:
-                found.add(backup)
-    return found | {name for name in os.listdir(directory) if found and _JOURNAL_NAME.fullmatch(name)}
+                needed.add(backup)
+    return needed | {name for name in os.listdir(directory) if needed and _JOURNAL_NAME.fullmatch(name)}

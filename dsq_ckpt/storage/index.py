@@ -34,8 +34,8 @@ def check_index(index: Any, location: str, own: Collection[str]) -> None:
             if not isinstance(tensor["dtype"], str):
                 raise _Invalid(f"'{fqn}' is of dtype {tensor['dtype']!r}")
             _check_chunks(fqn, tensor["shape"], tensor["chunks"], count)
-        for fqn, place in index["objects"].items():
-            _check_place(fqn, place, count)
+        for fqn, entry in index["objects"].items():
+            _check_place(fqn, entry, count)
         for fqn, first in (index.get("tied") or {}).items():
             if fqn not in index["tensors"] or not isinstance(first, str):
                 raise _Invalid(f"'{fqn}' is tied to {first!r}, and is no tensor of the checkpoint")
@@ -74,8 +74,8 @@ def find_coverage_error(shape: Sequence[int], chunks: Iterable[tuple[Sequence[in
     for weight, weighted_boxes in ((1, boxes), (-1, shape_boxes)):
         for low, high in weighted_boxes:
             for choice in itertools.product((0, 1), repeat=len(cut)):
-                place = tuple((high if up else low)[dim] for dim, up in zip(cut, choice, strict=True))
-                corners[place] += -weight if sum(choice) % 2 else weight
+                corner = tuple((high if up else low)[dim] for dim, up in zip(cut, choice, strict=True))
+                corners[corner] += -weight if sum(choice) % 2 else weight
     return "its chunks overlap" if any(corners.values()) else None
 
 
@@ -91,19 +91,19 @@ def _check_files(index: Any, own: Collection[str]) -> None:
 def _check_chunks(fqn: str, shape: Any, chunks: Any, files: int) -> None:
     if not _is_number_list(shape) or math.prod(max(length, 1) for length in shape) > _MAX_ELEMENTS:
         raise _Invalid(f"'{fqn}' has the shape {str(shape)[:80]}")
-    for offsets, sizes, *place in chunks:
+    for offsets, sizes, *entry in chunks:
         if not (_is_number_list(offsets) and _is_number_list(sizes) and len(offsets) == len(sizes) == len(shape)):
             raise _Invalid(f"'{fqn}' of shape {shape} has a chunk at {str(offsets)[:80]} of shape {str(sizes)[:80]}")
-        _check_place(fqn, place, files)
+        _check_place(fqn, entry, files)
     if len(chunks) == 1 and chunks[0][1] == shape and not any(chunks[0][0]):
         return
     if (problem := find_coverage_error(shape, ((chunk[0], chunk[1]) for chunk in chunks))) is not None:
         raise _Invalid(f"'{fqn}': {problem}")
 
 
-def _check_place(fqn: str, place: Any, files: int) -> None:
-    if not _is_number_list(place) or len(place) != 2 or place[0] >= files:
-        raise _Invalid(f"'{fqn}' lies in {str(place)[:80]}, expected the number of one of {files} file(s) and a record")
+def _check_place(fqn: str, entry: Any, files: int) -> None:
+    if not _is_number_list(entry) or len(entry) != 2 or entry[0] >= files:
+        raise _Invalid(f"'{fqn}' lies in {str(entry)[:80]}, expected the number of one of {files} file(s) and a record")
 
 
 def _is_number_list(value: Any) -> bool:
@@ -116,23 +116,23 @@ def _check_paths(index: Any) -> None:
     if paths is None or paths == {}:  # none are known
         return
     names = [*index["tensors"], *index["objects"]]
-    if lost := [name for name in names if name not in paths]:
-        raise _Invalid(f"{len(lost)} of {len(names)} names have no path in the state dict, among them '{lost[0]}'")
+    if absent := [name for name in names if name not in paths]:
+        raise _Invalid(f"{len(absent)} of {len(names)} names have no path in the state dict, among them '{absent[0]}'")
     empty = index.get("empty_dicts") or []
     for name, path in itertools.chain(paths.items(), (("an empty dict", path) for path in empty)):
         if not path and name in paths:
             raise _Invalid(f"an empty path for '{name}'")
         if len(path) > _MAX_DEPTH or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
             raise _Invalid(f"'{name}' has the path {str(path)[:80]}")
-    known: dict[tuple[str | int, ...], str] = {}
+    names_by_path: dict[tuple[str | int, ...], str] = {}
     for name, path in paths.items():
-        if (other := known.setdefault(tuple(path), name)) != name:
+        if (other := names_by_path.setdefault(tuple(path), name)) != name:
             raise _Invalid(f"'{name}' has the path of '{other}', {str(path)[:80]}")
     longest: dict[tuple[Any, ...], int] = {}
     for path in itertools.chain(paths.values(), empty):
-        for place, part in enumerate(path):
+        for position, part in enumerate(path):
             if type(part) is int:
-                above = tuple(path[:place])
+                above = tuple(path[:position])
                 longest[above] = max(longest.get(above, 0), part)
     # An entry without names, such as an empty list, may occupy a place.
     max_places = _PLACES + _SPARSE * (len(paths) + len(empty))

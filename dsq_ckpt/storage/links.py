@@ -50,9 +50,9 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
             link_or_copy(source / name, goal, fsync)
         except FileNotFoundError as error:
             files = Manifest.read(source).files
-            held = {file.name: file.path_in(source) for file in files if file.held_by is not None}
-            if name in held:  # the run was copied from an object store file by file
-                link_or_copy(held[name], goal, fsync)
+            linked = {file.name: file.path_in(source) for file in files if file.held_by is not None}
+            if name in linked:  # the run was copied from an object store file by file
+                link_or_copy(linked[name], goal, fsync)
                 continue
             raise CorruptCheckpoint(
                 f"'{source / name}' is missing, but the new checkpoint is coded against it: save again, which writes a "
@@ -87,10 +87,10 @@ def explain_parent_errors(parent: Path, save_id: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # the first includes `CheckpointNotFound`
-        found = _detect_parent_change(parent, save_id)
-        if found is None:
+        change = _detect_parent_change(parent, save_id)
+        if change is None:
             raise
-        by, advice = _CHANGE_MESSAGES[found]
+        by, advice = _CHANGE_MESSAGES[change]
         raise SaveFailed(
             f"'{parent}' was {by} while this checkpoint, which needs files of it, was being saved: save again, and "
             + advice
@@ -151,11 +151,11 @@ def compute_freed_space(files: Iterable[Path], before: Iterable[Path] = ()) -> t
 
 
 def _stat_files(files: Iterable[Path]) -> dict[Path, os.stat_result]:
-    found = {}
+    statuses = {}
     for file in files:
         with suppress(FileNotFoundError):
-            found[file] = os.lstat(file)
-    return found
+            statuses[file] = os.lstat(file)
+    return statuses
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -330,17 +330,17 @@ def iter_checkpoints(
     Raises:
         DSQError: a manifest cannot be read, and `on_unreadable` is None.
     """
-    found = []
+    checkpoints = []
     for entry, manifest in _iter_manifests(run):
         if isinstance(manifest, Manifest):
-            found.append((entry, manifest))
+            checkpoints.append((entry, manifest))
         elif isinstance(manifest, CheckpointNotFound):
             pass  # removed meanwhile
         elif on_unreadable is None:
             raise manifest
         else:
             on_unreadable(entry, manifest)
-    yield from sort_by_save_order(found)
+    yield from sort_by_save_order(checkpoints)
 
 
 def _iter_manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:

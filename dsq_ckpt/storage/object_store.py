@@ -63,14 +63,14 @@ class ObjectStore:
         def listed() -> list[dict[str, Any]]:
             system = _get_filesystem(directory)
             system.invalidate_cache()
-            found: list[dict[str, Any]] = system.ls(str(directory), detail=True)
-            return found
+            entries: list[dict[str, Any]] = system.ls(str(directory), detail=True)
+            return entries
 
         try:
-            found = _retry(listed, directory)
+            listing = _retry(listed, directory)
         except FileNotFoundError:
             return []
-        named = ((str(info["name"]).rstrip("/").rpartition("/")[2], info) for info in found)
+        named = ((str(info["name"]).rstrip("/").rpartition("/")[2], info) for info in listing)
         return [
             DirectoryEntry(name, info["type"] == "directory", int(info.get("size") or 0), _get_modified(info))
             for name, info in named
@@ -215,8 +215,8 @@ class Upload:
         try:
             _retry(lambda: _get_filesystem(self.path).pipe_file(str(self.path), data, **mode), self.path)
         except FileExistsError:
-            found = _retry(lambda: _get_filesystem(self.path).cat_file(str(self.path)), self.path)
-            if found != data:  # else an earlier attempt of this request succeeded
+            stored = _retry(lambda: _get_filesystem(self.path).cat_file(str(self.path)), self.path)
+            if stored != data:  # else an earlier attempt of this request succeeded
                 raise
 
     def _wait_for_piece(self) -> None:
@@ -231,9 +231,9 @@ def _get_filesystem(path: Path) -> Any:
     """
     assert isinstance(path, RemotePath)
     with _lock:
-        known = _filesystems.get(path.root_url)
-        if known is not None and known[0] == os.getpid():
-            return known[1]
+        filesystem = _filesystems.get(path.root_url)
+        if filesystem is not None and filesystem[0] == os.getpid():
+            return filesystem[1]
         try:
             from fsspec.core import url_to_fs
 
@@ -281,11 +281,11 @@ def _exists(path: Path) -> bool:
 
 def _class_names(error: BaseException | None) -> set[str]:
     """Return the class names of an error and its causes."""
-    found: set[str] = set()
+    names: set[str] = set()
     while error is not None:
-        found |= {kind.__name__ for kind in type(error).__mro__}
+        names |= {kind.__name__ for kind in type(error).__mro__}
         error = error.__cause__
-    return found
+    return names
 
 
 def _is_transient(error: Exception) -> bool:

@@ -99,9 +99,9 @@ class PackReader(ABC):
             CorruptCheckpoint: the pack, or one that it is decoded from, is missing, altered or does not fit.
         """
         with self._kept_lock:
-            if (known := self._kept.get(ref)) is not None:
+            if (cached := self._kept.get(ref)) is not None:
                 self._kept.move_to_end(ref)
-                return known
+                return cached
         data: bytes | None = None
         for link in reversed(self.pack_chain(ref)):
             entry = self._read_entry(link)
@@ -127,10 +127,10 @@ class PackReader(ABC):
             block, itemsize, size, *earlier = packs[ref.pack]
             entry = _PackEntry(Block(*block), itemsize, size, None, 0)
             if earlier:
-                (file, number), place = earlier
+                (file, number), index = earlier
                 if not isinstance(file, str):
                     raise CorruptCheckpoint(f"pack {ref.pack} is coded given a pack of {file!r}, expected a file name")
-                entry = entry._replace(reference=PackRef(file, number), place=place)
+                entry = entry._replace(reference=PackRef(file, number), place=index)
             if not all(type(value) is int and value >= 0 for value in (entry.itemsize, entry.size, entry.place)):
                 raise CorruptCheckpoint(f"pack {ref.pack} is of {size!r} bytes in items of {itemsize!r}: {earlier}")
             return entry

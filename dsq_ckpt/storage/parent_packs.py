@@ -52,8 +52,8 @@ class ParentPackReader:
         """See `ParentPacks.find_scale_pack`."""
 
         def pack(file: ContainerReader, _: Tree) -> list[int]:
-            place = file.contents["scales"][0]
-            return [] if isinstance(place, list) else [place]  # up to format version 7 they were no pack
+            number = file.contents["scales"][0]
+            return [] if isinstance(number, list) else [number]  # up to format version 7 they were no pack
 
         return next(iter(self._find_common(records, pack)), None)
 
@@ -61,7 +61,7 @@ class ParentPackReader:
         self, records: Sequence[Tree], packs: Callable[[ContainerReader, Tree], Sequence[int]]
     ) -> Sequence[PackRef]:
         """Return the packs common to all of these records in the parent; `packs` returns those of one record."""
-        found: set[tuple[PackRef, ...]] = set()
+        common: set[tuple[PackRef, ...]] = set()
         if any("offsets" not in record for record in records):  # objects, which only the index of all ranks locates
             return ()
         try:
@@ -76,23 +76,23 @@ class ParentPackReader:
                     return ()
                 with files.translate_errors(ref.file):
                     numbers = packs(files.open_reader(ref.file), earlier)
-                    found.add(tuple(PackRef(ref.file, number) for number in numbers))
+                    common.add(tuple(PackRef(ref.file, number) for number in numbers))
         except DSQError as error:
             self._warn_once(error)
             return ()
-        return found.pop() if len(found) == 1 else ()
+        return common.pop() if len(common) == 1 else ()
 
     def make_link(self, newest: PackRef, size: int, itemsize: int) -> PackLink | None:
         """See `ParentPacks.make_link`."""
         try:
             files = self._open()
-            place = files.pack_place(newest) + 1
+            index = files.pack_place(newest) + 1
             chain = files.pack_chain(newest)
-            while files.pack_place(chain[0]) > reference_place(place):
+            while files.pack_place(chain[0]) > reference_place(index):
                 del chain[0]
             if not files.pack_fits(chain[0], size, itemsize):
                 return None
-            return files.make_link(chain, place)
+            return files.make_link(chain, index)
         except DSQError as error:
             self._warn_once(error)
             return None

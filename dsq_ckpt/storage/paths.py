@@ -67,12 +67,12 @@ def resolve_checkpoint_path(path: str | os.PathLike[str]) -> Path:
         ConfigError: it is empty, a malformed URL, or relative to a deleted directory.
     """
     expect_path("path", path)
-    found = expand_path(path)
-    if isinstance(found, RemotePath):
-        return found
+    resolved = expand_path(path)
+    if isinstance(resolved, RemotePath):
+        return resolved
     if not os.fspath(path):
         raise ConfigError(f"path {os.fspath(path)!r}: expected a directory of the local file system, or a URL")
-    return to_absolute(found)
+    return to_absolute(resolved)
 
 
 def find_file_above(path: Path) -> Path | None:

@@ -178,22 +178,22 @@ def read_flat(
             for part in _iter_parts(checkpoint, fqn, start, out):
                 target = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
                 into = target if ranges.add(*address_range(part.out)) else None
-                kept = _code_cache.get()
-                keeps = kept is not None and _needs_codes(kept, checkpoint, part)
+                cache = _code_cache.get()
+                keeps = cache is not None and _needs_codes(cache, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())
                 load = checkpoint.prepare_load(
                     part.ref, refined and checkpoint.has_refinement, workers, into, span, keeps,
-                    kept.by_record if keeps and kept is not None else None,
+                    cache.by_record if keeps and cache is not None else None,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))
                 yield load
 
     for load in decode_all(loads(), workers):
-        part, kept = parts.popleft(), _code_cache.get()
-        if part.keeps and load.codes is not None and kept is not None:
-            kept.codes[part.key] = kept.by_record[part.ref] = load.codes
+        part, code_cache = parts.popleft(), _code_cache.get()
+        if part.keeps and load.codes is not None and code_cache is not None:
+            code_cache.codes[part.key] = code_cache.by_record[part.ref] = load.codes
             if load.second_moments is not None:
-                kept.by_record.setdefault(*load.second_moments)
+                code_cache.by_record.setdefault(*load.second_moments)
         if not part.done:
             part.out.copy_(load.tensor.view(-1)[part.first : part.first + part.out.numel()])
 
@@ -219,21 +219,21 @@ def _iter_parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor)
     tensor = checkpoint.index["tensors"].get(fqn)
     if tensor is None:
         raise CorruptCheckpoint(f"'{checkpoint.directory}' has no '{fqn}', which a file beside it asks for")
-    found = 0
+    count = 0
     for offsets, shape, file, record in tensor["chunks"]:
         if not is_contiguous(tensor["shape"], shape):
             raise CorruptCheckpoint(f"'{checkpoint.directory}': '{fqn}' is not stored in flat parts")
-        place, ref = flat_index(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
-        first, last = max(place, start), min(place + torch.Size(shape).numel(), start + out.numel())
+        position, ref = flat_index(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
+        first, last = max(position, start), min(position + torch.Size(shape).numel(), start + out.numel())
         if first >= last:
             continue
-        found += last - first
+        count += last - first
         checkpoint.read_record(ref, fqn, tuple(offsets))
         key = ChunkKey(fqn, tuple(offsets), tuple(shape))
-        yield _ChunkPart(ref, key, first - place, out[first - start : last - start])
-    if found != out.numel():
+        yield _ChunkPart(ref, key, first - position, out[first - start : last - start])
+    if count != out.numel():
         raise CorruptCheckpoint(
-            f"'{checkpoint.directory}' has {found} of {out.numel()} elements of '{fqn}' that a file beside it asks for"
+            f"'{checkpoint.directory}' has {count} of {out.numel()} elements of '{fqn}' that a file beside it asks for"
         )
 
 
@@ -266,19 +266,19 @@ def keep_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[
     Yields:
         The codes so far, 1 byte per element.
     """
-    kept = CodeCache(directory, wanted, {}, {})
-    token = _code_cache.set(kept)
+    cache = CodeCache(directory, wanted, {}, {})
+    token = _code_cache.set(cache)
     try:
-        yield kept.codes
+        yield cache.codes
     finally:
         _code_cache.reset(token)
 
 
-def _needs_codes(kept: CodeCache, checkpoint: Checkpoint, part: _ChunkPart) -> bool:
+def _needs_codes(cache: CodeCache, checkpoint: Checkpoint, part: _ChunkPart) -> bool:
     """Return whether to cache the codes of a chunk."""
     record = checkpoint.read_record(part.ref)
     coded = record["type"] == "coded" and "residual" not in record
-    return coded and kept.directory == checkpoint.directory and kept.needs_codes(part.key)
+    return coded and cache.directory == checkpoint.directory and cache.needs_codes(part.key)
 
 
 def _check_file(file: Path, checkpoint: Checkpoint) -> None:
@@ -341,19 +341,19 @@ def _open_checkpoint(directory: Path, save_id: str) -> Checkpoint:
         if _last is None or (_last.directory, _last.state) != (directory, state):
             close_last_checkpoint()
             checkpoint = Checkpoint(directory)
-            kept = _code_cache.get()
-            caller_warns = kept is not None and kept.directory == directory
+            cache = _code_cache.get()
+            caller_warns = cache is not None and cache.directory == directory
             if checkpoint.manifest.refinement == "dropped" and not caller_warns:
                 warn(
                     f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
                     "coarser than what was saved"
                 )
             _last = _OpenCheckpoint(directory, state, checkpoint)
-        found = _last.checkpoint.manifest.save_id
-        if found != save_id:
+        held_id = _last.checkpoint.manifest.save_id
+        if held_id != save_id:
             raise CheckpointNotFound(
-                f"'{directory}' holds save {found}, but the file that is loaded belongs to save {save_id}: overwriting "
-                "it was interrupted, or the file is from elsewhere; load another checkpoint"
+                f"'{directory}' holds save {held_id}, but the file that is loaded belongs to save {save_id}: "
+                "overwriting it was interrupted, or the file is from elsewhere; load another checkpoint"
             )
         return _last.checkpoint
 

@@ -38,9 +38,9 @@ class ReadAheadFile:
         if stop - offset > WINDOW:
             return self._fetch(offset, stop)
         parts = []
-        for place in range(offset // WINDOW, -(-stop // WINDOW)):
-            start = place * WINDOW
-            parts.append(self._read_window(place)[max(offset - start, 0) : stop - start])
+        for index in range(offset // WINDOW, -(-stop // WINDOW)):
+            start = index * WINDOW
+            parts.append(self._read_window(index)[max(offset - start, 0) : stop - start])
         return b"".join(parts)
 
     def close(self) -> None:
@@ -49,21 +49,21 @@ class ReadAheadFile:
             for key in [key for key in _windows if key[0] is self]:
                 del _windows[key]
 
-    def _read_window(self, place: int) -> bytes:
-        key = self, place
+    def _read_window(self, index: int) -> bytes:
+        key = self, index
         with _lock:
-            known = _windows.get(key)
-            if known is not None:
+            cached = _windows.get(key)
+            if cached is not None:
                 _windows.move_to_end(key)
             else:
                 future: Future[bytes] = Future()
                 _windows[key] = future
                 while len(_windows) * WINDOW > _MAX_CACHED_BYTES:
                     _windows.popitem(last=False)
-        if known is not None:
-            return known.result()
+        if cached is not None:
+            return cached.result()
         try:
-            data = self._fetch(place * WINDOW, min((place + 1) * WINDOW, self.size))
+            data = self._fetch(index * WINDOW, min((index + 1) * WINDOW, self.size))
         except BaseException as error:
             with _lock:
                 _windows.pop(key, None)

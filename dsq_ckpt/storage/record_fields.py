@@ -24,10 +24,10 @@ def get_root_multiplier(record: dict[str, Any]) -> Callable[[F32, F32], None]:
     return multiply_by_roots if "root" in record else multiply_by_octave_units  # which format version 4 had
 
 
-def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]) -> None:
-    """Raise CorruptCheckpoint for a record with two factors, or with a factor that is not in `known`."""
+def check_factors(ref: RecordRef, record: dict[str, Any], names: Collection[str]) -> None:
+    """Raise CorruptCheckpoint for a record with two factors, or with a factor that is not in `names`."""
     factors = sorted(FACTORS & record.keys())
-    if len(factors) > 1 or not set(factors) <= set(known):
+    if len(factors) > 1 or not set(factors) <= set(names):
         raise CorruptCheckpoint(
             f"'{ref.file}' record {ref.record} has {factors}, expected one of them, and none in a sum"
         )

@@ -61,8 +61,8 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
     except FileExistsError as error:
         raise CheckpointExists(format_concurrent_save(path)) from error
     except OSError:
-        found = _try_read_manifest(path)
-        if found is None or found.save_id != manifest.save_id:  # otherwise only the response was lost
+        replaced = _try_read_manifest(path)
+        if replaced is None or replaced.save_id != manifest.save_id:  # otherwise only the response was lost
             raise
     if parent is not None and parent[0] != path:
         try:
@@ -95,11 +95,11 @@ def collect_needed_files(run: Path) -> dict[str, set[str]]:
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    needed: dict[str, set[str]] = defaultdict(set)
     for path, manifest in iter_checkpoints(run):
         for file in manifest.files:
-            found[file.held_by or path.name].add(file.name)
-    return found
+            needed[file.held_by or path.name].add(file.name)
+    return needed
 
 
 def select_needed_files(run: Path, files: Iterable[Path], excluded: Container[tuple[Path, str]]) -> set[Path]:
@@ -126,15 +126,15 @@ def find_held_files(directory: Path, excluded: Container[Path] = ()) -> set[str]
     There are such files only in a run copied from an object store by other programs. Unreadable manifests, and the
     checkpoints in `excluded`, are ignored.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     storage, run = get_storage(directory), directory.absolute().parent
     for entry in storage.list_entries(run):
         if entry.is_directory and entry.name != directory.name and run / entry.name not in excluded:
             with suppress(OSError, DSQError):
                 if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MAX_MANIFEST_BYTES):
                     files = Manifest.read(run / entry.name).files
-                    found |= {file.name for file in files if file.held_by == directory.name}
-    return found
+                    names |= {file.name for file in files if file.held_by == directory.name}
+    return names
 
 
 def remove_files(files: Iterable[Path]) -> None:

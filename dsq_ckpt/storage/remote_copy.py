@@ -69,20 +69,20 @@ class RemoteCopy:
         if goal.is_relative_to(self._origin):
             raise SaveFailed(f"'{goal}' lies in '{self._origin}', which is to be copied; copy it to somewhere else")
         pointers = _read_pointers(self._origin)  # before the run is listed, since training may continue
-        found = [self._origin] if is_complete(self._origin) else [path for path, _ in iter_checkpoints(self._origin)]
-        if not found:
+        paths = [self._origin] if is_complete(self._origin) else [path for path, _ in iter_checkpoints(self._origin)]
+        if not paths:
             Manifest.read(self._origin)  # raises, with a description of the path
             raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
         with self._create_target(goal) as created:
-            for path in found:
+            for path in paths:
                 if path == self._origin:
                     self._copy_checkpoint(path, created)
                 else:
                     self._copy_run_checkpoint(path, created / path.name)
             if not self._committed:
                 raise CheckpointNotFound(f"'{self._origin}': all that was there was removed while it was copied")
-            if found != [self._origin]:
-                self._copy_other_files(self._origin, created, {path.name for path in found} | pointers.keys())
+            if paths != [self._origin]:
+                self._copy_other_files(self._origin, created, {path.name for path in paths} | pointers.keys())
                 for name, data in pointers.items():
                     self._copy_pointer(self._origin / name, created / name, data)
 
@@ -150,9 +150,9 @@ class RemoteCopy:
         self.checkpoints += 1
         self.files += 1
 
-    def _copy_other_files(self, source: Path, target: Path, known: Collection[str]) -> None:
+    def _copy_other_files(self, source: Path, target: Path, names: Collection[str]) -> None:
         """Copy the files of other programs directly in a directory, such as settings."""
-        for entry in _list_other_entries(source, known):
+        for entry in _list_other_entries(source, names):
             path = source / entry.name
             if is_hidden(entry.name):
                 self.left_out[path] = "of a save, a copy or an export that did not complete"
@@ -186,11 +186,11 @@ class RemoteCopy:
     def _copy_file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
         """Copy a file, or link or refer to its copy; return its entry in the manifest of the copy."""
         own_file = file.model_copy(update={"held_by": None})
-        known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
-        if known is not None and known.parent != target and file.role == "own" and is_remote(target):
-            known = None  # two checkpoints of one save, as by a copy, each have their own files
-        if known is None or known.parent == target:
-            if known is None:
+        copied = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
+        if copied is not None and copied.parent != target and file.role == "own" and is_remote(target):
+            copied = None  # two checkpoints of one save, as by a copy, each have their own files
+        if copied is None or copied.parent == target:
+            if copied is None:
                 self._made.append(target / file.name)
                 copy_between_storages(file.path_in(source), target / file.name, file, progress=self._progress)
                 self._written[file.name, file.checksum] = target / file.name
@@ -198,8 +198,8 @@ class RemoteCopy:
             return own_file
         self.links += 1
         if is_remote(target):
-            return file.model_copy(update={"held_by": known.parent.name, "role": "ancestor"})
-        link_or_copy(known, target / file.name, True)
+            return file.model_copy(update={"held_by": copied.parent.name, "role": "ancestor"})
+        link_or_copy(copied, target / file.name, True)
         return own_file
 
 
@@ -210,11 +210,11 @@ def has_held_files(origin: Path) -> bool:
 
 def compute_copy_size(origin: Path) -> int:
     """Return the total bytes of the files that a copy writes."""
-    found = _list_checkpoints(origin)
-    others = [entry for path, manifest in found for entry in _list_other_entries(path, _list_named_files(manifest))]
+    pairs = _list_checkpoints(origin)
+    others = [entry for path, manifest in pairs for entry in _list_other_entries(path, _list_named_files(manifest))]
     if not is_complete(origin):
         others += _list_other_entries(origin, ())
-    own = {file.name: file.size for _, manifest in found for file in manifest.files}
+    own = {file.name: file.size for _, manifest in pairs for file in manifest.files}
     return sum(own.values()) + sum(entry.size for entry in others if not entry.is_directory)
 
 
@@ -229,11 +229,11 @@ def _list_named_files(manifest: Manifest) -> set[str]:
     return {MANIFEST, *(file.name for file in manifest.files)}
 
 
-def _list_other_entries(directory: Path, known: Collection[str]) -> list[DirectoryEntry]:
-    """Return the entries of a directory that are neither dsq files nor in `known`."""
+def _list_other_entries(directory: Path, names: Collection[str]) -> list[DirectoryEntry]:
+    """Return the entries of a directory that are neither dsq files nor in `names`."""
     return [
         entry for entry in get_storage(directory).list_entries(directory)
-        if entry.name not in known and not is_dsq_file(entry.name)
+        if entry.name not in names and not is_dsq_file(entry.name)
     ]
 
 
@@ -247,9 +247,9 @@ def _is_gone(file: Path) -> bool:
 
 def _read_pointers(run: Path) -> dict[str, bytes]:
     """Return the contents of a run's files that contain the name of a checkpoint."""
-    found = {}
+    pointers = {}
     for entry in get_storage(run).list_entries(run):
         if entry.name in POINTERS and not entry.is_directory and entry.size <= _LONGEST_NAME:
             with suppress(FileNotFoundError):
-                found[entry.name] = get_storage(run).read(run / entry.name, _LONGEST_NAME)
-    return found
+                pointers[entry.name] = get_storage(run).read(run / entry.name, _LONGEST_NAME)
+    return pointers

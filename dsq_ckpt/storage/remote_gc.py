@@ -21,7 +21,7 @@ from dsq_ckpt.storage.paths import expand_path
 
 def find_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
     """Find orphans in a checkpoint, or in a run and its checkpoints; see `gc.find_garbage`."""
-    return [orphan for found in _scan(path, min_age_seconds) if isinstance(found, list) for orphan in found]
+    return [orphan for orphans in _scan(path, min_age_seconds) if isinstance(orphans, list) for orphan in orphans]
 
 
 def collect_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
@@ -37,7 +37,7 @@ def collect_garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
 
 def find_skipped(path: Path, min_age_seconds: float = 3600) -> list[SkippedDirectory]:
     """Return the directories that `find_garbage` skips, and why."""
-    return [found for found in _scan(path, min_age_seconds) if isinstance(found, SkippedDirectory)]
+    return [skipped for skipped in _scan(path, min_age_seconds) if isinstance(skipped, SkippedDirectory)]
 
 
 def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | SkippedDirectory]:
@@ -61,8 +61,8 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
     for directory, entries in listed.items():
         names = {entry.name for entry in entries}
         dsq_files = [entry for entry in entries if is_dsq_file(entry.name) and not entry.is_directory]
-        kept = needed[directory]
-        unneeded = [entry for entry in dsq_files if entry.name not in kept]
+        needed_names = needed[directory]
+        unneeded = [entry for entry in dsq_files if entry.name not in needed_names]
         others = sorted(
             entry.name for entry in entries
             if not (entry.is_directory or entry in dsq_files)
@@ -78,7 +78,7 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
         elif any(_is_young(entry, min_age_seconds) for entry in unneeded):
             yield SkippedDirectory(directory, "its objects are too young: a save may be under way", True)
         else:
-            reason = "not in a manifest" if MANIFEST in names or kept else "save did not complete"
+            reason = "not in a manifest" if MANIFEST in names or needed_names else "save did not complete"
             yield sorted(Orphan(directory / entry.name, entry.size, reason) for entry in unneeded)
 
 
@@ -90,19 +90,19 @@ def _collect_needed_names(listed: dict[Path, list[DirectoryEntry]]) -> dict[Path
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
-    found: dict[Path, set[str]] = {}
+    needed: dict[Path, set[str]] = {}
     runs: dict[Path, dict[str, set[str]]] = {}
     for directory, entries in listed.items():
-        found[directory] = set()
+        needed[directory] = set()
         if not any(is_dsq_file(entry.name) for entry in entries):
             continue
         run = directory.parent
         if run not in runs:
             runs[run] = references.collect_needed_files(run)
-        found[directory] |= runs[run].get(directory.name, set())
+        needed[directory] |= runs[run].get(directory.name, set())
         if run == directory and any(entry.name == MANIFEST for entry in entries):  # a bucket has no run
-            found[directory] |= {file.name for file in Manifest.read(directory).files}
-    return found
+            needed[directory] |= {file.name for file in Manifest.read(directory).files}
+    return needed
 
 
 def _is_young(entry: DirectoryEntry, min_age_seconds: float) -> bool:

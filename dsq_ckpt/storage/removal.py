@@ -79,11 +79,11 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
         excluded = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
-        kept = references.select_needed_files(path.parent, named, excluded)
+        needed = references.select_needed_files(path.parent, named, excluded)
     else:
-        kept = {file for file in named if file.parent != path}
-        kept |= {path / name for name in references.find_held_files(path, {one.path for one in after})} & set(named)
-    gone = library | {file: size for file, size in named.items() if file not in kept}
+        needed = {file for file in named if file.parent != path}
+        needed |= {path / name for name in references.find_held_files(path, {one.path for one in after})} & set(named)
+    gone = library | {file: size for file, size in named.items() if file not in needed}
     linked, freed = set[Path](), sum(gone.values())
     if not is_remote(path):
         linked, freed = compute_freed_space(gone, (file for one in after for file in one.files))
@@ -93,7 +93,7 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
         references.remove_files(gone.keys() - library.keys())
         _remove_empty([path])
     stay = [file for file in others if file not in library]
-    return RemovalResult(path, sorted(gone), freed, sorted(kept), sorted(linked), stay, manifest.save_id)
+    return RemovalResult(path, sorted(gone), freed, sorted(needed), sorted(linked), stay, manifest.save_id)
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:

@@ -79,14 +79,14 @@ def warn_about_unrelated_directory(directory: Path, rank: int = 0) -> None:
     A new run's directory may have subdirectories, hidden files, logs, notes and settings.
     """
     entries = islice(get_storage(directory).list_entries(directory), _MAX_NAMES)
-    found = [entry.name for entry in entries if not entry.is_directory and not _EARLY_FILE_NAMES.fullmatch(entry.name)]
+    names = [entry.name for entry in entries if not entry.is_directory and not _EARLY_FILE_NAMES.fullmatch(entry.name)]
     if (run := find_run_below(directory)) is not None:
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{run}': "
             "was one of them meant?", rank=rank,
         )
-    elif found:
-        shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    elif names:
+        shown = ", ".join(map(repr, sorted(names)[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; other files are there ({shown}): is it the "
             "directory that the run's checkpoints lie in?", rank=rank,

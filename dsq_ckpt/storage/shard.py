@@ -227,15 +227,15 @@ class ShardWriter:
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> WrittenRecord:
         """Store a tensor exactly, or converted to the dtype `stored`, clamped so that finite values stay finite."""
-        kept = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if stored is not None:
             limit = torch.finfo(stored).max
-            kept = torch.where(kept.isfinite(), kept.clamp(-limit, limit), kept).to(stored)
-        raw = kept.view(-1).view(torch.uint8).numpy().data if kept.numel() else memoryview(b"")
+            values = torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(stored)
+        raw = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
         record = {"type": "plain", **_chunk_fields(key, tensor.dtype)}
         if stored is not None and stored != tensor.dtype:
             record["stored"] = _dtype_name(stored)
-        itemsize = kept.element_size() // (2 if kept.is_complex() else 1)  # real and imaginary parts are items
+        itemsize = values.element_size() // (2 if values.is_complex() else 1)  # real and imaginary parts are items
         return self._add_raw(record, raw, itemsize, key.elements * tensor.element_size())
 
     def add_bytes(self, fqn: str, data: bytes) -> WrittenRecord:

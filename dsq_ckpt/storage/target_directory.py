@@ -71,8 +71,8 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         return
     elif not path.is_dir():
         raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
-    if found := _list_foreign_names(path, attached):
-        raise SaveFailed(_explain_foreign_names(path, found))
+    if foreign := _list_foreign_names(path, attached):
+        raise SaveFailed(_explain_foreign_names(path, foreign))
     if is_complete(path) and not overwrite:
         raise CheckpointExists(
             f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True)"
@@ -111,15 +111,15 @@ def _list_foreign_names(path: Path, attached: bool) -> list[str]:
     ]
 
 
-def _explain_foreign_names(path: Path, found: list[str]) -> str:
+def _explain_foreign_names(path: Path, names: list[str]) -> str:
     """Return an error message with the contents of the directory and a possible path of the checkpoint."""
-    below = [name for name in found if _holds_checkpoint(path / name)]
+    below = [name for name in names if _holds_checkpoint(path / name)]
     if below:
         return (
             f"'{path}' is a run directory, which holds checkpoints such as '{below[-1]}'; save to a directory in it, "
             f"such as '{path / 'step-000001'}'"
         )
-    shown = ", ".join(f"'{name}'" for name in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"'{path}' holds other files ({shown}), and a checkpoint needs a directory of its own, new or empty; save to "
         f"'{path / 'run' / 'step-000001'}' for example"

@@ -123,10 +123,10 @@ def float_array(tree: Any) -> F64:
     Raises:
         TypeError, ValueError: an entry is not a number; NumPy would convert strings.
     """
-    found = np.asarray(tree)
-    if found.dtype.kind not in "iuf":
+    array = np.asarray(tree)
+    if array.dtype.kind not in "iuf":
         raise TypeError(f"{str(tree)[:80]} are no numbers")
-    return found.astype(np.float64)
+    return array.astype(np.float64)
 
 
 def centre_zero(low: F64, high: F64, parts: float) -> None:
@@ -138,7 +138,7 @@ def centre_zero(low: F64, high: F64, parts: float) -> None:
     width = high - low
     around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
     below, above = -low[around], high[around]
-    place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
-    mantissa, exponent = np.frexp(np.maximum(below / place, above / (parts - place)))
+    offset = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
+    mantissa, exponent = np.frexp(np.maximum(below / offset, above / (parts - offset)))
     part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
-    low[around], high[around] = -place * part, (parts - place) * part
+    low[around], high[around] = -offset * part, (parts - offset) * part

@@ -79,14 +79,14 @@ class GroupFit:
         part = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
         if book.domain == "log":  # cells are in log2
             part = part * np.log(2) * book.levels
-        held = self.counts.sum(0)[: len(part)]
-        return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
+        counts = self.counts.sum(0)[: len(part)]
+        return float((counts * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
     def refined(self, bits: int) -> GroupFit:
         """Return the same codes with more refinement bits; only for linear cells."""
         fine = replace(self, codebook=self.codebook.divided(bits), refinement_bits=bits)
-        known = self.update_error is not None and self.mean_square > 0
-        return replace(fine, update_error=math.sqrt(fine.refined_error / self.mean_square)) if known else fine
+        is_known = self.update_error is not None and self.mean_square > 0
+        return replace(fine, update_error=math.sqrt(fine.refined_error / self.mean_square)) if is_known else fine
 
     def recounted(self, counts: Counts, error: float) -> GroupFit:
         """Return the same codebook for codes that were not chosen by the table alone.
@@ -179,11 +179,11 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         total = total + split.pruned.sum(0) + split.protected.sum(0)
     values = window.values()
     finite = np.isfinite(values)
-    held = total * finite
-    count = max(int(held.sum()), 1)
-    mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
+    counts_held = total * finite
+    count = max(int(counts_held.sum()), 1)
+    mean_square = float((counts_held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
     histogram = Histogram(
-        held, window, sketch.unit, parent.step if parent is not None else 0.0,
+        counts_held, window, sketch.unit, parent.step if parent is not None else 0.0,
         None if split is None else joint.sum(0) * finite,
     )
     proposal = config.propose(histogram)
@@ -207,7 +207,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     by_code = np.zeros(protected + 1)
     by_code[codes] = positions
     gap = np.where(movable, points - by_code[base], 0.0)
-    spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
+    spread = step * step if step else 12.0 * float((counts_held * gap * gap).sum() / count)
     price = config.price * spread
     table = rate_distortion_table(occupied, len(joint), points, base, movable, positions, codes, price)
     counts = code_counts(occupied, table, protected + 1)
@@ -233,7 +233,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     low, high = _widen(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, which is not refined
         centre_zero(low, high, 2.0**refinement_bits)
-    wanted = _next_window(held, window, real_levels, log, max_bits if update_error is not None else 0)
+    wanted = _next_window(counts_held, window, real_levels, log, max_bits if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
     return GroupFit(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
@@ -246,22 +246,22 @@ def _check_proposal(config: CodebookConfig, proposal: LevelFit, window: KeyWindo
     levels = np.asarray(proposal.levels)
     masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
     if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MAX_LEVELS:
-        found = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MAX_LEVELS}]"
+        form = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MAX_LEVELS}]"
     elif not np.isfinite(levels).all() or (np.diff(levels) < 0).any():
-        found = "levels that are not finite or do not ascend"
+        form = "levels that are not finite or do not ascend"
     elif config.logarithmic and not (levels > 0).all():
-        found = "levels on the logarithmic axis that are not positive"
+        form = "levels on the logarithmic axis that are not positive"
     elif proposal.centred and not (config.logarithmic and proposal.step > 0):
-        found = "centred levels without a step, or not on the logarithmic axis"
+        form = "centred levels without a step, or not on the logarithmic axis"
     elif any(mask.shape != (window.size,) or mask.dtype.kind != "b" for mask in masks):
-        found = f"masks that are not bool[{window.size}], one for each bin"
+        form = f"masks that are not bool[{window.size}], one for each bin"
     elif (codes := proposal.codes) is not None and (
         codes.shape != (window.size,) or codes.dtype != np.uint8 or int(codes.max()) > len(levels)
     ):
-        found = f"codes that are not uint8[{window.size}] up to {len(levels)}, the number of levels"
+        form = f"codes that are not uint8[{window.size}] up to {len(levels)}, the number of levels"
     else:
         return
-    raise ConfigError(f"codebook '{config.fit}' ({type(config).__module__}) proposes {found}; correct its `propose`")
+    raise ConfigError(f"codebook '{config.fit}' ({type(config).__module__}) proposes {form}; correct its `propose`")
 
 
 def _refined_error(
@@ -277,7 +277,7 @@ def _refined_error(
         low, high: bounds of the cells.
     """
     @cache
-    def held() -> tuple[Codes, F64, F64, float]:
+    def load() -> tuple[Codes, F64, F64, float]:
         codes = occupied.codes(table)
         kept = codes < len(low)
         _, bins, counts = occupied.where(kept)
@@ -285,14 +285,14 @@ def _refined_error(
         return codes[kept], values[bins], weight, float((weight * values[bins] ** 2).sum()) or 1.0
 
     def error(bits: int, widened: float) -> float:
-        codes, found, weight, energy = held()
+        codes, values, weight, energy = load()
         if not bits:
             return base / energy
         below, above = _widen(low, high, widened)
         centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
-        place = np.clip(np.floor((found - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-        return float((weight * (found - below[codes] - place * part) ** 2).sum()) / energy
+        offset = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+        return float((weight * (values - below[codes] - offset * part) ** 2).sum()) / energy
 
     return error
 
@@ -314,14 +314,14 @@ def _bits_to_floats(levels: F64) -> F64:
 def _centre_levels(occupied: OccupiedBins, table: Codes, values: F64, levels: F64, step: float) -> F64:
     """Return levels moved to the means of their values, by half a step at most, so that their order is kept."""
     codes = occupied.codes(table)
-    kept = (codes > 0) & (codes <= len(levels))
-    codes, (_, bins, counts) = codes[kept] - 1, occupied.where(kept)
+    is_coded = (codes > 0) & (codes <= len(levels))
+    codes, (_, bins, counts) = codes[is_coded] - 1, occupied.where(is_coded)
     weight = counts.astype(np.float64)
-    held = np.bincount(codes, weight, len(levels))
-    means = np.bincount(codes, weight * values[bins], len(levels)) / np.maximum(held, 1)
-    octave = np.floor(np.log2(np.where(held > 0, means, 1.0)))
+    weights = np.bincount(codes, weight, len(levels))
+    means = np.bincount(codes, weight * values[bins], len(levels)) / np.maximum(weights, 1)
+    octave = np.floor(np.log2(np.where(weights > 0, means, 1.0)))
     bits = octave + 127 + means / np.exp2(octave) - 1  # bits of a float approximate its logarithm piecewise linearly
-    return np.where(held > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
+    return np.where(weights > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
 
 
 def _cells(occupied: OccupiedBins, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
@@ -350,17 +350,17 @@ def _widen(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
     return low - more, high + more
 
 
-def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:
+def _next_window(counts: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:
     """Return the window for the next save: the magnitudes seen, with a margin of three octaves for growth.
 
     Magnitudes below a 64th of the smallest level are usually not resolved. They are on a log axis, where only true
     zeros may be below the window, and where the sketch decides on refinement, which is finer by `finer` bits.
     """
     n = window.n
-    resolved = held[1 : n - 2] + held[n + 1 : 2 * n - 2]
+    resolved = counts[1 : n - 2] + counts[n + 1 : 2 * n - 2]
     occupied = np.flatnonzero(resolved)
     top = window.lo + int(occupied[-1]) if len(occupied) else 127 * _OCTAVE
-    if held[n - 2] or held[2 * n - 2]:
+    if counts[n - 2] or counts[2 * n - 2]:
         top = window.hi + 8 * _OCTAVE
     hi = min(top + 3 * _OCTAVE, 255 * _OCTAVE)
     if log:
@@ -378,8 +378,8 @@ def _base_error(
     """Return the mean squared error of unprotected values, assumed to be uniform in their bins."""
     values, (low, high) = window.values(), window.edges()
     codes = occupied.codes(table)
-    kept = codes != protected
-    codes, (_, bins, weight) = codes[kept], occupied.where(kept)
+    is_coded = codes != protected
+    codes, (_, bins, weight) = codes[is_coded], occupied.where(is_coded)
     square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
     total, elements = float((weight * square).sum()), int(weight.sum())
     if split is not None:

@@ -31,18 +31,18 @@ class OccupiedBins(NamedTuple):
 
     def codes(self, table: Codes) -> Codes:
         """Look up the code of each entry in a table, uint8[rows, bins]."""
-        found: Codes = table[self.rows, self.bins]
-        return found
+        codes: Codes = table[self.rows, self.bins]
+        return codes
 
-    def where(self, kept: Mask) -> OccupiedBins:
+    def where(self, mask: Mask) -> OccupiedBins:
         """Return the entries selected by a mask."""
-        return OccupiedBins(self.rows[kept], self.bins[kept], self.counts[kept])
+        return OccupiedBins(self.rows[mask], self.bins[mask], self.counts[mask])
 
 
-def code_counts(held: OccupiedBins, table: Codes, symbols: int) -> Counts:
+def code_counts(bins: OccupiedBins, table: Codes, symbols: int) -> Counts:
     """Count how often each code follows each previous code: int64[rows, symbols]; table: uint8[rows, bins]."""
     counts = np.zeros(len(table) * symbols, np.int64)
-    np.add.at(counts, held.rows * symbols + held.codes(table), held.counts)  # several times as fast as with two indices
+    np.add.at(counts, bins.rows * symbols + bins.codes(table), bins.counts)  # several times as fast as with two indices
     return counts.reshape(len(table), symbols)
 
 
@@ -61,7 +61,7 @@ def entropy_bits(counts: Counts) -> float:
 
 
 def rate_distortion_table(
-    held: OccupiedBins, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
+    occupied: OccupiedBins, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
     codes: Codes, price: float, iterations: int = 3,
 ) -> Codes:
     """Refine a nearest-level assignment, so that each entry minimises (point - level)^2 + price * bits(code | row).
@@ -71,7 +71,7 @@ def rate_distortion_table(
     (entropy-constrained quantization: Chou, Lookabaugh and Gray, 1989, section III).
 
     Args:
-        held: occupied entries of the sketch.
+        occupied: occupied entries of the sketch.
         rows: number of rows of the table.
         points: float64[bins], value of each bin on the axis of distance.
         base: uint8[bins], code of the nearest level.
@@ -90,8 +90,8 @@ def rate_distortion_table(
     rank_of = np.zeros(256, np.int64)
     rank_of[codes] = np.arange(len(codes))
     for _ in range(iterations):
-        bits = code_bits(code_counts(held, table, symbols))
-        _choose(held.rows, held.bins, points, base, movable, positions, codes, rank_of, bits, price, table)
+        bits = code_bits(code_counts(occupied, table, symbols))
+        _choose(occupied.rows, occupied.bins, points, base, movable, positions, codes, rank_of, bits, price, table)
     return table
 
 

@@ -54,8 +54,8 @@ class DeviceTables:
         self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
         """Width of the largest code in use, in bits."""
         self._protected = int(fitted.counts[:, book.protected].sum())
-        known = fitted.counts[:-1]  # the last row counts elements without a previous code
-        self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
+        counts = fitted.counts[:-1]  # the last row counts elements without a previous code
+        self._changing = 1.0 - float(np.trace(counts)) / max(1, int(counts.sum()))
 
     def protected_capacity(self, n: int) -> int | None:
         """Return the capacity for protected values of n elements; one chunk may have all those of the group.
@@ -126,19 +126,19 @@ class DeviceChunk:
         self._width, self._protected = tables.width, fitted.codebook.protected
         device, x = chunk.tensor.device, chunk.coded_flat()
         backend, transfer, n = backend_for(device), transfer_from(device), chunk.key.elements
-        known = None if self.parent is None else parent_on_device(chunk)
-        kept, changes = tables.protected_capacity(n), 0 if known is None else tables.change_capacity(n)
-        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (kept or 0) + changes * _CHANGED // 8
+        previous = None if self.parent is None else parent_on_device(chunk)
+        limit, changes = tables.protected_capacity(n), 0 if previous is None else tables.change_capacity(n)
+        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (limit or 0) + changes * _CHANGED // 8
         transfer.reserve(size)
         try:
-            codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
+            codes, symbols, tally = tables.quantize(backend, x, previous, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
             scales, levels = self.scales, fitted.codebook.levels
             lengths = None if scales is None else sum_step_lengths_on_device(x, codes, levels, scales)
             # Allocated before the numbers of elements are known, so that the host does not wait for the device here.
-            protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
+            protected = backend.gather_protected(x, codes, self._protected, tally, capacity=limit)
             # Here and not in the background, so that the previous codes can be freed at once.
-            changed = backend.find_changes(codes, known, changes) if known is not None and changes else None
+            changed = backend.find_changes(codes, previous, changes) if previous is not None and changes else None
         except BaseException:
             transfer.release(size)
             raise
@@ -146,23 +146,23 @@ class DeviceChunk:
 
         def bring() -> _HostResults:
             count = int(protected[1])
-            if kept is not None and count > kept:
+            if limit is not None and count > limit:
                 raise SaveFailed(
-                    f"'{self.key.fqn}': {count} elements are protected, but at most {kept} were counted; did it change "
-                    "while it was saved?"
+                    f"'{self.key.fqn}': {count} elements are protected, but at most {limit} were counted; did it "
+                    "change while it was saved?"
                 )
             values = transfer.fetch(protected[0][:count]).view(np.uint32)
-            found: tuple[Array, Codes] | None = None
+            result: tuple[Array, Codes] | None = None
             all_codes = np.empty(0, np.uint8)
             if changed is None or (count := int(changed[2])) > changes:
                 all_codes = self._fetch_packed(backend, transfer, codes)
             else:
                 kind = np.int64 if changed[0].dtype == torch.int64 else np.int32
-                found = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
+                result = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
             refinement = transfer.fetch(packed) if packed is not None else np.empty(0, np.uint8)
             backend.check()
             steps = None if lengths is None or scales is None else unpack_sums(lengths.cpu().numpy(), scales)
-            return _HostResults(found, all_codes, values, refinement, steps)
+            return _HostResults(result, all_codes, values, refinement, steps)
 
         self._lock = threading.Lock()
         self._positions: I64 | None = None
@@ -228,8 +228,8 @@ def decode(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
     codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)
-    kept, _ = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)
-    values = kept.view(torch.float32) if bits else kept.view(torch.bfloat16).float()
+    exact, _ = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)
+    values = exact.view(torch.float32) if bits else exact.view(torch.bfloat16).float()
     out = Dequantizer(book, chunk.exponent, bits).on_device(codes, values, symbols)
     backend.check()
     return out

@@ -32,11 +32,11 @@ def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
             for device in {chunk.tensor.device for chunk in batch}
         }
         backends = {device: backend_for(device) for device in rows}
-        for place, chunk in enumerate(batch):
+        for index, chunk in enumerate(batch):
             device = chunk.tensor.device
-            backends[device].sketch(chunk.coded_flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
-        found = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
-        yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(batch))
+            backends[device].sketch(chunk.coded_flat(), FULL.lo, FULL.hi, 1.0, rows[device][index])
+        results = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
+        yield from (results[chunk.tensor.device][index] for index, chunk in enumerate(batch))
 
 
 def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:
@@ -45,7 +45,7 @@ def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> Non
     Raises:
         torch.OutOfMemoryError: device memory is full; nothing was added.
     """
-    found = np.zeros_like(counts)
+    total = np.zeros_like(counts)
     for device in {chunk.tensor.device for chunk in chunks}:
         backend, partial = backend_for(device), torch.zeros(counts.shape, dtype=torch.int64, device=device)
         for chunk in chunks:
@@ -56,5 +56,5 @@ def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> Non
                     1.0 / scale_of(chunk.exponent), partial,
                 )
         backend.check()
-        found += partial.cpu().numpy()
-    counts += found
+        total += partial.cpu().numpy()
+    counts += total
