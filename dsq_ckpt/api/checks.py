@@ -46,10 +46,10 @@ def check_parameters(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) 
     Raises:
         ConfigError: it has.
     """
-    own = {id(parameter) for parameter in parameters.values()}
+    parameter_ids = {id(parameter) for parameter in parameters.values()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in own:
+            if id(parameter) not in parameter_ids:
                 raise ConfigError(
                     f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
                     "is not the model's; make the optimizer after wrapping the model, from this model's parameters"

@@ -82,8 +82,8 @@ def unwrap_dcp_error(bundle: CheckpointException, error_type: type[DSQError], ow
     own_failure = None if own_rank is None else failures.get(own_rank)
     if own_failure is not None and not isinstance(own_failure, Exception):
         return own_failure
-    own = {rank: error for rank, error in failures.items() if not isinstance(error, RemoteFailure)}
-    rank, error = min((own or failures).items(), key=lambda pair: pair[0])
+    causes = {rank: error for rank, error in failures.items() if not isinstance(error, RemoteFailure)}
+    rank, error = min((causes or failures).items(), key=lambda pair: pair[0])
     prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
     if isinstance(error, DSQError):
         return type(error)(f"{prefix}{error}")

@@ -96,9 +96,9 @@ def explore(
         >>> [one.path.name for one in found]
         ['within-0.1', 'within-0.01']
     """
-    into = resolve_local_path(directory)
+    directory_path = resolve_local_path(directory)
     proper = isinstance(bounds, Iterable) and not isinstance(bounds, str) and all(map(is_valid_bound, bounds))
-    targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
+    targets = {bound: directory_path / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
     if not targets or len({path.name for path in targets.values()}) != len(bounds):
         raise ConfigError(
             f"bounds are {bounds!r}; expected a list of one number or more above 0 and below 1, such as 0.01 for 1 %, "
@@ -131,9 +131,9 @@ def _mark_front(tradeoffs: Sequence[Tradeoff]) -> list[Tradeoff]:
     """Set `on_front` of all checkpoints."""
     def is_dominated(one: Tradeoff, index: int) -> bool:
         return any(
-            (other.bytes_kept, _worst_degradation(other), at) < (one.bytes_kept, _worst_degradation(one), index)
+            (other.bytes_kept, _worst_degradation(other), position) < (one.bytes_kept, _worst_degradation(one), index)
             and other.bytes_kept <= one.bytes_kept and _worst_degradation(other) <= _worst_degradation(one)
-            for at, other in enumerate(tradeoffs) if at != index
+            for position, other in enumerate(tradeoffs) if position != index
         )
 
     return [one._replace(on_front=not is_dominated(one, number)) for number, one in enumerate(tradeoffs)]

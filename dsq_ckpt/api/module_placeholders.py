@@ -151,55 +151,55 @@ class ModulePlaceholders:
         )
         return nesting.unflatten({fqn: fqn for fqn in nesting})
 
-    def _tensor_placeholder(self, own: torch.Tensor, saved: Any, new: bool = False) -> Any:
-        """Return a tensor of the saved shape and of the dtype of the module's tensor `own`.
+    def _tensor_placeholder(self, tensor: torch.Tensor, saved: Any, new: bool = False) -> Any:
+        """Return a tensor of the saved shape and of the dtype of the module's tensor `tensor`.
 
-        That is `own` itself if its shape is the saved one, unless `new`.
+        That is `tensor` itself if its shape is the saved one, unless `new`.
         """
         if not isinstance(saved, str) or saved not in self._tensors:
-            return own  # no tensor was saved: the load raises the error
+            return tensor  # no tensor was saved: the load raises the error
         shape = torch.Size(self._tensors[saved]["shape"])
-        if own.shape == shape:
-            return torch.empty_like(own) if new else own
-        return own.new_empty(shape) if type(own) in (torch.Tensor, nn.Parameter) else own
+        if tensor.shape == shape:
+            return torch.empty_like(tensor) if new else tensor
+        return tensor.new_empty(shape) if type(tensor) in (torch.Tensor, nn.Parameter) else tensor
 
-    def _nested_placeholders(self, own: Any, saved: Any, path: Path) -> Any:
-        """Return placeholders for the saved entries at a path; entries of `own` that fit are used themselves."""
+    def _nested_placeholders(self, entry: Any, saved: Any, path: Path) -> Any:
+        """Return placeholders for the saved entries at a path; entries of `value` that fit are used themselves."""
         if isinstance(saved, dict):
             for key in saved:
                 parts = (*path, str(key))
                 if find_class_key(parts, self._nesting) is not None:
-                    if not isinstance(own, torch.Tensor):
+                    if not isinstance(entry, torch.Tensor):
                         refuse_subclass_part(".".join(map(str, path)), parts, self._nesting)
-                    return own
-            keys = {str(key): key for key in own} if isinstance(own, Mapping) else {}
-            placeholders = copy.copy(own) if isinstance(own, dict) else {}  # keeps the class of the dict
+                    return entry
+            keys = {str(key): key for key in entry} if isinstance(entry, Mapping) else {}
+            placeholders = copy.copy(entry) if isinstance(entry, dict) else {}  # keeps the class of the dict
             placeholders.clear()
             for key, value in saved.items():
                 own_key = keys.get(str(key), _ABSENT)
                 placeholders[key if own_key is _ABSENT else own_key] = self._nested_placeholders(
-                    _ABSENT if own_key is _ABSENT else own[own_key], value, (*path, str(key))
+                    _ABSENT if own_key is _ABSENT else entry[own_key], value, (*path, str(key))
                 )
             return placeholders
         if isinstance(saved, list):
-            entries = own if isinstance(own, list) else []
+            entries = entry if isinstance(entry, list) else []
             return [
                 self._nested_placeholders(entries[index] if index < len(entries) else _ABSENT, value, (*path, index))
                 for index, value in enumerate(saved)
             ]
         if saved not in self._tensors:
-            if own is not _ABSENT and list(flatten_state_dict({"": own})[1].values()) == [("",)]:
-                return own  # DCP takes it for one object
+            if entry is not _ABSENT and list(flatten_state_dict({"": entry})[1].values()) == [("",)]:
+                return entry  # DCP takes it for one object
             self.plain_paths.append(path)
             return None
-        if isinstance(own, DTensor | ShardedTensor):
-            return own
+        if isinstance(entry, DTensor | ShardedTensor):
+            return entry
         like = make_placeholder(self._tensors[saved], path, {})
-        if not isinstance(own, torch.Tensor):
+        if not isinstance(entry, torch.Tensor):
             return like
-        if (own.shape, own.dtype) == (like.shape, like.dtype) or type(own) not in (torch.Tensor, nn.Parameter):
-            return own
-        return torch.empty_like(like, device=own.device)
+        if (entry.shape, entry.dtype) == (like.shape, like.dtype) or type(entry) not in (torch.Tensor, nn.Parameter):
+            return entry
+        return torch.empty_like(like, device=entry.device)
 
 
 @contextmanager
@@ -244,11 +244,11 @@ def _wrapped_name(module: nn.Module, name: str) -> str:
     """Return the key of an entry in the state dict of a module, with the prefixes of wrappers of its submodules."""
     plain = strip_wrappers(name)
     inside = {
-        f"{own}.": part for part, _ in module.named_modules(remove_duplicate=False)
-        if not (own := strip_wrappers(part)) or plain.startswith(f"{own}.")
+        f"{plain_part}.": part for part, _ in module.named_modules(remove_duplicate=False)
+        if not (plain_part := strip_wrappers(part)) or plain.startswith(f"{plain_part}.")
     }
-    above = max(inside, key=len)
-    return ".".join(filter(None, (inside[above], plain.removeprefix(above))))
+    longest = max(inside, key=len)
+    return ".".join(filter(None, (inside[longest], plain.removeprefix(longest))))
 
 
 def _named_parameters(module: Any) -> dict[str, nn.Parameter]:
@@ -264,8 +264,8 @@ def _restore_parameters(module: Any, before: Mapping[str, nn.Parameter]) -> None
         if old is not new and is_replaceable and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.copy_(new)
             old.requires_grad_(new.requires_grad)
-            above, _, own = name.rpartition(".")
-            setattr(module.get_submodule(above), own, old)
+            module_name, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(module_name), attribute, old)
 
 
 def unexpected_on_all_ranks(gathered: Iterable[tuple[Collection[str], Collection[str]]]) -> list[str]:

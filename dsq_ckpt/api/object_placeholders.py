@@ -218,7 +218,7 @@ class ObjectPlaceholders:
     def _find_key(self, node: MutableMapping[Any, Any], key: Any) -> Any:
         """Return the key of a dict with the same text as `key`; if there is none, add `key` with the value None."""
         if id(node) not in self._keys_by_text:
-            self._keys_by_text[id(node)] = {str(own): own for own in node}
+            self._keys_by_text[id(node)] = {str(other): other for other in node}
         first_key = self._keys_by_text[id(node)].setdefault(str(key), key)
         node.setdefault(first_key, None)
         return first_key

@@ -293,12 +293,12 @@ def _load_model(model: nn.Module, state: State) -> State:
     Raises:
         ConfigError: no entry has the model's keys, or a shape or dtype differs.
     """
-    own = get_state_dict(model)
-    path, entry = _find_model_entry(own, state)
+    model_state = get_state_dict(model)
+    path, entry = _find_model_entry(model_state, state)
     for name, value in entry.items():
         if not isinstance(value, torch.Tensor):
             continue
-        expected = own[name]
+        expected = model_state[name]
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise ConfigError(
                 f"'{'.'.join([*path, name])}' of the source is {_format_tensor(value)}, but "
@@ -310,30 +310,30 @@ def _load_model(model: nn.Module, state: State) -> State:
             model.load_state_dict(dict(entry), strict=False)  # keys were compared before; one of tied tensors suffices
     except RuntimeError as error:
         raise ConfigError(f"the model does not take the source's weights: {error}") from error
-    own = get_state_dict(model)
-    adopted = {name: own[name] if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+    model_state = get_state_dict(model)
+    adopted = {name: model_state[name] if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
     return _replace_entry(state, path, adopted)
 
 
-def _find_model_entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the path and the entries of the dict in `state` that has the keys of a model's state dict `own`."""
+def _find_model_entry(model: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the path and the entries of the dict in `state` that has the keys of a model's state dict `model`."""
     best: tuple[str, ...] = ()
     closest: Mapping[str, Any] = {}
     for path, entry in _iter_dicts((), state):
-        missing = own.keys() - entry.keys()
-        if entry.keys() <= own.keys() and _are_tied(missing, own):
+        missing = model.keys() - entry.keys()
+        if entry.keys() <= model.keys() and _are_tied(missing, model):
             return path, entry
-        if len(own.keys() & entry.keys()) > len(own.keys() & closest.keys()):
+        if len(model.keys() & entry.keys()) > len(model.keys() & closest.keys()):
             best, closest = path, entry
     location = f"entry '{'.'.join(best)}' of the source" if best else "the source"
     if not closest:
         raise ConfigError(
-            f"the source has none of the model's keys ({_format_names(own)}); it has {_format_names(state)}: give the "
-            "model that these are of, or the state dict under the model's own names"
+            f"the source has none of the model's keys ({_format_names(model)}); it has {_format_names(state)}: give "
+            "the model that these are of, or the state dict under the model's own names"
         )
     raise ConfigError(
-        f"{location} has other keys than the model: missing are {_format_names(own.keys() - closest.keys())}; "
-        f"not the model's are {_format_names(closest.keys() - own.keys())}"
+        f"{location} has other keys than the model: missing are {_format_names(model.keys() - closest.keys())}; "
+        f"not the model's are {_format_names(closest.keys() - model.keys())}"
     )
 
 
@@ -345,9 +345,9 @@ def _iter_dicts(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tup
             yield from _iter_dicts((*path, str(key)), value)
 
 
-def _are_tied(missing: set[str], own: Mapping[str, Any]) -> bool:
+def _are_tied(missing: set[str], model: Mapping[str, Any]) -> bool:
     """Return whether all missing tensors share memory with others, as an output layer does with its embedding."""
-    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
     present = {value.data_ptr() for name, value in tensors.items() if name not in missing and value.numel()}
     return all(name in tensors and tensors[name].data_ptr() in present for name in missing)
 
@@ -367,5 +367,5 @@ def _format_tensor(tensor: torch.Tensor) -> str:
 
 def _format_names(names: Iterable[str]) -> str:
     texts = sorted(map(str, names))
-    shown = ", ".join(f"'{name}'" for name in texts[:3])
-    return (shown + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")) or "none"
+    text = ", ".join(f"'{name}'" for name in texts[:3])
+    return (text + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")) or "none"

@@ -56,7 +56,7 @@ def fit_placeholders(
     current = {paths[name]: value for name, value in flat.items()}
     placeholders = OptimizerPlaceholders({}, [], [])
     unmatched = set(current)
-    same = empty is None or {path for path, _ in empty_dicts(state)} == set(empty)
+    has_same_dicts = empty is None or {path for path, _ in empty_dicts(state)} == set(empty)
     for name, path in saved.items():
         depth = find_class_key(path, nesting)
         tensor_path = path[:depth]
@@ -67,17 +67,17 @@ def fit_placeholders(
                 refuse_subclass_part(name, path, nesting)
         elif name in tensors:
             if not _accepts_load(value, tensors[name], parameter):
-                same = False
+                has_same_dicts = False
                 value = _make_placeholder(tensors[name], path, parameter, isinstance(value, torch.Tensor))
                 if value is None:
                     placeholders.unshardable_keys.append(str(path[3]))
         elif tensor_path not in current:
-            same = False
+            has_same_dicts = False
             placeholders.new_paths.append(path)
         set_entry(placeholders.state, nesting.steps(tensor_path), value)
     for path in empty or ():
         set_entry(placeholders.state, nesting.steps(path), {}, keep=True)
-    return OptimizerPlaceholders(state, [], []) if same and not unmatched else placeholders
+    return OptimizerPlaceholders(state, [], []) if has_same_dicts and not unmatched else placeholders
 
 
 def _accepts_load(value: Any, tensor: Mapping[str, Any], parameter: torch.Tensor | None) -> bool:

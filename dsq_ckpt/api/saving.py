@@ -257,11 +257,11 @@ def async_save_with_writer(
             writer.discard()
             raise unwrap_dcp_error(error, SaveFailed, None if processes else comm.rank) from error
         if isinstance(error, Exception) and not isinstance(error, DSQError):
-            ended = describe_exit(after_error=True) if processes else None
+            exit_text = describe_exit(after_error=True) if processes else None
             location = "in DCP's background process: " if processes else ""
             raise SaveFailed(
-                f"{location}{described(error)}" if ended is None
-                else f"DCP's background process {ended}; the next save starts another"
+                f"{location}{described(error)}" if exit_text is None
+                else f"DCP's background process {exit_text}; the next save starts another"
             ) from error
         if error is not None:
             raise error

@@ -303,8 +303,8 @@ def _match_optimizer_state(
             return [], set(), set()  # a checkpoint of another model: the load raises the error
 
     def fit(current: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> OptimizerPlaceholders:
-        below = None if nesting.empty is None else empty.get(entry, [])
-        return fit_placeholders({"optimizer": current}, saved.get(entry, {}), below, nesting, tensors, parameter)
+        empty_below = None if nesting.empty is None else empty.get(entry, [])
+        return fit_placeholders({"optimizer": current}, saved.get(entry, {}), empty_below, nesting, tensors, parameter)
 
     new_paths, frozen = list[Keys](), set[str]()
     for name in state.keys() - names:

@@ -138,8 +138,8 @@ def _measure_kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]
     kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
     second = fit_group(GroupSketch(joint, window), Lattice(step=0.5), first.codebook)
     kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
-    coder, alone = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
-    data, keyframe = coder.encode(codes, parent), alone.encode(parent, None)
+    coder, first_coder = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
+    data, keyframe = coder.encode(codes, parent), first_coder.encode(parent, None)
     decoded = np.empty_like(codes)
     single, scratch = np.zeros(FULL.size, np.int64), np.zeros_like(joint)
     work: dict[str, Callable[[], object]] = {
@@ -150,8 +150,8 @@ def _measure_kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]
             after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes),
         "rANS encode": lambda: coder.encode(codes, parent),
         "rANS decode": lambda: coder.decode(data, parent, decoded),
-        "rANS encode, keyframe": lambda: alone.encode(parent, None),
-        "rANS decode, keyframe": lambda: alone.decode(keyframe, None, decoded),
+        "rANS encode, keyframe": lambda: first_coder.encode(parent, None),
+        "rANS decode, keyframe": lambda: first_coder.decode(keyframe, None, decoded),
     }
     seconds = _measure_interleaved(work, repeats)
     rows["memcpy, G elements/s"] = _summarize([count / s / 1e9 for s in seconds["memcpy"]])
@@ -186,7 +186,7 @@ def _measure_checkpoints(
     config = DSQConfig().with_values(**{"storage.threads": threads})
     state = synthetic_state(parameters, moments)
     drifted = drift(state, 1)
-    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    targets = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     fp32 = sum(tensor.numel() for tensor in state.values()) * 4
     directory.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {}
@@ -200,21 +200,21 @@ def _measure_checkpoints(
             # Nothing is deleted in between, since a training run also writes to unused blocks of the disk.
             plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
             history = SaveHistory()
-            dcp_load = partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
+            dcp_load = partial(dcp.load, targets, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
             timed: dict[str, Callable[[], object]] = {
                 "dcp.save": partial(
                     dcp.save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True
                 ),
                 "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True, history=history),
                 "dcp.load": dcp_load,
-                "load keyframe": partial(loading.load, into, run / "key", no_dist=True, history=history),
+                "load keyframe": partial(loading.load, targets, run / "key", no_dist=True, history=history),
                 "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True, history=history),
                 "dcp.load, cold": dcp_load,
-                "load keyframe, cold": partial(loading.load, into, run / "key", no_dist=True, history=history),
+                "load keyframe, cold": partial(loading.load, targets, run / "key", no_dist=True, history=history),
             }
             for depth in () if moments else _DEPTHS:
                 timed[f"load after {depth} deltas"] = partial(
-                    loading.load, into, root / "chain" / f"{depth:02d}", no_dist=True, history=SaveHistory()
+                    loading.load, targets, root / "chain" / f"{depth:02d}", no_dist=True, history=SaveHistory()
                 )
             for name, work in timed.items():
                 os.sync()

@@ -40,8 +40,8 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
         screen.print(rows)
         screen.print()
     verb = "would delete" if dry_run else "deleted"
-    more = f"; the bytes of {len(linked)} file(s) stay, by links elsewhere" if linked else ""
-    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}{more}" if orphans else "nothing to delete")
+    suffix = f"; the bytes of {len(linked)} file(s) stay, by links elsewhere" if linked else ""
+    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}{suffix}" if orphans else "nothing to delete")
     has_checkpoints = any(True for _ in iter_checkpoints(path, lambda *_: None))
     if not orphans and not has_checkpoints and (below := find_run_below(path)):
         screen.print(f"'{path}' holds no checkpoint; directories in it do, such as '{below}': name one", soft_wrap=True)

@@ -101,9 +101,9 @@ def print_contents(path: Path, manifest: Manifest) -> None:
 def _codebook_fit(group: str, manifest: Manifest) -> str:
     """Return the setting `codebook.fit` of a group, as text."""
     kind, _, layer = group.partition("/")
-    own = ("groups", layer.partition("/")[0]) if kind == "weights" else ()
-    at = ("quantize", *own) if own and manifest.get_setting("quantize", *own) else ("quantize", kind)
-    fit = manifest.get_setting(*at, "codebook", "fit") or "-"
+    group_key = ("groups", layer.partition("/")[0]) if kind == "weights" else ()
+    key = ("quantize", *group_key) if group_key and manifest.get_setting("quantize", *group_key) else ("quantize", kind)
+    fit = manifest.get_setting(*key, "codebook", "fit") or "-"
     # A first moment without its second moment is stored by its size alone; see `groups.assign`.
     return "kmeans" if fit == "update" and not group.endswith("/update") else str(fit)
 

@@ -97,8 +97,8 @@ def _print_leftovers(history: History) -> None:
         screen.print(f"damaged: {path.name}: {problem}", soft_wrap=True)
     for entry in history.entries:
         if entry.problems:
-            more = f" and {len(entry.problems) - 1} more" if len(entry.problems) > 1 else ""
-            screen.print(f"damaged: {entry.path.name}: {entry.problems[0]}{more}; see dsq verify", soft_wrap=True)
+            suffix = f" and {len(entry.problems) - 1} more" if len(entry.problems) > 1 else ""
+            screen.print(f"damaged: {entry.path.name}: {entry.problems[0]}{suffix}; see dsq verify", soft_wrap=True)
     print_without_manifest(history.leftovers)
 
 

@@ -283,9 +283,9 @@ def _choose_decoded(reports: list[tuple[CheckpointReport, Manifest]]) -> list[tu
     chosen = []
     for index, (report, manifest) in enumerate(reports):
         report.decoded_by = None
-        own = {file.name for file in manifest.files if file.role == "own"}
+        own_files = {file.name for file in manifest.files if file.role == "own"}
         for later, other in reversed(reports[index + 1 :]):
-            if own <= {file.name for file in other.files if file.role == "ancestor"}:
+            if own_files <= {file.name for file in other.files if file.role == "ancestor"}:
                 report.decoded_by = later.name
                 break
         if report.decoded_by is None or manifest.refinement == "kept":

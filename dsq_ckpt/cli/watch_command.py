@@ -85,8 +85,8 @@ class RunWatcher:
         files: dict[object, int] = {}
         for entry in self.entries:
             manifest = entry.manifest
-            own = manifest.sum_bytes("own", "index", "refinement", "attachment")
-            files[entry.path] = entry.classes["everything"].kept - own
+            size = manifest.sum_bytes("own", "index", "refinement", "attachment")
+            files[entry.path] = entry.classes["everything"].kept - size
             for file in manifest.files:
                 files[(entry.path, file.name) if file.role == "attachment" else file.name] = file.size
         return sum(files.values())
@@ -180,8 +180,8 @@ def _render(watcher: RunWatcher, problem: str | None) -> Any:
             manifest.refinement, "-" if degradation is None else output.percent(degradation),
         )
     damaged = [f"damaged: {path.name}: {text}" for path, text in watcher.damaged.items()]
-    more = [f"{len(damaged) - 3} more damaged"] if len(damaged) > 3 else []
-    lines = [*_summary_lines(watcher), *damaged[:3], *more]
+    damaged_lines = [f"{len(damaged) - 3} more damaged"] if len(damaged) > 3 else []
+    lines = [*_summary_lines(watcher), *damaged[:3], *damaged_lines]
     if problem is not None:
         lines.append(f"{problem}; trying again")
     texts = [Text(output.escape_controls(line)) for line in [*lines, "Ctrl-C ends"]]
@@ -199,8 +199,8 @@ def _summary_lines(watcher: RunWatcher) -> list[str]:
         f"written ({output.ratio(logical, written)}), {output.size(kept)} kept ({output.ratio(logical, kept)})"
     ]
     age = max(time.time() - max(entry.manifest.created for entry in watcher.entries), 0.0)
-    newest_age, every = f"newest {output.seconds(age)} ago", watcher.typical_interval()
-    if every is None:
+    newest_age, interval = f"newest {output.seconds(age)} ago", watcher.typical_interval()
+    if interval is None:
         return [*lines, newest_age]
-    due = f": next in about {output.seconds(every - age)}" if age < every else ""
-    return [*lines, f"{newest_age}, usually one every {output.seconds(every)}{due}"]
+    due = f": next in about {output.seconds(interval - age)}" if age < interval else ""
+    return [*lines, f"{newest_age}, usually one every {output.seconds(interval)}{due}"]

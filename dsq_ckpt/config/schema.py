@@ -153,8 +153,8 @@ class QuantizeConfig(StrictModel):
             raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(groups))}")
         for index, rule in enumerate(self.rules):
             # What has settings of its own is no slip.
-            own = rule.group is None or rule.group in self.groups
-            if not own and (hint := group_hint(str(rule.group), LAYERS)) is not None:
+            has_settings = rule.group is None or rule.group in self.groups
+            if not has_settings and (hint := group_hint(str(rule.group), LAYERS)) is not None:
                 raise ValueError(f"rules.{index}: {hint}")
         return self
 

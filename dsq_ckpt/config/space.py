@@ -88,13 +88,13 @@ class Space:
 
     def values(self, point: Point, variant: Variant) -> dict[str, Any]:
         """Return the values at a point by dotted configuration key, as `DSQConfig.with_values` takes them."""
-        chosen = zip(self.axes, self._checked(point), strict=True)
-        return {**variant.values, **{key: axis.values[index] for axis, index in chosen for key in axis.path}}
+        pairs = zip(self.axes, self._checked(point), strict=True)
+        return {**variant.values, **{key: axis.values[index] for axis, index in pairs for key in axis.path}}
 
     def describe(self, point: Point, variant: Variant) -> dict[str, Any]:
         """Return the values at a point by name of axis, and the variant's name, for people."""
-        chosen = zip(self.axes, self._checked(point), strict=True)
-        return {VARIANT: variant.name, **{axis.name: axis.values[index] for axis, index in chosen}}
+        pairs = zip(self.axes, self._checked(point), strict=True)
+        return {VARIANT: variant.name, **{axis.name: axis.values[index] for axis, index in pairs}}
 
     def nearest(self, values: Mapping[str, Any]) -> Point:
         """Return the point closest to a configuration given by dotted key; other keys do not matter.

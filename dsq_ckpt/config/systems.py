@@ -58,8 +58,8 @@ def _weights(
     embedding: Mapping[str, Any] | None = None, granularity: str = "tensor", **codebook: Any
 ) -> dict[str, Any]:
     """Return a tree for `quantize`: codebooks of weights, and of embeddings if they have their own; no refinement."""
-    own = {} if embedding is None else {"groups": {"embedding": _block({**codebook, **embedding})}}
-    return {"weights": _block(codebook), "granularity": granularity, **EXACT_MOMENTS, **own}
+    groups = {} if embedding is None else {"groups": {"embedding": _block({**codebook, **embedding})}}
+    return {"weights": _block(codebook), "granularity": granularity, **EXACT_MOMENTS, **groups}
 
 
 def _block(codebook: Mapping[str, Any]) -> dict[str, Any]:

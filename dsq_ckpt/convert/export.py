@@ -275,9 +275,9 @@ class OpenedCheckpoint:
             )
         self._stored = {".".join(map(str, path)): name for name, path in below.items()}
         self.paths = Nesting({name: below[stored] for name, stored in self._stored.items()}, below.typed, below.empty)
-        self.tensors = {name: self.tensors[own] for name, own in self._stored.items() if own in self.tensors}
+        self.tensors = {name: self.tensors[old] for name, old in self._stored.items() if old in self.tensors}
         objects = set(self.objects)
-        self.objects = sorted(name for name, own in self._stored.items() if own in objects)
+        self.objects = sorted(name for name, old in self._stored.items() if old in objects)
 
     def to_nested(self, allow_pickle: bool) -> dict[str, Any]:
         """Return all tensors and objects in memory, nested as the saved state dict; flat if its nesting is unknown."""

@@ -29,10 +29,10 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if not storage.data_ptr():
         return tensor
-    own = bytes_of(storage).untyped_storage()
+    data = bytes_of(storage).untyped_storage()
     with torch.inference_mode(False):  # other threads, outside of inference mode, cannot write to an inference tensor
         alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return alias.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return alias.set_(data, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -33,8 +33,8 @@ def checksum(tensor: torch.Tensor) -> Hashable:
     the device.
     """
     if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, a quantized tensor
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return tuple(checksum(part) for part in inner if isinstance(part, torch.Tensor))
+        inner_tensors = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(checksum(part) for part in inner_tensors if isinstance(part, torch.Tensor))
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor._version
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
@@ -67,5 +67,5 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 def quote(names: list[Any]) -> str:
     """Return the first three names in quotes, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"'{name}'" for name in names[:3]) + more
+    suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + suffix

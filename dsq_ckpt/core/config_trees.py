@@ -94,8 +94,8 @@ def merge_trees(defaults: Tree, tree: Tree) -> Tree:
     for key, value in tree.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict):
-            same = codebook_family(value.get("fit", default.get("fit"))) == codebook_family(default.get("fit"))
-            result[key] = merge_trees(default, value) if key != "codebook" or same else value
+            same_family = codebook_family(value.get("fit", default.get("fit"))) == codebook_family(default.get("fit"))
+            result[key] = merge_trees(default, value) if key != "codebook" or same_family else value
         else:
             result[key] = value
     return result
@@ -110,8 +110,8 @@ def diff_trees(tree: Tree, defaults: Tree) -> Tree:
             continue
         changed[key] = value
         if isinstance(value, dict) and isinstance(default, dict):
-            same = codebook_family(value.get("fit")) == codebook_family(default.get("fit"))
-            changed[key] = diff_trees(value, default) if key != "codebook" or same else value
+            same_family = codebook_family(value.get("fit")) == codebook_family(default.get("fit"))
+            changed[key] = diff_trees(value, default) if key != "codebook" or same_family else value
     return changed
 
 

@@ -48,8 +48,8 @@ class _Key(NamedTuple):
     def count_common_parts(self, other: Sequence[str]) -> int:
         """Return the length of the common prefix with a path."""
         shared = 0
-        for own, part in zip(self.path, other, strict=False):
-            if own not in (_ANY, part):
+        for key_part, part in zip(self.path, other, strict=False):
+            if key_part not in (_ANY, part):
                 break
             shared += 1
         return shared
@@ -152,9 +152,9 @@ def key_hint(
     """
     parent, leaf = tuple(path[:-1]), path[-1]
     keys = list(_iter_keys(root, (), dict.fromkeys(codebooks.values())))
-    same = [key for key in keys if key.path[-1] == leaf]
-    if same:
-        best = max(same, key=lambda key: key.count_common_parts(path))
+    same_leaf = [key for key in keys if key.path[-1] == leaf]
+    if same_leaf:
+        best = max(same_leaf, key=lambda key: key.count_common_parts(path))
         if len(best.path) == len(path) and best.count_common_parts(path) == len(path):
             if not best.fits:  # a valid key that was written with dots
                 nested = "..."
@@ -171,8 +171,8 @@ def key_hint(
     if close := get_close_matches(leaf, sorted(set(candidates)), 1):
         return f"; did you mean '{close[0]}'?"
     if close := get_close_matches(leaf, sorted({key.path[-1] for key in keys}), 1, _KEY_CUTOFF):
-        same = [key for key in keys if key.path[-1] == close[0]]
-        best = max(same, key=lambda key: key.count_common_parts(path))
+        same_leaf = [key for key in keys if key.path[-1] == close[0]]
+        best = max(same_leaf, key=lambda key: key.count_common_parts(path))
         return f"; did you mean '{best.to_dotted(path)}'?"
     return ""
 
@@ -210,8 +210,8 @@ def name_hint(name: str, names: Iterable[str]) -> str:
     tail = [other for other in options if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
     if close := tail[:3] or get_close_matches(name, options, 3, _NAME_CUTOFF):
         return f"; did you mean {_format_alternatives([repr(other) for other in close])}?"
-    more = f" and {len(options) - 5} more" if len(options) > 5 else ""
-    return f"; there are {', '.join(repr(other) for other in options[:5])}{more}" if options else "; it is empty"
+    suffix = f" and {len(options) - 5} more" if len(options) > 5 else ""
+    return f"; there are {', '.join(repr(other) for other in options[:5])}{suffix}" if options else "; it is empty"
 
 
 def missing_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:
@@ -250,12 +250,12 @@ def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Coll
     parts = Counter(match.split("."))
     parts.subtract(own.split("."))
     own_parts, saved_parts = [part for part in parts if parts[part] < 0], [part for part in parts if parts[part] > 0]
-    more = f" and {len(rest)} more" if rest else ""
+    suffix = f" and {len(rest)} more" if rest else ""
     if not (own_parts or saved_parts):
-        return f"; it has '{match}'{more}, with its wrappers in another order: wrap the model as when it was saved"
+        return f"; it has '{match}'{suffix}, with its wrappers in another order: wrap the model as when it was saved"
     if not saved_parts:
         return (
-            f"; it was saved without {_format_wrappers(own_parts)} in its names, as '{match}'{more}: pass what "
+            f"; it was saved without {_format_wrappers(own_parts)} in its names, as '{match}'{suffix}: pass what "
             "get_model_state_dict of torch.distributed.checkpoint.state_dict returns for the model"
         )
     places = {_find_missing_prefix(*pair) for pair in pairs}
@@ -263,15 +263,15 @@ def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Coll
     some_match = any(name.partition(".")[0] == top and name not in lacking for name in requested)
     path = None if len(places) > 1 or own_parts or some_match else places.pop()
     advice = "load into a model that is wrapped likewise" if path is None else f"pass {_format_nested(path)}"
-    return f"; it was saved with {_format_wrappers(saved_parts)} in its names, as '{match}'{more}: {advice}"
+    return f"; it was saved with {_format_wrappers(saved_parts)} in its names, as '{match}'{suffix}: {advice}"
 
 
 def _find_missing_prefix(requested: str, stored: str) -> str | None:
     """Return the prefix of a stored name up to wrappers that a requested name lacks; None if it differs elsewhere."""
-    own, other = requested.split("."), stored.split(".")
-    depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
-    long = depth + len(other) - len(own)
-    return ".".join(other[:long]) if other[long:] == own[depth:] else None
+    requested_parts, stored_parts = requested.split("."), stored.split(".")
+    depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(requested_parts, stored_parts, strict=False)))
+    long = depth + len(stored_parts) - len(requested_parts)
+    return ".".join(stored_parts[:long]) if stored_parts[long:] == requested_parts[depth:] else None
 
 
 def _format_wrappers(parts: Sequence[str]) -> str:
@@ -288,24 +288,24 @@ def place_hint(missing: Sequence[str], names: Collection[str]) -> str:
     Returns:
         The end of a message, which begins with a semicolon; empty if there is none.
     """
-    below = [name.removesuffix(f".{missing[0]}") for name in names if name.endswith(f".{missing[0]}")]
-    below = [above for above in below if all(f"{above}.{other}" in names for other in missing)]
-    if below:
-        below.sort(key=lambda above: (above.split(".")[-1] not in ("model", "module"), len(above), above))
-        quoted = " and below ".join(f"'{above}'" for above in below[:_MAX_PLACES])
-        return f"; below {quoted} it has all of them: pass {' or '.join(map(_format_nested, below[:_MAX_PLACES]))}"
+    prefixes = [name.removesuffix(f".{missing[0]}") for name in names if name.endswith(f".{missing[0]}")]
+    prefixes = [prefix for prefix in prefixes if all(f"{prefix}.{other}" in names for other in missing)]
+    if prefixes:
+        prefixes.sort(key=lambda prefix: (prefix.split(".")[-1] not in ("model", "module"), len(prefix), prefix))
+        quoted = " and below ".join(f"'{prefix}'" for prefix in prefixes[:_MAX_PLACES])
+        return f"; below {quoted} it has all of them: pass {' or '.join(map(_format_nested, prefixes[:_MAX_PLACES]))}"
     for name in names:
         if missing[0].endswith(f".{name}"):
-            above = missing[0].removesuffix(name)
-            if all(other.startswith(above) and other.removeprefix(above) in names for other in missing):
-                return f"; without '{above[:-1]}' it has all of them: pass what is below '{above[:-1]}'"
+            prefix = missing[0].removesuffix(name)
+            if all(other.startswith(prefix) and other.removeprefix(prefix) in names for other in missing):
+                return f"; without '{prefix[:-1]}' it has all of them: pass what is below '{prefix[:-1]}'"
     return ""
 
 
-def _format_nested(above: str) -> str:
+def _format_nested(prefix: str) -> str:
     """Return the text of the dict to pass for entries below a dotted key."""
-    nested = "state_dict" if "." in above else "module"  # modules are accepted at the top level only
-    for key in reversed(above.split(".")):
+    nested = "state_dict" if "." in prefix else "module"  # modules are accepted at the top level only
+    for key in reversed(prefix.split(".")):
         nested = f"{{'{key}': {nested}}}"
     return nested
 
@@ -349,8 +349,8 @@ def _iter_keys(
         path = (*prefix, name)
         yield _Key(path, fits)
         members = list(_iter_models(field.annotation, codebooks))
-        own = _ANY if get_origin(field.annotation) in (dict, tuple) else None
-        inner = path if own is None else (*path, own)
+        key_part = _ANY if get_origin(field.annotation) in (dict, tuple) else None
+        inner = path if key_part is None else (*path, key_part)
         if len(members) == 1:
             yield from _iter_keys(members[0], inner, codebooks)
             continue

@@ -136,9 +136,9 @@ class Nesting(dict[str, Path]):
         """Return the nesting below a path, or None if there is nothing, not even an empty dict."""
         depth = len(path)
         nesting = Nesting(
-            {name: own[depth:] for name, own in self.items() if own[:depth] == path and len(own) > depth},
-            {own[depth:]: key for own, key in self.typed.items() if own[:depth] == path and len(own) > depth},
-            [own[depth:] for own in self.empty or () if own[:depth] == path and len(own) > depth],
+            {name: steps[depth:] for name, steps in self.items() if steps[:depth] == path and len(steps) > depth},
+            {steps[depth:]: key for steps, key in self.typed.items() if steps[:depth] == path and len(steps) > depth},
+            [steps[depth:] for steps in self.empty or () if steps[:depth] == path and len(steps) > depth],
         )
         return nesting if nesting or nesting.empty or path in (self.empty or ()) else None
 

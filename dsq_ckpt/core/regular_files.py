@@ -52,10 +52,10 @@ class RegularFile:
         with self._acquire() as descriptor:
             data = os.pread(descriptor, size, offset)
             while data and len(data) < size:  # the kernel returns at most 2 GiB per call
-                rest = os.pread(descriptor, size - len(data), offset + len(data))
-                if not rest:
+                chunk = os.pread(descriptor, size - len(data), offset + len(data))
+                if not chunk:
                     break
-                data += rest
+                data += chunk
         return data
 
     def read_into(self, offset: int, out: memoryview) -> int:

@@ -254,38 +254,38 @@ def _plain_settings(settings: Any) -> dict[str, str]:
     return plain
 
 
-def _restore_subclasses(own: Any, loaded: Any, name: str) -> Any:
-    """Return the loaded values with the subclasses of `own` at their places; the dicts of `own` are kept."""
-    if _is_subclass(own):
-        _check_settings(name, own, loaded)
-        return own
-    if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
-        for key in own:
-            own[key] = _restore_subclasses(own[key], loaded[key], f"{name}.{key}")
-        return own
-    if isinstance(own, list) and isinstance(loaded, list):
-        pairs = enumerate(zip(own, loaded, strict=True))
+def _restore_subclasses(target: Any, loaded: Any, name: str) -> Any:
+    """Return the loaded values with the subclasses of `target` at their places; the dicts of `target` are kept."""
+    if _is_subclass(target):
+        _check_settings(name, target, loaded)
+        return target
+    if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
+        for key in target:
+            target[key] = _restore_subclasses(target[key], loaded[key], f"{name}.{key}")
+        return target
+    if isinstance(target, list) and isinstance(loaded, list):
+        pairs = enumerate(zip(target, loaded, strict=True))
         return [_restore_subclasses(*pair, f"{name}.{index}") for index, pair in pairs]
     return loaded
 
 
 def _check_settings(name: str, tensor: torch.Tensor, loaded: Any) -> None:
     """Raise `LoadFailed` if the stored settings of a subclass differ from those of `tensor`."""
-    own = f"<{type(tensor).__name__}>"
-    if not isinstance(loaded, dict) or own not in loaded:
+    label = f"<{type(tensor).__name__}>"
+    if not isinstance(loaded, dict) or label not in loaded:
         return
     try:
-        stored = dict(json.loads(loaded[own][_SETTINGS]))
+        stored = dict(json.loads(loaded[label][_SETTINGS]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise LoadFailed(
-            f"'{name.lstrip('.')}': the stored settings of its class {own[1:-1]} do not parse: {error!r}"
+            f"'{name.lstrip('.')}': the stored settings of its class {label[1:-1]} do not parse: {error!r}"
         ) from error
     for key, value in _plain_settings(tensor.__tensor_flatten__()[1]).items():  # type: ignore[attr-defined]
         if stored.get(key, value) != value:
             raise LoadFailed(
-                f"'{name.lstrip('.')}', of class {own[1:-1]}, was saved with {key} {stored[key]}, and is loaded into "
+                f"'{name.lstrip('.')}', of class {label[1:-1]}, was saved with {key} {stored[key]}, and is loaded into "
                 f"one with {value}, whose values are of no use now: make the model as it was made when it was saved"
             )
-    for key, inner in loaded[own].items():
+    for key, inner in loaded[label].items():
         if key != _SETTINGS and _is_subclass(getattr(tensor, key)):
             _check_settings(f"{name}.{key}", getattr(tensor, key), inner)

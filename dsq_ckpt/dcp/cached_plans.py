@@ -191,12 +191,12 @@ class GlobalPlan(NamedTuple):
             problem = f"it is of {len(sources)} rank(s), not {len(messages)}"
             raise SaveFailed(_describe_stale_plan(problem, call.planner))
         rank_data = []
-        for rank, (own, source) in enumerate(zip(messages, sources, strict=True)):
+        for rank, (message, source) in enumerate(zip(messages, sources, strict=True)):
             data = source.storage_data if source.usable else None
-            if not isinstance(data, LocalPlanData) or data.digest != own.digest:
+            if not isinstance(data, LocalPlanData) or data.digest != message.digest:
                 problem = f"that of rank {rank} is of another state or writer"
                 raise SaveFailed(_describe_stale_plan(problem, call.planner))
-            rank_data.append(own._replace(content=data.content))
+            rank_data.append(message._replace(content=data.content))
         cache_state = _get_cache_state(key, len(plans))
         if cache_state.deduplicated[0] is not global_plan:
             cache_state.deduplicated = global_plan, assign_to_lowest_rank(global_plan, sources)
@@ -204,8 +204,8 @@ class GlobalPlan(NamedTuple):
 
     def get_agreed_layout(self) -> Layout | None:
         """Return the layout of the last save if the plans have not changed, else None."""
-        same = self.cache_state is not None and self.cache_state.digests == [data.digest for data in self.rank_data]
-        return self.cache_state.layout if self.cache_state is not None and same else None
+        is_same = self.cache_state is not None and self.cache_state.digests == [data.digest for data in self.rank_data]
+        return self.cache_state.layout if self.cache_state is not None and is_same else None
 
     def with_context(self, context: SaveContext) -> list[SavePlan]:
         """Return the plans to send, each with the context; full plans for ranks that do not have them cached."""

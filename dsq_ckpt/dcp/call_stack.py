@@ -87,10 +87,10 @@ class AsyncCall:
         Raises:
             SaveFailed: the arguments exclude each other.
         """
-        alone = self.no_dist or no_dist
-        if not self.use_collectives and not alone and len(get_group_ranks(self.process_group)) > 1:
+        is_alone = self.no_dist or no_dist
+        if not self.use_collectives and not is_alone and len(get_group_ranks(self.process_group)) > 1:
             raise SaveFailed(NO_COLLECTIVES)
-        if self.processes and alone and len(get_group_ranks(None)) > 1:
+        if self.processes and is_alone and len(get_group_ranks(None)) > 1:
             raise SaveFailed(
                 "no_dist=True, but DCP's background process is started by all ranks together; save in a thread"
             )
@@ -168,9 +168,9 @@ def is_default_planner(planner: SavePlanner | None) -> bool:
         return True
     if type(planner) not in DEFAULT_PLANNERS:
         return False
-    own, default = vars(planner), vars(type(planner)())
-    replaced = any(callable(getattr(type(planner), name, None)) for name in own)
-    return not replaced and all(own.get(name) == value for name, value in default.items() if name != "mappings")
+    attributes, default = vars(planner), vars(type(planner)())
+    replaced = any(callable(getattr(type(planner), name, None)) for name in attributes)
+    return not replaced and all(attributes.get(name) == value for name, value in default.items() if name != "mappings")
 
 
 _ASYNC_SAVE_CODE = inspect.unwrap(state_dict_saver.async_save).__code__

@@ -20,20 +20,20 @@ from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 
-def warn_of_unloaded(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int, alone: bool) -> None:
+def warn_of_unloaded(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: int, is_alone: bool) -> None:
     """Warn of all kinds of entries that a load skips.
 
     Args:
         planner: planner of the load.
         checkpoint: the checkpoint to load.
         rank: rank of this process; only rank 0 prints.
-        alone: whether no other rank requests other entries.
+        is_alone: whether no other rank requests other entries.
     """
     if not isinstance(planner, NestedLoadPlanner):
         warn_of_empty_dicts(planner.original_state_dict, checkpoint, rank)
     if planner.allow_partial_load:
         warn_of_unfilled_keys(planner, checkpoint, rank)
-    if alone:
+    if is_alone:
         state_dict = getattr(planner, "caller_state_dict", None) or planner.original_state_dict
         warn_of_extra_modules(state_dict, checkpoint)
 
@@ -49,11 +49,11 @@ def warn_of_empty_dicts(state_dict: Mapping[str, Any], checkpoint: Checkpoint, r
     with checkpoint.translate_errors():
         nesting, tensors = Nesting.from_json(checkpoint.index) or Nesting({}), checkpoint.index["tensors"]
     for path in empty:
-        below = sum(name in tensors and own[: len(path)] == path for name, own in nesting.items())
-        if below:
+        count = sum(name in tensors and full_path[: len(path)] == path for name, full_path in nesting.items())
+        if count:
             name = ".".join(map(str, path))
             warn(
-                f"'{name}' is an empty dict, and DCP loads nothing into it, though '{checkpoint.directory}' has {below}"
+                f"'{name}' is an empty dict, and DCP loads nothing into it, though '{checkpoint.directory}' has {count}"
                 f" tensors below '{name}'. Load into what has them, as get_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict makes it, or by dsq_ckpt.load, which fills empty dicts",
                 rank=rank,
@@ -92,7 +92,7 @@ def warn_of_extra_modules(state_dict: Mapping[str, Any], checkpoint: Checkpoint)
     mappings = list(_iterate_mappings((), state_dict))
     module_dicts = {path: value for path, value in mappings if value and _get_modules(value)}
     extra = {
-        (*path, name): value for path, own in mappings for name, value in own.items()
+        (*path, name): value for path, entries in mappings for name, value in entries.items()
         if isinstance(value, Mapping) and value and str(name).rpartition(".")[2] == "_extra_state"
     }
     if not module_dicts and not extra:
@@ -100,37 +100,38 @@ def warn_of_extra_modules(state_dict: Mapping[str, Any], checkpoint: Checkpoint)
     with checkpoint.translate_errors():
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     _warn_of_extra_states(extra, nesting)
-    for path, own in module_dicts.items():
-        modules = {strip_wrappers(name) for name in _get_modules(own)}
-        if "" not in modules or not all(_get_module_name(name) in modules for name in own):
+    for path, entries in module_dicts.items():
+        modules = {strip_wrappers(name) for name in _get_modules(entries)}
+        if "" not in modules or not all(_get_module_name(name) in modules for name in entries):
             continue  # the state dict of a submodule, with a prefix, or entries are not named by their modules
         saved = [str(key_path[-1]) for key_path in nesting.values() if key_path[:-1] == path]
-        more = [name for name in saved if name not in own and _get_module_name(name) not in modules]
-        if more:
+        names = [name for name in saved if name not in entries and _get_module_name(name) not in modules]
+        if names:
             location = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
             warn(
-                f"{location} has {quote(more)} of modules that the model does not have, which is not loaded: is it the "
-                "same model? If a part is meant, give a plain dict in place of the model's state dict: dict(...) of it"
+                f"{location} has {quote(names)} of modules that the model does not have, which is not loaded: is "
+                "it the same model? If a part is meant, give a plain dict in place of the model's state dict: "
+                "dict(...) of it"
             )
 
 
 def _warn_of_extra_states(extra: Mapping[tuple[str, ...], Mapping[Any, Any]], nesting: Nesting) -> None:
     """Warn of extra states, by their paths, with fewer entries than were saved; the planner warns of lists."""
     requested = {
-        (*above, *below[1:])
-        for above, value in extra.items() for below in flatten_state_dict({"": value})[1].values()
+        (*parent, *nested_path[1:])
+        for parent, value in extra.items() for nested_path in flatten_state_dict({"": value})[1].values()
     }
-    more = [
+    names = [
         name for name, path in nesting.items()
         if extra and any(path[:end] in extra for end in range(1, len(path)))
         and not any(path[:end] in requested for end in range(1, len(path) + 1))
         and not any(type(part) is int for part in path)
     ]
-    if more:
+    if names:
         warn(
-            f"{quote(more)} was saved of an extra state and is not loaded, since the state dict does not name it: give "
-            "the module in place of its state dict, dsq_ckpt.load({'model': model}, path), or an empty dict in place "
-            "of the extra state"
+            f"{quote(names)} was saved of an extra state and is not loaded, since the state dict does not name "
+            "it: give the module in place of its state dict, dsq_ckpt.load({'model': model}, path), or an empty dict "
+            "in place of the extra state"
         )
 
 

@@ -56,8 +56,8 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         assert isinstance(self.mappings, Nesting)
-        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not alone:
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not is_alone:
             self.mappings.digests = compute_digests(self.state_dict)
             self.mappings.groups = find_parameter_lists(self.state_dict)
         return super().create_local_plan()
@@ -137,10 +137,10 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         # Only ShardedTensors need flattening, and it replaces empty dicts in lists by None.
         flat, paths = flatten_state_dict(state_dict)
         if not (dist.is_available() and dist.is_initialized()):  # torch would use the process group to place these
-            own = Nesting.of(state_dict, paths, all_keys=True)
+            nesting = Nesting.of(state_dict, paths, all_keys=True)
             for name, value in flat.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    set_entry(state_dict, own.steps(paths[name]), torch.empty_like(value, device="cpu"))
+                    set_entry(state_dict, nesting.steps(paths[name]), torch.empty_like(value, device="cpu"))
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
@@ -176,9 +176,9 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             if not missing:
                 raise
             self._check_no_entries(missing, self.metadata)
-            more = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
+            suffix = (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", which the state dict has"
             ending = self._hint + missing_hint(missing, self.state_dict, entries)
-            raise LoadFailed(f"the checkpoint has no '{missing[0]}'{more}{ending}") from error
+            raise LoadFailed(f"the checkpoint has no '{missing[0]}'{suffix}{ending}") from error
 
     def _check_no_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
         """Raise if a dict or a list with entries was saved in place of a placeholder."""
@@ -187,8 +187,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         for fqn in missing:
             path = self.mappings[fqn]
             below = {
-                name: own for name in metadata.state_dict_metadata
-                if isinstance(own := saved.get(name), tuple) and own[: len(path)] == path and len(own) > len(path)
+                name: steps for name in metadata.state_dict_metadata
+                if isinstance(steps := saved.get(name), tuple) and steps[: len(path)] == path and len(steps) > len(path)
             }
             if below:
                 kind = "list" if type(next(iter(below.values()))[len(path)]) is int else "dict"
@@ -297,15 +297,15 @@ def make_placeholder(
         LoadFailed: it is optimizer state of a parameter that the optimizer does not have.
     """
     shape, dtype = torch.Size(tensor["shape"]), parse_dtype(tensor["dtype"])
-    own = parameters.get(str(path[0]), ())
-    if own and len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal():
+    candidates = parameters.get(str(path[0]), ())
+    if candidates and len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal():
         name, number = ".".join(map(str, path)), int(path[2])
-        if number >= len(own):
+        if number >= len(candidates):
             raise LoadFailed(
                 f"the checkpoint has '{name}', state of parameter {number}, counted from 0, and '{path[0]}' has "
-                f"{len(own)} parameters: was it saved by the optimizer of another model?"
+                f"{len(candidates)} parameters: was it saved by the optimizer of another model?"
             )
-        like = own[number].detach()
+        like = candidates[number].detach()
         if like.shape != shape and kind_of(name) in ("exp_avg", "momentum"):  # second ones may be those of rows
             warn(
                 f"'{name}' has shape {tuple(shape)} in the checkpoint, and parameter {number} of '{path[0]}' "
@@ -326,7 +326,7 @@ def _describe_nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint
             f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "
             "one object there: put a placeholder for it in place of the dict, such as None"
         )
-    top_keys = sorted({str(own[0]) for own in [*nesting.values(), *(nesting.empty or ())]})
+    top_keys = sorted({str(full_path[0]) for full_path in [*nesting.values(), *(nesting.empty or ())]})
     return (
         f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "
         f"nothing there; at its top level are {', '.join(repr(key) for key in top_keys)}. Leave '{name}' out, or name "

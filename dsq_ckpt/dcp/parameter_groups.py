@@ -47,16 +47,16 @@ def merge_parameter_lists(ranks: Sequence[Mapping[str, list[str]]]) -> dict[str,
         ranks: lists of each rank, by flat name.
     """
     distinct: list[Mapping[str, list[str]]] = []
-    for own in ranks:
-        if own not in distinct:
-            distinct.append(own)
+    for names in ranks:
+        if names not in distinct:
+            distinct.append(names)
     if len(distinct) < 2:
         return {}
-    merged: dict[str, list[str]] = {name: [] for own in distinct for name in own}
+    merged: dict[str, list[str]] = {name: [] for names in distinct for name in names}
     list_of: dict[tuple[str, str], str] = {}
     other_ranks: dict[str, None] = {}
-    for own in distinct:
-        for name, parameters in own.items():
+    for names in distinct:
+        for name, parameters in names.items():
             optimizer = name.rpartition("param_groups.")[0]
             for parameter in parameters:
                 if (optimizer, parameter) not in list_of:

@@ -79,7 +79,7 @@ def stage_codes(
     def agree() -> SaveContext | None:
         if comm.rank:
             return None
-        warn_of_differences(own for *_, own in answers)
+        warn_of_differences(digests for *_, digests in answers)
         all_items = [item for plan in plans for item in plan.items]
         unknown = replace(options, frozen=FrozenTensors(), rounding={})  # those of each rank are in its own layout
         layouts = [make_plan_layout(plan.items, unknown, bool(gradients), all_items) for plan in plans]
@@ -91,9 +91,9 @@ def stage_codes(
 
     def quantize() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
         items = tied_items.select_stored(make_plan_items(own_items, planner, options, context.layout))
-        own = {item.key for item in items}
+        own_keys = {item.key for item in items}
         replicas = tied_items.select_stored(make_plan_items(local, planner, options, context.layout))
-        replicas = [item for item in replicas if item.key not in own]
+        replicas = [item for item in replicas if item.key not in own_keys]
         payloads: dict[ChunkKey, Payload] = {}
         cache = ChunkCache()
         with pipeline.workers() as workers:

@@ -56,12 +56,12 @@ def compute_digests(state: Mapping[str, Any]) -> dict[Place, int]:
         if name in names_of_groups:
             continue
         of_model, of_group = name.partition(".")[0].lower() in MODEL_KEYS, is_group_name(name)
-        for place, own in _iterate_local_parts(name, value):
-            if isinstance(own, torch.Tensor) and not _is_small(own):
-                if _is_compared(own, of_group) and not (of_model and own.ndim == 0 and own.is_floating_point()):
-                    samples[place] = _sample(own)
+        for place, local in _iterate_local_parts(name, value):
+            if isinstance(local, torch.Tensor) and not _is_small(local):
+                if _is_compared(local, of_group) and not (of_model and local.ndim == 0 and local.is_floating_point()):
+                    samples[place] = _sample(local)
                 continue
-            parts = list(islice(_serialize(own, 0), _MAX_PARTS))
+            parts = list(islice(_serialize(local, 0), _MAX_PARTS))
             if None not in parts:
                 digests[place] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
     for place, values in zip(samples, values_on_host(list(samples.values())), strict=True):
@@ -89,7 +89,7 @@ def warn_of_differences(ranks: Iterable[Mapping[Place, int]]) -> None:
 def find_differing_names(ranks: Iterable[Mapping[Place, int]]) -> list[str]:
     """Return the names whose digests differ between the ranks that have them, sorted."""
     first: dict[Place, int] = {}
-    unlike = {key for own in ranks for key, value in own.items() if first.setdefault(key, value) != value}
+    unlike = {key for digests in ranks for key, value in digests.items() if first.setdefault(key, value) != value}
     return sorted({key if isinstance(key, str) else key[0] for key in unlike})
 
 

@@ -169,7 +169,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         began = time.monotonic()
-        wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        requests: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         cache = ChunkCache()
         threads = Workers(self._storage.thread_count(), self._storage.block_elements)
         with self._open() as checkpoint, threads.for_elements(sum(math.prod(i.lengths) for i in plan.items)) as workers:
@@ -177,28 +177,28 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner):
                 # Whether no other rank requests other entries.
-                alone = {one.storage_index.fqn for one in plan.items} == self._requested_names
-                warn_of_unloaded(planner, checkpoint, 0 if self._log_level == logging.INFO else 1, alone)
+                is_alone = {one.storage_index.fqn for one in plan.items} == self._requested_names
+                warn_of_unloaded(planner, checkpoint, 0 if self._log_level == logging.INFO else 1, is_alone)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)
                 else:
-                    wanted[item.storage_index].append(item)
+                    requests[item.storage_index].append(item)
             refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._uses_refinement(checkpoint)
             if refined and checkpoint.manifest.refinement == "dropped":
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
-            self._read_chunks(checkpoint, wanted, planner, refined, workers, cache)
+            self._read_chunks(checkpoint, requests, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
-            record_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in wanted})
+            record_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in requests})
             logger.log(
-                self._log_level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
+                self._log_level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(requests),
                 "base and refinement" if refined else "base layer alone" if checkpoint.manifest.lossy else "exact",
                 checkpoint.manifest.depth, time.monotonic() - began,
             )
         return done_future(None)
 
     def _read_chunks(
-        self, checkpoint: Checkpoint, wanted: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner,
+        self, checkpoint: Checkpoint, requests: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner,
         refined: bool, workers: Workers, cache: ChunkCache,
     ) -> None:
         """Decode chunks in parallel; the planner is called in one thread, chunk by chunk in order."""
@@ -206,22 +206,22 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
         ranges, tied, decoded_codes = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
-            for index, ref in _sort_by_dependency(checkpoint, wanted):
+            for index, ref in _sort_by_dependency(checkpoint, requests):
                 run_pending_handlers()
-                record, items = checkpoint.read_record(ref), wanted[index]
+                record, items = checkpoint.read_record(ref), requests[index]
                 self._check_lossy(index.fqn, record)
                 key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
                 targets = [planner.resolve_tensor(item).detach() for item in items]
                 # A target that is the whole chunk is decoded in place, unless another target has the same memory, as
                 # for tied tensors, which would be written concurrently. Other targets are sliced from a copy.
                 exclusive = [target.device.type == "cpu" and ranges.add(*address_range(target)) for target in targets]
-                into = alias_of(targets[0]) if exclusive == [True] else None
+                output = alias_of(targets[0]) if exclusive == [True] else None
                 load = checkpoint.prepare_load(
-                    ref, refined, workers, into, _get_element_range(items, key.shape),
+                    ref, refined, workers, output, _get_element_range(items, key.shape),
                     _is_whole_chunk(items, key) and "residual" not in record, decoded_codes,
                 )
                 self._check_dtypes(index.fqn, load.tensor.dtype, targets)
-                pending.append(_PendingChunk(ref, key, items, targets, into))
+                pending.append(_PendingChunk(ref, key, items, targets, output))
                 yield load
 
         for load in decode_all(loads(), workers):
@@ -293,14 +293,14 @@ class _PendingChunk(NamedTuple):
 
 
 def _sort_by_dependency(
-    checkpoint: Checkpoint, wanted: Iterable[MetadataIndex]
+    checkpoint: Checkpoint, requests: Iterable[MetadataIndex]
 ) -> list[tuple[MetadataIndex, RecordRef]]:
     """Return chunks with their records, second moments before the first moments that are scaled by them.
 
     So the codes of second moments are decoded only once.
     """
     order, measures = [], set[str]()
-    for index in wanted:
+    for index in requests:
         assert index.offset is not None
         ref = checkpoint.find_record(index.fqn, tuple(index.offset))
         order.append((index, ref))
@@ -309,20 +309,20 @@ def _sort_by_dependency(
     return sorted(order, key=lambda pair: pair[0].fqn not in measures)
 
 
-def _check_same_save(opened: Sequence[Any]) -> None:
+def _check_same_save(saves: Sequence[Any]) -> None:
     """Raise if ranks load different saves.
 
     Args:
-        opened: save ids and paths of the opened checkpoints, in rank order.
+        saves: save ids and paths of the opened checkpoints, in rank order.
 
     Raises:
         LoadFailed: the save ids differ.
     """
-    for rank, (save_id, path) in enumerate(opened):
-        if save_id != opened[0][0]:
+    for rank, (save_id, path) in enumerate(saves):
+        if save_id != saves[0][0]:
             raise LoadFailed(
-                f"rank {rank} would load save {save_id} in '{path}', and rank 0 save {opened[0][0]} in "
-                f"'{opened[0][1]}': let one rank choose the checkpoint and tell the others, or load with no_dist=True "
+                f"rank {rank} would load save {save_id} in '{path}', and rank 0 save {saves[0][0]} in "
+                f"'{saves[0][1]}': let one rank choose the checkpoint and tell the others, or load with no_dist=True "
                 "where each is to have its own"
             )
 

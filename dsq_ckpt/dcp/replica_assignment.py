@@ -34,17 +34,17 @@ def assign_to_lowest_rank(plans: list[SavePlan], local: Sequence[SavePlan]) -> l
         for item in plan.items:
             lowest.setdefault(item.index, (rank, item))
     assigned: list[list[WriteItem]] = []
-    more: dict[int, list[WriteItem]] = defaultdict(list)
+    added: dict[int, list[WriteItem]] = defaultdict(list)
     for rank, plan in enumerate(plans):
         assigned.append([])
         for item in plan.items:
-            first, own = lowest.get(item.index, (rank, item))
-            if first == rank or (item.tensor_storage_size() or 0) > SMALL_BYTES or not _has_same_metadata(item, own):
+            first, other = lowest.get(item.index, (rank, item))
+            if first == rank or (item.tensor_storage_size() or 0) > SMALL_BYTES or not _has_same_metadata(item, other):
                 assigned[rank].append(item)
             else:
-                more[first].append(own)
+                added[first].append(other)
     return [
-        replace(plan, items=items + more[rank]) if rank in more or len(items) < len(plan.items) else plan
+        replace(plan, items=items + added[rank]) if rank in added or len(items) < len(plan.items) else plan
         for rank, (plan, items) in enumerate(zip(plans, assigned, strict=True))
     ]
 

@@ -233,9 +233,9 @@ def collect_staged_payloads(
                 f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
-    own = {item.key: item for item in items}
+    own_items = {item.key: item for item in items}
     return QuantizedState(
-        iter(chunks), exact, staged.plan, own, tied, objects, is_staged=True,
+        iter(chunks), exact, staged.plan, own_items, tied, objects, is_staged=True,
         is_self_contained=staged.is_self_contained, related=staged.related,
     )
 
@@ -244,9 +244,9 @@ def _get_tensor(payload: ExactCopy) -> torch.Tensor:
     return payload.tensor
 
 
-def check_all_staged(same: int, ranks: int) -> None:
-    """Raise if only `same` of all ranks called the same function (a staged save, or a synchronous one)."""
-    if same != ranks:
+def check_all_staged(staged_ranks: int, ranks: int) -> None:
+    """Raise if only `staged_ranks` of all ranks called the same function (a staged save, or a synchronous one)."""
+    if staged_ranks != ranks:
         raise SaveFailed("some ranks called dcp.async_save and others dcp.save: all must call the same")
 
 

@@ -33,15 +33,15 @@ def assign_tied_together(
     writers = {key: rank for rank, plan in enumerate(plans) for key in _index_tensor_items(plan, names)}
     candidates = [_index_tensor_items(plan, names) for plan in local]
     moved: set[ChunkKey] = set()
-    more: dict[int, list[WriteItem]] = defaultdict(list)
+    added: dict[int, list[WriteItem]] = defaultdict(list)
     for key, rank in writers.items():
         writer = writers.get(key._replace(fqn=first.get(key.fqn, key.fqn)), rank)
         if writer != rank and key in candidates[writer]:
             moved.add(key)
-            more[writer].append(candidates[writer][key])
-    changed = {writers[key] for key in moved} | more.keys()
+            added[writer].append(candidates[writer][key])
+    changed = {writers[key] for key in moved} | added.keys()
     return [
-        replace(plan, items=[item for item in plan.items if not _is_among(item, names, moved)] + more[rank])
+        replace(plan, items=[item for item in plan.items if not _is_among(item, names, moved)] + added[rank])
         if rank in changed else plan for rank, plan in enumerate(plans)
     ]
 

@@ -45,10 +45,10 @@ class TiedTargets:
         """Warn of names whose values were replaced by those of another name."""
         if self._overwritten:
             pairs = [f"'{last}' and '{fqn}'" for fqn, last in self._overwritten.items()]
-            more = f", and {len(pairs) - _MAX_SHOWN} more pairs" if len(pairs) > _MAX_SHOWN else ""
+            rest = f", and {len(pairs) - _MAX_SHOWN} more pairs" if len(pairs) > _MAX_SHOWN else ""
             warn(
                 f"'{path}' has different values for names that are one tensor where they are loaded into, such as tied "
-                f"weights ({', '.join(pairs[:_MAX_SHOWN])}{more}): that tensor has the values of the second name. Load "
+                f"weights ({', '.join(pairs[:_MAX_SHOWN])}{rest}): that tensor has the values of the second name. Load "
                 "into a model that is not tied, or leave one name out"
             )
 
@@ -58,13 +58,13 @@ def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:
     rows = max(1, _BLOCK_ELEMENTS * len(one) // one.numel()) if one.dim() else 1
     parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else [(one, other)]
     distance, size = 0.0, 0.0
-    for own, saved in parts:
-        saved = saved.to(own)
+    for target, saved in parts:
+        saved = saved.to(target)
         if not lossy:
-            if not bool(((own == saved) | ((own != own) & (saved != saved))).all()):
+            if not bool(((target == saved) | ((target != target) & (saved != saved))).all()):
                 return True
             continue
-        a, b = own.double(), saved.double()
+        a, b = target.double(), saved.double()
         distance += float((a - b).square().nansum())
         size += float(torch.maximum(a.square(), b.square()).nansum())
     return distance > _MAX_DISTANCE**2 * size

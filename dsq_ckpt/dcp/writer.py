@@ -224,8 +224,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
             if (agreed := global_plan.get_agreed_layout()) is not None:
                 layouts = [agreed]
             else:  # a planner may rename items in its global plan, and other ranks may have other tensors
-                named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
-                others = [item for name, item in named.items() if name not in self._planned_names]
+                items = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
+                others = [item for name, item in items.items() if name not in self._planned_names]
                 unknown = replace(self._options, frozen=FrozenTensors(), rounding={})
                 all_items = [item for plan in plans for item in plan.items]
                 layouts.append(make_plan_layout(others, unknown, bool(self._gradients), all_items))
@@ -322,11 +322,11 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
             call.check(self.no_dist)
             if call.processes:
                 reset_dead_processes(communicator(None))
-        alone = self.no_dist or (call is not None and call.no_dist)
-        comm: Communicator | None = SingleProcess() if alone else None
+        is_alone = self.no_dist or (call is not None and call.no_dist)
+        comm: Communicator | None = SingleProcess() if is_alone else None
         if comm is None and call is not None:
-            own, of_save = map(call_stack.get_group_ranks, (self._group, call.process_group))
-            comm = communicator(self._group) if own == of_save else None
+            own_ranks, save_ranks = map(call_stack.get_group_ranks, (self._group, call.process_group))
+            comm = communicator(self._group) if own_ranks == save_ranks else None
         save_id = uuid.uuid4().hex[:16]
         searches = self._options.policy is not plan_as_configured
 

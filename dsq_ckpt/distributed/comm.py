@@ -105,17 +105,17 @@ class TorchCommunicator:
             parts = self._all_gather(_make_first_round(data), _LENGTH_BYTES + _FIRST_ROUND_BYTES)
             sizes = [int.from_bytes(one[:_LENGTH_BYTES], "little") for one in parts]
             if (longest := max(sizes)) > _FIRST_ROUND_BYTES:  # equal on all ranks
-                rest = self._all_gather(data[_FIRST_ROUND_BYTES:], longest - _FIRST_ROUND_BYTES)
-                parts = [one + more for one, more in zip(parts, rest, strict=True)]
+                tails = self._all_gather(data[_FIRST_ROUND_BYTES:], longest - _FIRST_ROUND_BYTES)
+                parts = [one + tail for one, tail in zip(parts, tails, strict=True)]
         return [pickle.loads(one[_LENGTH_BYTES : _LENGTH_BYTES + size]) for one, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Return the data of all ranks, padded to `size` bytes, in rank order; collective."""
         device = self._device()
-        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-        outputs = [torch.empty_like(own) for _ in range(self.size)]
-        with _wait_until_released(own, *outputs) if device.type == "cpu" else nullcontext():
-            dist.all_gather(outputs, own, group=self.group)
+        buffer = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        outputs = [torch.empty_like(buffer) for _ in range(self.size)]
+        with _wait_until_released(buffer, *outputs) if device.type == "cpu" else nullcontext():
+            dist.all_gather(outputs, buffer, group=self.group)
         return [one.cpu().numpy().tobytes() for one in outputs]
 
     def _device(self) -> torch.device:
@@ -351,8 +351,8 @@ def gather_status(comm: Communicator, failure: BaseException | None, result: Any
     if cause is not None and str(failure) == f"rank {comm.rank}: {described(cause)}":  # wrapped by a nested work
         failure = cause
     error = None if failure is None else described(failure)
-    own = Status(work_depth.depth, isinstance(failure, RemoteFailure), error, result)
-    statuses = comm.gather(own)
-    while any(status.depth > own.depth for status in statuses):
-        statuses = comm.gather(own)
+    own_status = Status(work_depth.depth, isinstance(failure, RemoteFailure), error, result)
+    statuses = comm.gather(own_status)
+    while any(status.depth > own_status.depth for status in statuses):
+        statuses = comm.gather(own_status)
     return statuses

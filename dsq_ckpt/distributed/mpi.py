@@ -68,16 +68,16 @@ class MPICommunicator:
             self._comm.Allreduce(self._mpi.IN_PLACE, [flat[start : start + step], self._mpi.INT64_T], self._mpi.SUM)
 
     def gather(self, value: Any) -> list[Any]:
-        own = _to_pickle(value)
+        data = _to_pickle(value)
         sizes = np.empty(self.size, np.int64)
-        self._comm.Allgather([np.array([own.size]), self._mpi.INT64_T], [sizes, self._mpi.INT64_T])
+        self._comm.Allgather([np.array([data.size]), self._mpi.INT64_T], [sizes, self._mpi.INT64_T])
         outputs = [np.empty(size, np.uint8) for size in sizes]
         step = self.limit // self.size
         for start in range(0, int(sizes.max()), step):  # a single round, unless values are large
             counts = np.clip(sizes - start, 0, step)
             received = np.empty(counts.sum(), np.uint8)
             self._comm.Allgatherv(
-                [own[start : start + step], self._mpi.BYTE], [received, counts.tolist(), None, self._mpi.BYTE]
+                [data[start : start + step], self._mpi.BYTE], [received, counts.tolist(), None, self._mpi.BYTE]
             )
             for output, part in zip(outputs, np.split(received, np.cumsum(counts)[:-1]), strict=True):
                 output[start : start + part.size] = part

@@ -75,13 +75,13 @@ def find_lineage(
         overwritten = expand_path(last.path) == path.absolute()
         candidate = last._replace(position=0) if overwritten else last
         return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, last.lossy_resumes)
-    named = resolve_checkpoint_path(parent)
-    with CheckpointFiles(named) as files:
+    parent_path = resolve_checkpoint_path(parent)
+    with CheckpointFiles(parent_path) as files:
         manifest, older = files.manifest, read_shapes(files)
     # Whatever the parent, the state continues the checkpoint that this process saved or loaded last.
-    origin = _find_last(run, shapes, history) or _find_last(get_run(named), shapes, history)
+    origin = _find_last(run, shapes, history) or _find_last(get_run(parent_path), shapes, history)
     resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
-    candidate = ParentRef(manifest.save_id, str(named), manifest.depth, resumes, position=0)
+    candidate = ParentRef(manifest.save_id, str(parent_path), manifest.depth, resumes, position=0)
     return Lineage(candidate if is_continuation(shapes, older) else None, candidate, resumes)
 
 

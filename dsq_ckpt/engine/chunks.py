@@ -210,5 +210,5 @@ def copy_exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKe
 
     Copies are needed since training changes the tensors, and staged ones may move to shared memory under a view.
     """
-    wanted = (item for item in exact if layout.residual and item.key.fqn in layout.tensors)
-    return {item.key: flat_values(item.load()).copy() for item in wanted}
+    selected = (item for item in exact if layout.residual and item.key.fqn in layout.tensors)
+    return {item.key: flat_values(item.load()).copy() for item in selected}

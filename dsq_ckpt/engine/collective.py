@@ -105,17 +105,17 @@ class _CollectiveSave:
         return pipeline.plan
 
     def _prepare(self, state: Callable[[], LocalState]) -> tuple[RankSettings, Layout]:
-        options, own = self._pipeline.options, state()
+        options, local = self._pipeline.options, state()
         run_pending_handlers()
-        items, replicas = make_items(own.shards, options), make_items(own.replicas, options)
+        items, replicas = make_items(local.shards, options), make_items(local.replicas, options)
         tied = TiedItems.find(items, replicas)
-        self._state = own
+        self._state = local
         self._items = LocalItems(
-            tied.select_stored(items), tied.select_stored(replicas), tied.primary_keys, own.gradients,
-            own.objects.items(),
+            tied.select_stored(items), tied.select_stored(replicas), tied.primary_keys, local.gradients,
+            local.objects.items(),
         )
         return self._pipeline.settings, make_layout(
-            own.shards, options, bool(own.gradients), objects={**dict.fromkeys(own.objects), **own.settings}
+            local.shards, options, bool(local.gradients), objects={**dict.fromkeys(local.objects), **local.settings}
         )
 
     def _agree(self, layouts: Sequence[Layout]) -> SaveContext:
@@ -127,20 +127,20 @@ class _CollectiveSave:
 
     def _write(self, context: SaveContext) -> _RankReport:
         """Quantize and write the files of this rank; write its attachments under temporary names."""
-        own, pipeline, rank = self._state, self._pipeline, self._comm.rank
+        local, pipeline, rank = self._state, self._pipeline, self._comm.rank
         with pipeline.workers() as workers:
             quantized = pipeline.quantize(context, self._items, self._comm, workers)
             result = pipeline.write(context, rank, quantized, workers)
         run_pending_handlers()
         files = []
-        for name, write in own.attachments.items():
+        for name, write in local.attachments.items():
             temporary = hidden_name(self._path / name, context.save_id[:8])
             self._temporary_paths[name] = temporary
             attachment_files.write_attachment(temporary, partial(write, save_id=context.save_id), self._fsync)
             files.append(FileInfo(name, *checksum_file(temporary)))
         attachment_files.write_journal(self._path, context.save_id, rank, files, self._fsync)
-        nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
-        return _RankReport(result, _list_tensors(own.shards), list(own.objects), nesting, files)
+        nesting = local.nesting if isinstance(local.nesting, Nesting) else Nesting(local.nesting)
+        return _RankReport(result, _list_tensors(local.shards), list(local.objects), nesting, files)
 
     def _commit(self, context: SaveContext, reports: Sequence[_RankReport]) -> None:
         """Publish the attachments, then write index and manifest."""

@@ -252,11 +252,11 @@ def _warn_of_other_training(run: Path, before: Path) -> None:
 def _sum_kinds(results: Sequence[RankResult]) -> dict[str, KindSizes]:
     kinds: dict[str, KindSizes] = {}
     for result in results:
-        for kind, own in result.kinds.items():
+        for kind, counts in result.kinds.items():
             total = kinds.setdefault(kind, KindSizes())
-            total.logical += own.logical
-            total.base += own.base
-            total.refinement += own.refinement
+            total.logical += counts.logical
+            total.base += counts.base
+            total.refinement += counts.refinement
     return kinds
 
 
@@ -321,14 +321,14 @@ def _describe_missing_files(directory: Path, absent: Sequence[ManifestFile], res
     """Return a message on files that ranks wrote but the coordinator does not see."""
     host = platform.node()
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
-    shown = []
+    lines = []
     for file in absent[:3]:
         size, author = read_sizes([file.path_in(directory)])[file.path_in(directory)], wrote.get(file.name)
         notes = [f"written by rank {author.rank} on host {author.host}"] if author is not None else []
         notes += [] if isinstance(size, OSError) else [f"{size} of {file.size} bytes"]
-        shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
-    more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-    text = f"after all ranks wrote, host {host}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
+        lines.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
+    suffix = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+    text = f"after all ranks wrote, host {host}, which commits, lacks in '{directory}' {', '.join(lines)}{suffix}: "
     if any(wrote[file.name].host != host for file in absent if file.name in wrote):
         text += "the directory is not shared by all hosts; save to one that is; "
     return text + "the checkpoint was not committed"

@@ -254,10 +254,10 @@ class SaveHistory:
     def adopt(self, outline: Outline) -> None:
         """Replace the known checkpoints by those of another process; keep the chunks that are cached here."""
         with self._lock:
-            own = {one.save_id: one for one in self._known}
+            own_checkpoints = {one.save_id: one for one in self._known}
             adopted = {one.save_id: one for one in outline}
-            for save_id in own.keys() & adopted.keys():
-                entry = own[save_id]
+            for save_id in own_checkpoints.keys() & adopted.keys():
+                entry = own_checkpoints[save_id]
                 shared_parent = adopted[save_id].shared_parent or entry.shared_parent  # unknown to the other process
                 adopted[save_id] = replace(
                     adopted[save_id], cache=entry.cache, shared_parent=shared_parent, watch=entry.watch,
@@ -356,8 +356,8 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _is_same_state(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
-    own, others = one.shapes, other.shapes
-    return own is not None and others is not None and is_continuation(own, others) and is_continuation(others, own)
+    a, b = one.shapes, other.shapes
+    return a is not None and b is not None and is_continuation(a, b) and is_continuation(b, a)
 
 
 def ensure_shapes(one: KnownCheckpoint) -> bool:

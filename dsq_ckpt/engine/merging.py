@@ -114,8 +114,8 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
             make_directory(goal, fsync=True)
             ranks = [RankMerger(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
             files = [file for rank in ranks for file in rank.write(save_id)]
-            named = {file.name for file in checkpoint.manifest.files}
-            others.extend(copy_other_files(checkpoint.directory, goal, named))
+            names = {file.name for file in checkpoint.manifest.files}
+            others.extend(copy_other_files(checkpoint.directory, goal, names))
             manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
         except BaseException:
             remove_trees(others)

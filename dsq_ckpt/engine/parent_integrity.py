@@ -133,17 +133,17 @@ def drop_damaged_parent(
 def _restore_and_warn(problems: Problems, parent: ParentRef | None, workers: Workers) -> bool:
     """Restore damaged files from intact copies, if any, and warn; return whether the parent was damaged."""
     names = {name for _, name in problems}
-    own: Problems = {}
+    own_problems: Problems = {}
     if parent is not None:
-        own = _check_files(
+        own_problems = _check_files(
             parent, lambda: [file for file in select_files(parent, all_files=True) if file.name in names], workers
         )
     # By run, since a file is restored in all checkpoints of a run at once.
-    by_run = {(get_run(path), name): (path, problem) for (path, name), problem in (problems | own).items()}
+    by_run = {(get_run(path), name): (path, problem) for (path, name), problem in (problems | own_problems).items()}
     details = "; ".join(
         _restore_or_describe(path, name, problem) for (_, name), (path, problem) in sorted(by_run.items())
     )
-    if parent is not None and (own or "" in names):
+    if parent is not None and (own_problems or "" in names):
         state = "is damaged" if any(names) else "could not be checked"
         warn(
             f"the parent checkpoint '{parent.path}' {state}; writing a keyframe, which needs none of its files. "
@@ -281,5 +281,5 @@ def _restore(intact: Path, damaged: Sequence[Path], expected: ManifestFile) -> N
 
 
 def _format_paths(paths: Sequence[Path]) -> str:
-    shown = ", ".join(f"'{path.name}'" for path in paths[:5])
-    return shown + (f" and {len(paths) - 5} more checkpoints" if len(paths) > 5 else "")
+    text = ", ".join(f"'{path.name}'" for path in paths[:5])
+    return text + (f" and {len(paths) - 5} more checkpoints" if len(paths) > 5 else "")

@@ -202,8 +202,8 @@ class _LocalSketch:
         if parent is not None and model is not None:
             self._parent = ParentCheckpoint(parent, model, self._workers, history, context.reuses_parent)
             self.loader = self._make_loader()
-        wanted, chunks = [*lossy, *_select_gradient_measures(items, context.layout)], []
-        for item in wanted if self._searches else copy_small_to_host(wanted):  # trials modify tensors of the state
+        selected, chunks = [*lossy, *_select_gradient_measures(items, context.layout)], []
+        for item in selected if self._searches else copy_small_to_host(selected):  # trials modify tensors of the state
             if not item.quantized:
                 chunks.append(Chunk(item.key, item.load(), MEASURE_ONLY, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
@@ -215,7 +215,7 @@ class _LocalSketch:
         }
         self.related = is_related(self.weights, history, context)
         self.watch, loads = select_watch(self.related, history, context)
-        self._exact_candidates = self._find_exact_candidates(wanted)
+        self._exact_candidates = self._find_exact_candidates(selected)
         weights = [chunk for chunk in chunks if chunk.key in self._exact_candidates]
         unlike = need_exact_storage([chunk.tensor for chunk in weights])
         excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
@@ -258,9 +258,9 @@ class _LocalSketch:
             remaining, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = take_evenly([item for item in self._local.items if item.key not in remaining])
             trained_weights = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in remaining]
-            seen = ((chunk.key, chunk.tensor) for chunk in others)
+            pairs = ((chunk.key, chunk.tensor) for chunk in others)
             self.watch.update(
-                (item.load() for item in trained), seen, lambda changed: find_averages(changed, trained_weights)
+                (item.load() for item in trained), pairs, lambda changed: find_averages(changed, trained_weights)
             )
         return {
             chunk.key for chunk in others if self.watch.is_unchanged(chunk.key, changes=1)
@@ -332,8 +332,8 @@ class _LocalSketch:
         """Weights without optimizer state by name, and whether they may be trained nevertheless."""
         layout = self._context.layout
         tied = group_tied_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
-        types, own = self._options.layer_types, layout.model_tensors
-        return find_stateless_weights(layout.weights(), layout.shapes, tied, types, own)
+        types, model_tensors = self._options.layer_types, layout.model_tensors
+        return find_stateless_weights(layout.weights(), layout.shapes, tied, types, model_tensors)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:
@@ -366,8 +366,8 @@ class _LocalSketch:
 
 def _select_gradient_measures(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
     """Return optimizer state that is not quantized but defines the size of gradients."""
-    wanted = any(config.codebook.gradient_power > 0 for config in layout.groups.values())
-    return [item for item in items if wanted and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
+    is_needed = any(config.codebook.gradient_power > 0 for config in layout.groups.values())
+    return [item for item in items if is_needed and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
 
 
 def _compute_checksums(local: LocalItems, workers: Workers) -> dict[ChunkKey, Hashable]:

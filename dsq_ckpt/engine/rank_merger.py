@@ -98,8 +98,8 @@ class RankMerger:
         for record in records:
             if record["type"] == "coded":
                 uses_parent, size = self.group_sizes.get(record["group"], (False, 0))
-                own = sum(int(block[1]) for block in record["blocks"] if block is not None)
-                self.group_sizes[record["group"]] = uses_parent or "parent" in record, size + own
+                own_bytes = sum(int(block[1]) for block in record["blocks"] if block is not None)
+                self.group_sizes[record["group"]] = uses_parent or "parent" in record, size + own_bytes
         groups = {
             name: {**group, **self._write_model(name, group, copied)}
             for name, group in old["groups"].items() if name in used

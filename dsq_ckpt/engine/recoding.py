@@ -70,10 +70,10 @@ class GroupRecoder:
             before = None
 
         def encode(start: int) -> bytes | None:
-            own, previous = codes[start : start + size], None if before is None else before[start : start + size]
-            if previous is not None and np.array_equal(own, previous):
+            block, previous = codes[start : start + size], None if before is None else before[start : start + size]
+            if previous is not None and np.array_equal(block, previous):
                 return None
-            return self.coder.encode(own, previous)
+            return self.coder.encode(block, previous)
 
         yield from self._workers.map(encode, range(0, len(codes), size))
 

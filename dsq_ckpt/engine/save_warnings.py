@@ -294,11 +294,11 @@ def _find_untrained(layout: Layout) -> set[str]:
 
 def _is_abbreviated(fqn: str, names: Collection[str]) -> bool:
     """Return whether a name is one of `names` without some components, as PEFT omits the name of an adapter."""
-    own = strip_wrappers(fqn).split(".")
+    parts = strip_wrappers(fqn).split(".")
 
     def has(name: str) -> bool:
         components = iter(name.split("."))
-        return all(part in components for part in own)
+        return all(part in components for part in parts)
 
     return any(map(has, names))
 

@@ -22,8 +22,8 @@ def is_continuation(newer: Shapes, older: Shapes) -> bool:
     """
     if not older:
         return not newer
-    same = [name for name, shape in older.items() if newer.get(name) == shape]
-    return 2 * count_shared_elements(newer, older) >= count_shared_elements(older, older) or 2 * len(same) > len(older)
+    equal = [name for name, shape in older.items() if newer.get(name) == shape]
+    return 2 * count_shared_elements(newer, older) >= count_shared_elements(older, older) or 2 * len(equal) > len(older)
 
 
 def count_shared_elements(one: Shapes, other: Shapes) -> int:

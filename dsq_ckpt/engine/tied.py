@@ -39,10 +39,10 @@ class TiedItems:
             replicas: local items that another rank writes; their settings apply too.
         """
         alive: list[torch.Tensor] = []  # a temporary tensor that is freed could give its address to the next
-        own = {item.key for item in items}
-        same: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
+        item_keys = {item.key for item in items}
+        groups: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
-        for item in chain(items, (other for other in replicas if other.key not in own)):
+        for item in chain(items, (other for other in replicas if other.key not in item_keys)):
             try:
                 alive.append(tensor := local_part(item.load()))
             except Exception:  # it fails again in a step that notifies the other ranks
@@ -52,25 +52,25 @@ class TiedItems:
             # Moments are coded in their own coordinates, so a moment is never tied to another kind of tensor.
             moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
             memory: Hashable = (get_memory_key(tensor), item.key.offsets, item.key.shape, moment)
-            if memory not in same:
+            if memory not in groups:
                 start = tensor.data_ptr()
                 ranges.setdefault(tensor.device, []).append((start, start + _get_span(tensor), memory))
-            same.setdefault(memory, []).append((item, _get_unit_key(item, alive)))
-        strictest = {memory: _find_strictest(group) for memory, group in same.items()}
+            groups.setdefault(memory, []).append((item, _get_unit_key(item, alive)))
+        strictest = {memory: _find_strictest(group) for memory, group in groups.items()}
         for shared in chain.from_iterable(map(_group_overlapping, ranges.values())):
-            if not _have_same_settings([member for memory in shared for member in same[memory]]):
+            if not _have_same_settings([member for memory in shared for member in groups[memory]]):
                 strictest.update(dict.fromkeys(shared))
         primary_keys: dict[ChunkKey, ChunkKey] = {}
         exact: set[ChunkKey] = set()
-        for memory, group in same.items():
+        for memory, group in groups.items():
             keys = [item.key for item, _ in group]
             chosen = strictest[memory]
             if chosen is None:
                 exact.update(keys)
-            elif chosen.key not in own:  # its settings apply, which items with other settings cannot satisfy
+            elif chosen.key not in item_keys:  # its settings apply, which items with other settings cannot satisfy
                 exact.update(item.key for item, _ in group if item.config != chosen.config)
-            own_keys = [key for key in keys if key in own]
-            key_kept = chosen.key if chosen is not None and chosen.key in own else next(iter(own_keys), None)
+            own_keys = [key for key in keys if key in item_keys]
+            key_kept = chosen.key if chosen is not None and chosen.key in item_keys else next(iter(own_keys), None)
             primary_keys.update({key: key_kept for key in own_keys if key_kept is not None and key != key_kept})
         return cls(primary_keys, frozenset(exact))
 

@@ -338,11 +338,11 @@ def _copy_shipped_cache() -> None:
     Numba reads only caches that it can write, so it would compile again the kernels that an image was built with.
     """
     for kernel in jit.KERNELS:
-        shipped, own = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
-        if not own or shipped == Path(own) or not shipped.is_dir() or os.access(shipped, os.W_OK):
+        shipped, cache_path = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
+        if not cache_path or shipped == Path(cache_path) or not shipped.is_dir() or os.access(shipped, os.W_OK):
             continue
         for file in shipped.glob("*.nb[ci]"):
-            target = Path(own) / file.name
+            target = Path(cache_path) / file.name
             if not target.exists():
                 with open(file, "rb") as origin, AtomicFile(target, fsync=False) as copy:
                     shutil.copyfileobj(origin, copy.stream)

@@ -91,14 +91,14 @@ class GradientCompressor(ABC):
         """
         self._check_state({}, state)
 
-    def _check_state(self, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Raise a `LoadFailed` that names the differences between `own` and the loaded `state`."""
-        problems = [f"{name} is missing" for name in own if name not in state]
-        problems += [f"{name} is not expected" for name in state if name not in own]
+    def _check_state(self, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Raise a `LoadFailed` that names the differences between `expected` and the loaded `state`."""
+        problems = [f"{name} is missing" for name in expected if name not in state]
+        problems += [f"{name} is not expected" for name in state if name not in expected]
         problems += [
-            f"{name} has shape {list(state[name].shape)}, expected {list(own[name].shape)}"
-            for name in own if name in state and state[name].shape != own[name].shape
+            f"{name} has shape {list(state[name].shape)}, expected {list(expected[name].shape)}"
+            for name in expected if name in state and state[name].shape != expected[name].shape
         ]
         if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise LoadFailed(f"residuals do not fit compressor '{self.spec}': {'; '.join(problems[:8])}{more}")
+            suffix = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise LoadFailed(f"residuals do not fit compressor '{self.spec}': {'; '.join(problems[:8])}{suffix}")

@@ -235,10 +235,10 @@ def completed_future(value: Tensor) -> Future[Tensor]:
     return future
 
 
-def start_all_gather(out: Tensor, own: Tensor, group: Group) -> dist.Work:
+def start_all_gather(out: Tensor, tensor: Tensor, group: Group) -> dist.Work:
     """Start to gather flat tensors of equal length into `out`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by the version of torch
-    return gather(out, own, group=group, async_op=True)
+    return gather(out, tensor, group=group, async_op=True)
 
 
 def record_current_stream(tensor: Tensor) -> Tensor:

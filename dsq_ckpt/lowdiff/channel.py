@@ -45,8 +45,8 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
         """Create a connection; return this process's end, and a socket for the other process."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return cls(own), other
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(first), second
 
     def send(self, message: dict[str, Any], arena: Arena | None = None, timeout: float | None = None) -> None:
         """Send a message, and let the other process map the arena.

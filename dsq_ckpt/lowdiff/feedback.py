@@ -55,9 +55,9 @@ class FeedbackCompressor(HookedCompressor):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See `GradientCompressor.load_state`."""
-        own = self.state()
-        self._check_state(own, state)
-        for name, residual in own.items():
+        residuals = self.state()
+        self._check_state(residuals, state)
+        for name, residual in residuals.items():
             residual.copy_(state[name])
 
     def _residual(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:

@@ -128,22 +128,22 @@ class KMeans(FeedbackCompressor):
             length: length of the shard.
             world: number of ranks.
         """
-        own = _OwnedRange(
+        own_range = _OwnedRange(
             min(max(first - slice_.start, 0), slice_.elements),
             min(max(first + length - slice_.start, 0), slice_.elements),
             slice_.strides,
         )
-        if self._owned.get(slice_.parameter) == own:
+        if self._owned.get(slice_.parameter) == own_range:
             return
         if slice_.parameter in self._residuals:
             if self._is_dropped(gradient):
                 self._owned.pop(slice_.parameter, None)
                 return  # retry at the next step: DDP may drop the residual now
             residual = self._flat_residual(slice_)
-            for foreign in (slice(0, own.first), slice(own.last, slice_.elements)):
+            for foreign in (slice(0, own_range.first), slice(own_range.last, slice_.elements)):
                 sent[foreign].add_(residual[foreign], alpha=world)
                 residual[foreign] = 0.0
-        self._owned[slice_.parameter] = own
+        self._owned[slice_.parameter] = own_range
 
     def _add_residuals(self, bucket: Bucket, shard: Tensor, first: int) -> list[BucketSlice]:
         """Add residuals in place to a shard that begins at `first`; return the slices that received one."""

@@ -111,9 +111,9 @@ class GradientLog(Recorder):
         self._attach_compressor()
         if resume is None or resume.compressor != self._compressor.spec or resume.residual is None:
             return
-        own, recovered = self._compressor.state(), resume.residuals()
-        if set(own) <= set(recovered):
-            self._compressor.load_state({name: recovered[name] for name in own})
+        state, recovered = self._compressor.state(), resume.residuals()
+        if set(state) <= set(recovered):
+            self._compressor.load_state({name: recovered[name] for name in state})
 
     def _attach_compressor(self) -> None:
         self._compressor.attach(self._train_state.model)

@@ -304,9 +304,9 @@ class Recorder(WorkerGroup):
         """Move `_before_step` to the end, since other hooks may change gradients, and `_after_step` to the front, since
         other hooks may change parameters.
         """
-        for kind, own, last in (("pre", self._before_step, True), ("post", self._after_step, False)):
+        for kind, own_hook, last in (("pre", self._before_step, True), ("post", self._after_step, False)):
             hooks: Any = getattr(self._train_state.optimizer, f"_optimizer_step_{kind}_hooks", {})
-            for key in [key for key, hook in hooks.items() if hook == own]:
+            for key in [key for key, hook in hooks.items() if hook == own_hook]:
                 hooks.move_to_end(key, last=last)
 
     # Messages to the checkpointing process.
@@ -375,8 +375,8 @@ class Recorder(WorkerGroup):
                 copies[key] = (layout.add(nbytes(tensor)), tensor)
             descriptions.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), copies[key][0]])
         arena, needs_mapping = self._client.ensure_staging(layout.size)
-        for at, tensor in copies.values():
-            arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        for offset, tensor in copies.values():
+            arena.view(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         message = dict(kind="snapshot", step=self.steps_done, tensors=descriptions, meta=self._snapshot_metadata())
         if self._gap or self._needs_first_snapshot:
             self._required_snapshot, self._needs_first_snapshot = self.steps_done, False

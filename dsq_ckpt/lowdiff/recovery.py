@@ -236,11 +236,11 @@ def _load_snapshot(
             f"'{snapshot.path}' is of {layout}, to be recovered is {train_state.layout}: ranks hold other parts of it; "
             "recover with what was logged"
         )
-    entries, own = entries_from(meta["entries"]), train_state.entries(1)
+    entries, owned = entries_from(meta["entries"]), train_state.entries(1)
     problems = [] if train_state.optimizer.__class__.__name__ == meta["optimizer"] else [
         f"the optimizer is {train_state.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
     ]
-    problems += describe_differences(entries, own)
+    problems += describe_differences(entries, owned)
     if len(meta["hyper"]) != len(train_state.optimizer.param_groups) and not problems:
         problems.append(f"{len(meta['hyper'])} groups were logged, {len(train_state.optimizer.param_groups)} are there")
     if set(meta["states"]) != set(train_state.states):
@@ -271,7 +271,7 @@ def _load_snapshot(
         name: snapshot.tensor(name) for name, tensor in targets.items()
         if name in names and snapshot.shape(name)[0] == tuple(tensor.shape)
     }
-    state = _optimizer_state(train_state, snapshot, {entry.name: entry for entry in own}) if not problems else None
+    state = _optimizer_state(train_state, snapshot, {entry.name: entry for entry in owned}) if not problems else None
     residual = None
     if has_residuals and not rank_problems:
         own_prefix = f"{prefix}{comm.rank}."
@@ -295,9 +295,9 @@ def _load_snapshot(
     )
 
 
-def describe_differences(logged: Sequence[ParameterEntry], own: Sequence[ParameterEntry]) -> list[str]:
+def describe_differences(logged: Sequence[ParameterEntry], entries: Sequence[ParameterEntry]) -> list[str]:
     """Return messages about the differences between logged parameters and an optimizer's own."""
-    old, new = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
+    old, new = {entry.name: entry for entry in logged}, {entry.name: entry for entry in entries}
     messages = [f"'{name}' was not logged" for name in new if name not in old]
     messages += [f"'{name}' was logged, and the optimizer has no such parameter" for name in old if name not in new]
     for name in old.keys() & new.keys():
@@ -305,7 +305,7 @@ def describe_differences(logged: Sequence[ParameterEntry], own: Sequence[Paramet
             before, after = getattr(old[name], attribute), getattr(new[name], attribute)
             if before != after:
                 messages.append(f"'{name}' was logged with {attribute} {before}, is {after}")
-    if not messages and [entry.name for entry in logged] != [entry.name for entry in own]:
+    if not messages and [entry.name for entry in logged] != [entry.name for entry in entries]:
         messages.append("the parameters of the optimizer are in another order than was logged")
     return messages
 

@@ -110,14 +110,14 @@ def updates_independently(optimizer: torch.optim.Optimizer) -> bool:
 class _ShardedOptimizer:
     """An optimizer split into shards of the parameters that step in parallel."""
 
-    def __init__(self, train_state: TrainState, own: Sequence[str], threads: int) -> None:
+    def __init__(self, train_state: TrainState, own_names: Sequence[str], threads: int) -> None:
         self._train_state = train_state
         optimizer = train_state.optimizer
         on_host = all(parameter.device.type == "cpu" for parameter in train_state.parameters.values())
-        count = max(min(threads, len(own)), 1) if on_host and updates_independently(optimizer) else 1
+        count = max(min(threads, len(own_names)), 1) if on_host and updates_independently(optimizer) else 1
         partitions: list[list[str]] = [[] for _ in range(count)]
         loads = [0] * count
-        for name in sorted(own, key=lambda name: -train_state.parameters[name].numel()):
+        for name in sorted(own_names, key=lambda name: -train_state.parameters[name].numel()):
             lightest = loads.index(min(loads))
             partitions[lightest].append(name)
             loads[lightest] += train_state.parameters[name].numel()
@@ -158,8 +158,8 @@ class _ShardedOptimizer:
     def _step(
         self, names: Sequence[str], optimizer: torch.optim.Optimizer, gradients: dict[str, torch.Tensor]
     ) -> None:
-        for own, group in zip(optimizer.param_groups, self._train_state.optimizer.param_groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+        for own_group, group in zip(optimizer.param_groups, self._train_state.optimizer.param_groups, strict=True):
+            own_group.update({key: value for key, value in group.items() if key != "params"})
         for name in names:
             parameter = self._train_state.parameters[name]
             flat = gradients.get(name)

@@ -156,16 +156,16 @@ class Replica(Recorder):
     def _gradient_factor(self) -> float | None:
         """Return the factor by which gradients were multiplied after streaming; None if they changed in another way."""
         streamer = self._streamer
-        own = [self._train_state.parameters[entry.name] for entry in self._own_entries]
-        if any(parameter.grad is not None and parameter not in streamer.streamed_parameters for parameter in own):
+        owned = [self._train_state.parameters[entry.name] for entry in self._own_entries]
+        if any(parameter.grad is not None and parameter not in streamer.streamed_parameters for parameter in owned):
             return None
-        present = [parameter for parameter in own if parameter.grad is not None]
+        present = [parameter for parameter in owned if parameter.grad is not None]
         before = [streamer.view(parameter) for parameter in present]
         after = [parameter.grad.detach() for parameter in present if parameter.grad is not None]
         probes = []
         for streamed, current in list(zip(before, after, strict=True))[:: max(len(before) // _PROBED_PARAMETERS, 1)]:
-            every = max(streamed.numel() // _PROBED_ELEMENTS, 1)
-            probes.append((streamed.view(-1)[::every].float(), current.reshape(-1)[::every].cpu().float()))
+            stride = max(streamed.numel() // _PROBED_ELEMENTS, 1)
+            probes.append((streamed.view(-1)[::stride].float(), current.reshape(-1)[::stride].cpu().float()))
         return find_scale(before, scales_from_probes(probes), after)
 
     def _discard_gradients(self) -> None:

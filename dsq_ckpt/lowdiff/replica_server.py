@@ -99,9 +99,9 @@ class ReplicaServer(Server):
             offsets = [layout.add(nbytes(item.tensor)) for item in snapshot_tensors]
             arena = Arena.create(layout.size)
             descriptions = []
-            for (path, tensor), at in zip(snapshot_tensors, offsets, strict=True):
-                arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-                descriptions.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
+            for (path, tensor), offset in zip(snapshot_tensors, offsets, strict=True):
+                arena.view(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                descriptions.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), offset])
             self._copy = replica_transfer.ReplicaShard(self.applied, descriptions, self._log_metadata(), arena)
         return self._copy
 
@@ -123,26 +123,26 @@ class ReplicaServer(Server):
         self._metadata, self.entries = dict(message["meta"]), self._logged_entries(message)
         tensors = {item.path: item.tensor.clone() for item in self._staged_tensors(message["tensors"])}
         names = {entry.name for entry in self.entries}
-        own: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         self._other_tensors = {}
         state: defaultdict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
         for path, tensor in tensors.items():
             if path[0] == OPTIMIZER:
                 continue
             if path[1] in names:
-                own[path[1]] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+                parameters[path[1]] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
             elif self._metadata["aliases"].get(path[1]) not in names:
                 self._other_tensors[path] = tensor
         for path, tensor in tensors.items():
             if path[0] == OPTIMIZER:
-                state[own[path[2]]][path[3]] = tensor
+                state[parameters[path[2]]][path[3]] = tensor
         for name, values in self._metadata["plain"].items():
-            if name in own:
-                state[own[name]] |= {key: from_plain(value) for key, value in values.items()}
-        self._parameters = own
+            if name in parameters:
+                state[parameters[name]] |= {key: from_plain(value) for key, value in values.items()}
+        self._parameters = parameters
         groups: list[dict[str, Any]] = [{"params": []} for _ in self._metadata["hyper"]]
         for entry in self.entries:
-            groups[entry.group]["params"].append(own[entry.name])
+            groups[entry.group]["params"].append(parameters[entry.name])
         sys.path += [entry for entry in self._module_path if entry not in sys.path]
         kind = getattr(importlib.import_module(self._optimizer_spec["module"]), self._optimizer_spec["name"])
         optimizer = kind.__new__(kind)

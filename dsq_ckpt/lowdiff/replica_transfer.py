@@ -53,8 +53,8 @@ class ReplicaShard(NamedTuple):
     def snapshot_tensors(self) -> list[SnapshotTensor]:
         """Return the tensors; they share the arena's memory."""
         return [
-            SnapshotTensor(tuple(path), self.arena.view(at, tuple(shape), parse_dtype(dtype)))
-            for path, dtype, shape, at in self.tensors
+            SnapshotTensor(tuple(path), self.arena.view(offset, tuple(shape), parse_dtype(dtype)))
+            for path, dtype, shape, offset in self.tensors
         ]
 
 
@@ -185,11 +185,11 @@ class SurvivingReplica:
         )
         if outdated[0]:
             return None
-        own = self._request({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER_TIMEOUT)
-        if not all(self._comm.gather(own is not None)):
+        response = self._request({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER_TIMEOUT)
+        if not all(self._comm.gather(response is not None)):
             return None
-        assert own is not None
-        answer, arena = own
+        assert response is not None
+        answer, arena = response
         group = create_cpu_group(self._comm)
         shares = self._comm.gather((answer["tensors"], 0 if arena is None else arena.size, answer["meta"]["plain"]))
         tensors: dict[str, torch.Tensor] = {}
@@ -201,9 +201,9 @@ class SurvivingReplica:
                 shard = torch.empty(size, dtype=torch.uint8)
             if group is not None and size:
                 dist.broadcast(shard, group=group, group_src=rank)
-            for path, dtype, shape, at in listed:
+            for path, dtype, shape, offset in listed:
                 nbytes = torch.Size(shape).numel() * parse_dtype(dtype).itemsize
-                tensors[".".join(path)] = shard[at : at + nbytes].view(parse_dtype(dtype)).view(shape)
+                tensors[".".join(path)] = shard[offset : offset + nbytes].view(parse_dtype(dtype)).view(shape)
         if group is not None:
             dist.destroy_process_group(group)
         plain = {name: values for share in shares for name, values in share[2].items()}

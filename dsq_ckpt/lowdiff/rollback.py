@@ -37,9 +37,9 @@ def rollback_on_failure(train_state: TrainState) -> Iterator[None]:
             for key in set(group) - set(before) - STRUCTURE:
                 del group[key]
             for key, value in before.items():
-                own = group.get(key)
-                if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-                    own.copy_(value)
+                target = group.get(key)
+                if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
+                    target.copy_(value)
                 else:
                     group[key] = value
         for name, stateful in train_state.states.items():

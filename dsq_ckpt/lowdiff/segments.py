@@ -93,13 +93,13 @@ def write_segment(
     """
     name = str(SegmentName(session, steps[0].number, steps[-1].number, rank))
     with ContainerWriter(run / LOG, name, fsync) as writer:
-        listed = []
+        listing = []
         for step in steps:
             blocks = [list(writer.add(block)) for block in step.blocks]
-            listed.append({"step": step.number, "blocks": blocks, **step.record})
+            listing.append({"step": step.number, "blocks": blocks, **step.record})
         info = writer.finish({
             "log": _VERSION, "session": session, "rank": rank, "ranks": ranks,
-            "parameters": [list(entry) for entry in entries], "steps": listed,
+            "parameters": [list(entry) for entry in entries], "steps": listing,
         })
     if fsync:
         sync_directory(run / LOG)
@@ -343,8 +343,8 @@ def replayable_steps(run: Path, session: str, after: int, last: int | None = Non
             step_segments.append(segment)
         if problem is None and len(step_segments) != ranks:
             missing = list(itertools.islice((rank for rank in range(ranks or 0) if rank not in by_step[step]), 9))
-            shown = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
-            problem = f"step {step} is not complete: the share of rank(s) {shown} is missing"
+            text = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
+            problem = f"step {step} is not complete: the share of rank(s) {text} is missing"
         if problem is None:
             steps.append(step_segments)
             step += 1

@@ -110,13 +110,13 @@ def save_snapshot(
     Raises:
         DSQError: on all ranks, if any failed; earlier snapshots are untouched.
     """
-    own = list(tensors)
+    own_tensors = list(tensors)
     if meta is not None:
         text = json.dumps({"version": _VERSION, **meta}, separators=(",", ":")).encode()
-        own.append(SnapshotTensor(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+        own_tensors.append(SnapshotTensor(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
     path = snapshot_directory(run, step)
     state = LocalState(
-        [_as_local_shard(item) for item in own], nesting={item.name: item.path for item in own},
+        [_as_local_shard(item) for item in own_tensors], nesting={item.name: item.path for item in own_tensors},
         settings=_plain_settings(meta or {}) if is_lossy(config) else {},
     )
     parent = "auto" if is_lossy(config) else None

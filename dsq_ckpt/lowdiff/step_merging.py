@@ -122,20 +122,20 @@ class StepMerger:
         return count
 
 
-def _sgd_step_map(settings: Mapping[str, Any], gradient: torch.Tensor, started: bool) -> StepMap:
+def _sgd_step_map(settings: Mapping[str, Any], gradient: torch.Tensor, has_momentum: bool) -> StepMap:
     """Return one step of torch.optim.SGD as a map.
 
     Args:
         settings: hyperparameters of the parameter's group.
         gradient: flat gradient.
-        started: True if the parameter has a momentum buffer before the step.
+        has_momentum: True if the parameter has a momentum buffer before the step.
     """
     rate, momentum = float(settings["lr"]), float(settings["momentum"])
     decay, sign = float(settings["weight_decay"]), -1.0 if settings["maximize"] else 1.0
     # d = sign g + decay p; v' = momentum v + undamped d; the first buffer is d itself.
-    undamped = 1.0 - float(settings["dampening"]) if started else 1.0
+    undamped = 1.0 - float(settings["dampening"]) if has_momentum else 1.0
     if momentum:
-        carried = momentum if started else 0.0
+        carried = momentum if has_momentum else 0.0
         ahead = momentum if settings["nesterov"] else 0.0
         direct = 1.0 if settings["nesterov"] else 0.0
         scale = ahead if settings["nesterov"] else 1.0

@@ -188,9 +188,9 @@ class TrainState:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             for key, plain in values.items():
                 value = from_plain(plain)
-                own = group.get(key)
-                if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-                    own.copy_(value)
+                target = group.get(key)
+                if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
+                    target.copy_(value)
                 else:
                     group[key] = value
 
@@ -215,9 +215,9 @@ class TrainState:
                 "names in state= as to GradientLog"
             )
         for name, state in self.states.items():
-            own = from_plain(states[name])
+            loaded = from_plain(states[name])
             with in_user_code():
-                state.load_state_dict(own)
+                state.load_state_dict(loaded)
 
     def monitored_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that only the optimizer's step may change, so that gradients reproduce them.
@@ -288,7 +288,7 @@ class TrainState:
         return {name: list(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def _find_parameter(self, name: str) -> nn.Parameter:
-        return next(parameter for parameter, own in self._names.items() if own == name)
+        return next(parameter for parameter, parameter_name in self._names.items() if parameter_name == name)
 
 
 def format_differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -298,8 +298,8 @@ class ArenaLayout:
 
     def add(self, size: int) -> int:
         """Reserve `size` bytes; return their offset."""
-        at, self.size = self.size, align(self.size + size)
-        return at
+        offset, self.size = self.size, align(self.size + size)
+        return offset
 
 
 def nbytes(tensor: torch.Tensor) -> int:

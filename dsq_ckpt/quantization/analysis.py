@@ -58,11 +58,11 @@ class ImportanceClasses:
 
     def split(self, by_class: Counts, prune: float, protect: float) -> tuple[Counts, SensitivitySplit]:
         """Split a joint sketch by class, int64[classes, rows, bins], into the part for the codebook and the rest."""
-        below, above = self.limits(prune, protect)
-        low = int(np.searchsorted(self.edges, below, side="right"))  # classes 0..low-1 lie below that edge
-        high = int(np.searchsorted(self.edges, above, side="right")) if np.isfinite(above) else len(self.edges) + 1
-        low = min(low if below else 0, high)
-        split = SensitivitySplit(by_class[:low].sum(0), by_class[high:].sum(0), (below, above))
+        lower, upper = self.limits(prune, protect)
+        low = int(np.searchsorted(self.edges, lower, side="right"))  # classes 0..low-1 lie below that edge
+        high = int(np.searchsorted(self.edges, upper, side="right")) if np.isfinite(upper) else len(self.edges) + 1
+        low = min(low if lower else 0, high)
+        split = SensitivitySplit(by_class[:low].sum(0), by_class[high:].sum(0), (lower, upper))
         return by_class[low:high].sum(0), split
 
 

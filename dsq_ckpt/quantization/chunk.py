@@ -335,13 +335,13 @@ class Dequantizer:
         Raises:
             ValueError: codes, protected values and refinement do not match.
         """
-        exact, own = protected.view(np.float32), self._book.protected
+        exact, protected_code = protected.view(np.float32), self._book.protected
         table = self._table if refinement is None else self._refined_table
-        used = look_up_values(table, codes, refinement, packed, own, out, last and not self._beyond)
+        used = look_up_values(table, codes, refinement, packed, protected_code, out, last and not self._beyond)
         if used != len(exact):
             raise ValueError(f"{used} codes are protected but {len(exact)} protected values are stored")
         if used:
-            out[kernels.find_positions(codes, own)] = exact
+            out[kernels.find_positions(codes, protected_code)] = exact
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach past the largest number, its values do not
 

@@ -182,10 +182,10 @@ def _leading_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 def _quantizable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model that may be quantized, by all their names."""
-    named = itertools.chain(
+    pairs = itertools.chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
-    return ((name, tensor) for name, tensor in named if _is_materialized(tensor) and tensor.dtype in QUANTIZABLE)
+    return ((name, tensor) for name, tensor in pairs if _is_materialized(tensor) and tensor.dtype in QUANTIZABLE)
 
 
 def _is_materialized(tensor: torch.Tensor) -> bool:

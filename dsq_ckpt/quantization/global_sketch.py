@@ -191,9 +191,9 @@ def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[
 
 def _fractions(layout: Layout, group: str) -> Fractions:
     """Return the fractions of the group and the fractions that a search may try."""
-    own = layout.groups[group].codebook.weighing
-    assert own is not None
-    return Fractions((*layout.fractions.prune, own.prune), (*layout.fractions.protect, own.protect))
+    weighing = layout.groups[group].codebook.weighing
+    assert weighing is not None
+    return Fractions((*layout.fractions.prune, weighing.prune), (*layout.fractions.protect, weighing.protect))
 
 
 def _shape(

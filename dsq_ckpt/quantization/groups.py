@@ -90,8 +90,8 @@ def layer_types(model: nn.Module) -> dict[str, str]:
         else:
             layer = "other"
         for name, parameter in module.named_parameters(recurse=False):
-            own = _MANIFOLD if is_on_manifold(parameter) else layer
-            types[strip_wrappers(f"{module_name}.{name}" if module_name else name)] = own
+            own_type = _MANIFOLD if is_on_manifold(parameter) else layer
+            types[strip_wrappers(f"{module_name}.{name}" if module_name else name)] = own_type
     return types
 
 
@@ -140,7 +140,7 @@ def assign(
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
-    own = f"/{fqn}" if config.granularity == "tensor" else ""
+    suffix = f"/{fqn}" if config.granularity == "tensor" else ""
     second = None
     if chosen.codebook.coordinates == "update":
         if measured:
@@ -148,9 +148,9 @@ def assign(
         if second is None:
             chosen = to_relative_config(chosen)
     if chosen.codebook.coordinates != "values":
-        own += f"/{chosen.codebook.fit}"  # its codes have another meaning than those of a parent without it
+        suffix += f"/{chosen.codebook.fit}"  # its codes have another meaning than those of a parent without it
     by_rule = rule is not None and rule.group is not None
-    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, by_rule)
+    return Assignment(kind, f"{kind}/{group}{suffix}", chosen, settings, second, by_rule)
 
 
 def to_relative_config(config: TensorConfig) -> TensorConfig:
@@ -205,8 +205,9 @@ def _usable_second_moment(
     name = second_moment_of(fqn)
     if name is None:
         return None
-    own = assign(name, shape, dtype, config, types).config
-    return name if own is None or (own.method == "quantize" and own.codebook.coordinates == "octaves") else None
+    chosen = assign(name, shape, dtype, config, types).config
+    is_usable = chosen is None or (chosen.method == "quantize" and chosen.codebook.coordinates == "octaves")
+    return name if is_usable else None
 
 
 def second_moment_of(fqn: str) -> str | None:
@@ -259,12 +260,12 @@ def is_inner_tensor(fqn: str) -> bool:
 
 
 @functools.lru_cache(_MOST)
-def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
+def _kind(fqn: str, in_model: bool = False) -> tuple[str, str]:
     """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight).
 
     Args:
         fqn: fully qualified name.
-        own: whether the tensor is known to be the model's, whose modules may have names of moments and optimizers.
+        in_model: whether the tensor is known to be the model's, whose modules may have names of moments and optimizers.
     """
     parent, _, leaf = fqn.rpartition(".")
     if is_inner_tensor(fqn):
@@ -273,13 +274,13 @@ def _kind(fqn: str, own: bool = False) -> tuple[str, str]:
     if leaf in _MOMENTS:
         of_optimizers = any(map(is_optimizer_key, parts))
         # `model.layer.weight.exp_avg` is a moment, in a state dict with moments beside the weights.
-        below = parts[0] in MODEL_KEYS and len(parts) > 1 and parts[-2] not in _PARAMETERS
-        if not own and (of_optimizers or not below):
+        is_in_model = parts[0] in MODEL_KEYS and len(parts) > 1 and parts[-2] not in _PARAMETERS
+        if not in_model and (of_optimizers or not is_in_model):
             return _MOMENTS[leaf], parent
         parts.pop()
     if leaf == "base" and "parametrizations" in parts:
         return EXACT, fqn  # a point of torch's `orthogonal`: no step would bring it back to its manifold
-    if not own and any(map(_is_state_key, parts)):
+    if not in_model and any(map(_is_state_key, parts)):
         return EXACT, fqn  # state of an unknown optimizer: no error bound is known for it
     return "weights", fqn
 

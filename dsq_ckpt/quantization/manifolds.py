@@ -192,9 +192,9 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
     if number == 1 and size == 2 and torch.finfo(matrices.dtype).eps > _OFF:
         return False  # in bfloat16 one product may be that small by chance
     off = _tolerance(matrices.dtype) * math.sqrt(size / length)
-    every = slice(None, None, max(1, size // _PICKED))
+    stride = slice(None, None, max(1, size // _PICKED))
     for part in matrices.split(max(1, _BATCH // (size * length))):
-        picked = part[:, every][:, :_PICKED]
+        picked = part[:, stride][:, :_PICKED]
         if length <= _LONG:
             picked = picked.double()  # once for all blocks
         _, squares = _row_products(picked, picked)
@@ -210,24 +210,26 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
 
 
 def _are_orthogonal_to(
-    picked: torch.Tensor, own: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor, limit: torch.Tensor
+    picked: torch.Tensor, squared: torch.Tensor, all_rows: Iterable[torch.Tensor], scale: torch.Tensor,
+    limit: torch.Tensor,
 ) -> bool:
     """Return whether all rows have the squared length `scale`, and their products with some rows are zero.
 
     Args:
         picked: some rows of each matrix.
-        own: squared lengths of `picked`.
+        squared: squared lengths of `picked`.
         all_rows: blocks of all rows of each matrix.
         scale: a number for each matrix.
         limit: tolerance for rounding, for each matrix.
     """
-    sums = torch.zeros_like(own)
+    sums = torch.zeros_like(squared)
     for block in all_rows:
         products, squares = _row_products(picked, block)
         if not bool(((squares - scale).abs() <= limit).all()):
             return False
         sums += products.square().sum(2)
-    return bool(((sums - own.square()).clamp(min=0).sqrt() <= limit).all())  # without each row's product with itself
+    sums -= squared.square()  # products of rows with themselves
+    return bool((sums.clamp(min=0).sqrt() <= limit).all())
 
 
 def _row_products(picked: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,9 +92,9 @@ class MatrixScales:
         means = np.rint(_to_eighths(columns_sum[0] / np.maximum(columns_sum[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, empty, empty)
-        more = 0 if by_column else means
+        offset = 0 if by_column else means
         return cls(
-            columns, (np.concatenate(numbers) + more).astype(np.int16) if by_row else empty,
+            columns, (np.concatenate(numbers) + offset).astype(np.int16) if by_row else empty,
             means.astype(np.int16) if by_column else empty,
         )
 
@@ -213,8 +213,8 @@ def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, sums: Any,
         inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
         for j in range(columns):
             counts = (row[j] >= first) & (row[j] < infinite_bits)
-            rest = np.int32(row[j] - less) if counts else np.int32(0)
-            low, high = min(low, rest), max(high, rest)
+            remainder = np.int32(row[j] - less) if counts else np.int32(0)
+            low, high = min(low, remainder), max(high, remainder)
             ratio = np.float64(values[i, j]) * inverse if counts else 0.0
             if by_column:
                 sums[0, j] += ratio

@@ -25,13 +25,13 @@ def find_model_tensors(
         types: layer types of the model; None: only names are known.
     """
     tensors = {name for name in names if name in weights or kind_of(name, types) == "weights"}
-    below: dict[str, list[str]] = {}
+    by_prefix: dict[str, list[str]] = {}
     for name in names:
         if name not in tensors and (key := optimizer_prefix(name)):
-            below.setdefault(key, []).append(name)
-    for key, own in below.items():
-        if _is_module(key, own):
-            tensors.update(own)
+            by_prefix.setdefault(key, []).append(name)
+    for key, own_names in by_prefix.items():
+        if _is_module(key, own_names):
+            tensors.update(own_names)
     return tensors
 
 
@@ -69,5 +69,5 @@ def _is_module(key: str, names: Sequence[str]) -> bool:
         return False
     if key.partition(".")[0].lower() in MODEL_KEYS:
         return True
-    named = any(name == key or name.endswith(_ENDS) for name in names)
-    return named and not any(".state." in name[len(key):] for name in names)
+    has_parameter = any(name == key or name.endswith(_ENDS) for name in names)
+    return has_parameter and not any(".state." in name[len(key):] for name in names)

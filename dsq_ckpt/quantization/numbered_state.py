@@ -72,10 +72,10 @@ def match_state_to_weights(
         for model in models.values():
             others = [shape for shape in model if len(model[shape]) != len(own_state.get(shape, ()))]
             for shape in model.keys() & own_state.keys():
-                own = [name for _, name in sorted(own_state[shape])]
-                if others == [shape] and (len(own), len(model[shape])) == (1, 2):
-                    own *= 2  # all other weights are trained once, so these two are one tied parameter
-                if len(own) == len(model[shape]):
-                    for weight, name in zip(model[shape], own, strict=True):
+                names = [name for _, name in sorted(own_state[shape])]
+                if others == [shape] and (len(names), len(model[shape])) == (1, 2):
+                    names *= 2  # all other weights are trained once, so these two are one tied parameter
+                if len(names) == len(model[shape]):
+                    for weight, name in zip(model[shape], names, strict=True):
                         matches[weight].add(name)
     return {weight: states.pop() for weight, states in matches.items() if len(states) == 1}

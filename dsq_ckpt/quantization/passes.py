@@ -103,13 +103,13 @@ def add_joint(
         settle_streams(chunk.tensor for chunk in on_host)
         shares = _share_out(on_host, workers)
         work = partial(_joint_share, window=window, by_octave=octaves is not None, workers=workers)
-        into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first share adds to the result itself
-        for counts, by_octave in workers.map(work, zip(shares, into, strict=True)):
+        targets = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first share adds to the result itself
+        for counts, by_octave in workers.map(work, zip(shares, targets, strict=True)):
             if counts is not array:
                 array += counts
-            for fqn, own in by_octave:
+            for fqn, octave_counts in by_octave:
                 assert octaves is not None
-                octaves[fqn] = octaves.get(fqn, 0) + own
+                octaves[fqn] = octaves.get(fqn, 0) + octave_counts
 
 
 def _joint_share(
@@ -119,7 +119,7 @@ def _joint_share(
     octaves = [np.zeros(512, np.int64) for _ in share if by_octave]
     for number, chunk in enumerate(share):
         _sketch_chunk(chunk, window, counts, workers, octaves[number] if by_octave else None)
-    return counts, [(chunk.key.fqn, own) for chunk, own in zip(share, octaves, strict=False)]
+    return counts, [(chunk.key.fqn, octave_counts) for chunk, octave_counts in zip(share, octaves, strict=False)]
 
 
 def importance_of(chunk: Chunk, span: slice) -> F32:

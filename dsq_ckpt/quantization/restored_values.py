@@ -304,13 +304,13 @@ def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: A
             if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
                 continue
             offset = int((position - part) * waves.shape[1])
-            at = codes[i] * parts + part
-            first[at] += waves[0, offset]
-            second[at] += waves[1, offset]
-            counts[at] += 1
+            index = codes[i] * parts + part
+            first[index] += waves[0, offset]
+            second[index] += waves[1, offset]
+            counts[index] += 1
     total, pairs, elements = 0.0, 0.0, 0.0
-    for at in range(len(counts)):
-        total += (first[at] * first[at] + second[at] * second[at]) / 2 - counts[at]
-        pairs += counts[at] * counts[at]
-        elements += counts[at]
+    for index in range(len(counts)):
+        total += (first[index] * first[index] + second[index] * second[index]) / 2 - counts[index]
+        pairs += counts[index] * counts[index]
+        elements += counts[index]
     return total, pairs, elements

@@ -67,8 +67,8 @@ def find_rounded_weights(model: nn.Module | None) -> dict[str, bool]:
     weights.update(id(parameter) for parameter in model.parameters() if _rounds_itself(parameter))
     if not weights:
         return {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {strip_wrappers(name): id(parameter) in weights for name, parameter in named}
+    pairs = model.named_parameters(remove_duplicate=False)
+    return {strip_wrappers(name): id(parameter) in weights for name, parameter in pairs}
 
 
 def _quantizes_weights(module: nn.Module) -> bool:

@@ -187,12 +187,12 @@ def _scale_by_gradient(
     for fqn in names:
         if not energy[fqn]:
             continue
-        own = 0.5 * float(np.log2(energy[fqn])) - float(np.log2(unit))
+        log_rms = 0.5 * float(np.log2(energy[fqn])) - float(np.log2(unit))
         if fqn in logs:
             wish = float(np.clip(strength[tensors[fqn]] * (middle - logs[fqn]), -_REACH, _REACH))
-            wish = min(wish, own + _WIDEST)
+            wish = min(wish, log_rms + _WIDEST)
         else:
-            wish = own + _UNKNOWN
+            wish = log_rms + _UNKNOWN
         exponents[fqn] = round(4 * wish) / 4
     return set(strength), unit, exponents
 

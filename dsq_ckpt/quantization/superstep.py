@@ -45,7 +45,7 @@ class SuperStep:
         return self.steps.shape[1]
 
     @classmethod
-    def from_stored(cls, codes: Codes, steps: Any, own: F32, source: str) -> SuperStep:
+    def from_stored(cls, codes: Codes, steps: Any, lone: F32, source: str) -> SuperStep:
         """Build a super-step from the content of a file.
 
         Raises:
@@ -57,13 +57,13 @@ class SuperStep:
             raise CorruptCheckpoint(f"{source}: steps are no table of numbers: {error}") from error
         with np.errstate(over="ignore"):
             table = wide.astype(np.float32)
-        fits = table.ndim == 2 and 1 <= len(table) == len(own) and table.shape[1] <= MOST_CODES
-        if not fits or not (table == wide).all() or not np.isfinite(table).all() or not np.isfinite(own).all():
-            raise CorruptCheckpoint(f"{source}: {table.shape} steps and {own.shape} numbers of single elements")
+        fits = table.ndim == 2 and 1 <= len(table) == len(lone) and table.shape[1] <= MOST_CODES
+        if not fits or not (table == wide).all() or not np.isfinite(table).all() or not np.isfinite(lone).all():
+            raise CorruptCheckpoint(f"{source}: {table.shape} steps and {lone.shape} numbers of single elements")
         last = table.shape[1]
-        if int(codes.max(initial=0)) > last or int(np.count_nonzero(codes == last)) != own.shape[1]:
-            raise CorruptCheckpoint(f"{source}: its codes do not fit {last} levels and {own.shape[1]} single elements")
-        return cls(codes, table, own)
+        if int(codes.max(initial=0)) > last or int(np.count_nonzero(codes == last)) != lone.shape[1]:
+            raise CorruptCheckpoint(f"{source}: its codes do not fit {last} levels and {lone.shape[1]} single elements")
+        return cls(codes, table, lone)
 
     def add_to(self, values: F32, workers: Workers) -> None:
         """Add all steps to the chunk's values, float32[n], in place."""
@@ -72,10 +72,10 @@ class SuperStep:
         tables = np.pad(self.steps, ((0, 0), (0, 1)))
 
         def work(index: int) -> None:
-            span, own = blocks[index], slice(before[index], before[index + 1])
+            span, single = blocks[index], slice(before[index], before[index + 1])
             piece = np.empty(len(values[span]), np.float32)
             for table, numbers in zip(tables, self.escaped, strict=True):
-                kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[own], piece)
+                kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[single], piece)
                 add_residual(values[span], piece, values[span])
 
         for _ in workers.map(work, range(len(blocks))):

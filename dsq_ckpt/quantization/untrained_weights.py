@@ -34,18 +34,18 @@ def find_stateless_weights(
         types: layer types of the model; None: model tensors are found by name.
         of_model: names of the model tensors, if known.
     """
-    own = find_model_tensors(shapes, weights, types) if types or of_model is None else of_model
-    state = [name for name in shapes if name not in own and kind_of(name) != "weights" and _state_suffix(name)]
+    tensors = find_model_tensors(shapes, weights, types) if types or of_model is None else of_model
+    state = [name for name in shapes if name not in tensors and kind_of(name) != "weights" and _state_suffix(name)]
     if not weights or not state:
         return {}
     numbers = {name: number for name in state if (number := parse_numbered_name(name)) is not None}
     if not numbers:
-        return _find_by_name(weights, shapes, own, state, tied)
-    return _find_by_number(weights, shapes, own, numbers, tied) if len(numbers) == len(state) else {}
+        return _find_by_name(weights, shapes, tensors, state, tied)
+    return _find_by_number(weights, shapes, tensors, numbers, tied) if len(numbers) == len(state) else {}
 
 
 def _find_by_name(
-    weights: Collection[str], shapes: Mapping[str, Shape], own: Collection[str], state: Collection[str],
+    weights: Collection[str], shapes: Mapping[str, Shape], tensors: Collection[str], state: Collection[str],
     tied: Mapping[str, Collection[str]],
 ) -> dict[str, bool]:
     """Return the weights whose name no state has; empty unless all state of matrices has the name of some weight."""
@@ -57,7 +57,7 @@ def _find_by_name(
     aliases = {other for others in tied.values() for other in others}
     matches: dict[str, list[str]] = {}
     for name in shapes:
-        if name in own and (
+        if name in tensors and (
             suffix := next((part for part in name_suffixes(strip_wrappers(name)) if part in state_shapes), "")
         ):
             matches.setdefault(suffix, []).append(name)
@@ -77,12 +77,12 @@ def _find_by_name(
 
 
 def _find_by_number(
-    weights: Collection[str], shapes: Mapping[str, Shape], own: Collection[str],
+    weights: Collection[str], shapes: Mapping[str, Shape], tensors: Collection[str],
     state: Mapping[str, tuple[str, int]], tied: Mapping[str, Collection[str]],
 ) -> dict[str, bool]:
     """Return the weights of each shape that more weights have than numbered parameters."""
     aliases = {other for others in tied.values() for other in others}
-    untied = [name for name in own if name not in aliases]
+    untied = [name for name in tensors if name not in aliases]
     by_number: dict[tuple[str, int], set[Shape]] = {}
     for name, number in state.items():
         by_number.setdefault(number, set()).add(shapes[name])

@@ -134,7 +134,7 @@ def find_unknown_updates(names: Iterable[str]) -> frozenset[str]:
         if (group_setting := _parse_group_setting(name)) is not None:
             owner, group, setting = group_setting
             groups.setdefault((owner, group), set()).add(setting)
-    return frozenset(_state_prefix(owner) for (owner, _), own in groups.items() if own.isdisjoint(_OF_SGD))
+    return frozenset(_state_prefix(owner) for (owner, _), keys in groups.items() if keys.isdisjoint(_OF_SGD))
 
 
 def find_prenormalized(names: Iterable[str]) -> frozenset[str]:
@@ -153,9 +153,9 @@ def find_prenormalized(names: Iterable[str]) -> frozenset[str]:
         elif name.endswith(f".{_OF_LAPROP}"):
             owner, state, _ = f".{name}".rpartition(".state.")
             names_found.add(_state_prefix(owner) if state else name.removesuffix(_OF_LAPROP))
-    for (owner, _), own in groups.items():
-        official = {"decouple", "capturable"} <= own and "amsgrad" not in own  # ADOPT of the paper's authors
-        if official or not own.isdisjoint((_OF_LAPROP, _OF_ADOPT)):
+    for (owner, _), keys in groups.items():
+        official = {"decouple", "capturable"} <= keys and "amsgrad" not in keys  # ADOPT of the paper's authors
+        if official or not keys.isdisjoint((_OF_LAPROP, _OF_ADOPT)):
             names_found.add(_state_prefix(owner))
     return frozenset(names_found)
 

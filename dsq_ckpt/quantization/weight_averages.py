@@ -45,7 +45,7 @@ class _Form(NamedTuple):
 
 @torch.no_grad()
 @no_autocast()
-def find_averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
+def find_averages(changed: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tensor]) -> set[_K]:
     """Return the keys of tensors that lie as is_near a trained tensor of the same form as an average of it would.
 
     Nearly all their parts must lie is_near, since rows of another size would need another step. The agreement of two
@@ -54,11 +54,11 @@ def find_averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tens
     compared. Each device is synchronized once.
 
     Args:
-        moved: tensors that have changed, by key.
+        changed: tensors that have changed, by key.
         trained: trained tensors.
     """
     forms: dict[_Form, list[_K]] = defaultdict(list)
-    for key, tensor in moved.items():
+    for key, tensor in changed.items():
         if (form := _form(tensor)) is not None:
             forms[form].append(key)
     others: dict[_Form, list[torch.Tensor]] = defaultdict(list)
@@ -68,7 +68,7 @@ def find_averages(moved: Mapping[_K, torch.Tensor], trained: Iterable[torch.Tens
                 others[form].append(tensor)
     pairs = [(forms[form], others[form]) for form in others]
     samples = _copy_to_host([
-        _sample(tensor) for keys, same in pairs for tensor in (*map(moved.__getitem__, keys), *same)
+        _sample(tensor) for keys, same in pairs for tensor in (*map(changed.__getitem__, keys), *same)
     ])
     averages, index = set[_K](), 0
     for keys, same in pairs:

@@ -53,8 +53,8 @@ def find_worst_tensor(
     """
     bits = fitted.refinement_bits
     occupied = _finite_entries(fitted, joint)
-    errors_lost = [_error_by_octave(fitted, occupied, own) for own in ([0, bits] if bits else [0])]
-    result, names, sums = None, list(octaves), np.zeros((1 + len(errors_lost), 2))  # scaled and plain: energy, errors
+    errors = [_error_by_octave(fitted, occupied, bit_count) for bit_count in ([0, bits] if bits else [0])]
+    result, names, sums = None, list(octaves), np.zeros((1 + len(errors), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
         batch = names[start : start + _AT_ONCE]
         elements = np.stack([octaves[fqn][1:255] for fqn in batch])
@@ -62,19 +62,20 @@ def find_worst_tensor(
         energies = elements * 4.0 ** (OCTAVE_CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         total = energies.sum(1)
-        squares = [(elements * own[places]).sum(1) for own in errors_lost]
-        last = np.minimum(elements * errors_lost[-1][places], energies).sum(1)
-        errors = np.sqrt(last / np.where(total > 0, total, 1.0))
-        for index, own in enumerate((total, *squares)):
-            sums[index] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
-        worst = int(errors.argmax())
-        if total.any() and (result is None or errors[worst] > result.error):
-            result = WorstTensor(batch[worst], float(errors[worst]))
+        squares = [(elements * factor[places]).sum(1) for factor in errors]
+        last = np.minimum(elements * errors[-1][places], energies).sum(1)
+        relative = np.sqrt(last / np.where(total > 0, total, 1.0))
+        for index, values in enumerate((total, *squares)):
+            sums[index] += values.sum(), (values * 4.0 ** shifts[:, 0]).sum()
+        worst = int(relative.argmax())
+        if total.any() and (result is None or relative[worst] > result.error):
+            result = WorstTensor(batch[worst], float(relative[worst]))
     if result is None:
         return None
     total, *squares = sums
     factors = [
-        float(np.sqrt(own[1] / total[1] / (own[0] / total[0]))) if own.all() and total.all() else 1.0 for own in squares
+        float(np.sqrt(pair[1] / total[1] / (pair[0] / total[0]))) if pair.all() and total.all() else 1.0
+        for pair in squares
     ]
     return result._replace(plain=factors[0], plain_refined=factors[-1])
 

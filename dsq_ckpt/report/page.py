@@ -109,7 +109,7 @@ def _build_tiles(history: History) -> list[Tile]:
     totals, newest = history.total["everything"], history.entries[-1]
     keyframes = sum(entry.manifest.depth == 0 for entry in history.entries)
     count, size = len(history.entries), figures.size
-    own = newest.classes["everything"]
+    counts = newest.classes["everything"]
     return [
         Tile(figures.ratio(totals.logical, totals.kept), "smaller on disk",
              f"{size(totals.kept)} of {size(totals.logical)}"),
@@ -118,8 +118,8 @@ def _build_tiles(history: History) -> list[Tile]:
         Tile(str(count), "checkpoint" if count == 1 else "checkpoints",
              f"{keyframes} keyframe{'' if keyframes == 1 else 's'}, {count - keyframes} "
              f"delta{'' if count - keyframes == 1 else 's'}"),
-        Tile(newest.path.name, "newest", f"{newest.created[:16]}, {size(own.kept)}, "
-             f"{figures.ratio(own.logical, own.kept)}, refinement {newest.manifest.refinement}"),
+        Tile(newest.path.name, "newest", f"{newest.created[:16]}, {size(counts.kept)}, "
+             f"{figures.ratio(counts.logical, counts.kept)}, refinement {newest.manifest.refinement}"),
     ]
 
 
@@ -166,9 +166,9 @@ def _collect_problems(history: History) -> list[tuple[str, str, str]]:
         if entry.manifest.nonfinite:
             names = ", ".join(_truncate(entry.manifest.nonfinite, 3))
             problems.append(("NaN or Inf", entry.path.name, f"stored exactly: {names}"))
-    more = len(problems) - _MAX_LISTED
-    if more > 0:
-        return [*problems[:_MAX_LISTED], ("more", "", f"{more} more: see dsq log and dsq verify")]
+    hidden_count = len(problems) - _MAX_LISTED
+    if hidden_count > 0:
+        return [*problems[:_MAX_LISTED], ("more", "", f"{hidden_count} more: see dsq log and dsq verify")]
     return problems
 
 

@@ -253,16 +253,16 @@ def _make_operating_points(
 ) -> list[OperatingPoint]:
     """Return the operating points of a class."""
     points = []
-    for own in sorted({min(step * factor, _MAX_STEP) for factor in _STEPS}):
+    for size in sorted({min(step * factor, _MAX_STEP) for factor in _STEPS}):
         # Without rate-distortion choice: it biases values towards zero, which degrades the metric more than an
         # unbiased error of the same size (docs/evaluation.md).
-        changed = {"step": own, "rate_distortion": 0.0}
+        changed = {"step": size, "rate_distortion": 0.0}
         tried = {
             group: config.model_copy(update={"codebook": config.codebook.model_copy(update=changed)})
             for group, config in configs.items()
         }
         fits = save.sketches.fit(tried, analysis).fitted
-        points.append(_make_operating_point(own, tried, save.model.recount({group: fits[group] for group in configs})))
+        points.append(_make_operating_point(size, tried, save.model.recount({group: fits[group] for group in configs})))
     return points
 
 

@@ -187,7 +187,7 @@ class ConfigManager:
             candidate, losses = self._allocate_steps(save, save.recount(candidate), codebook.step, losses, probes)
             candidate = save.trim_levels(candidate)
             steps = {
-                group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
+                group: fit.codebook.step for group, fit in candidate.groups.items() if isinstance(fit.codebook, Lattice)
             }
         if losses is None:
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
@@ -277,23 +277,23 @@ class ConfigManager:
         bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED_SHARE)
 
         def judge(analysis: Analysis, confirm: bool) -> tuple[bool, Losses]:
-            own: Losses = {}
+            losses: Losses = {}
             for fold in self.folds if confirm else self.folds[:1]:
-                own[fold.name] = compute_degradation(
+                losses[fold.name] = compute_degradation(
                     measure_metrics(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
                 )
-                if not keeps_bound(own[fold.name], bound, self._direction.is_doubted):
-                    return False, own
-            return True, own
+                if not keeps_bound(losses[fold.name], bound, self._direction.is_doubted):
+                    return False, losses
+            return True, losses
 
         probes -= bool(save.model.compensations)  # one is for nearest codes
         best, losses = Allocation(save, start, known_losses, step, bound, judge, max(probes, 0)).run()
         nearest = save.fit_nearest_codes(best)
         if probes >= 0 and nearest.bits < best.bits:
             save.model.compensate(False)
-            keeps, own = judge(nearest.analysis, True)
+            keeps, own_losses = judge(nearest.analysis, True)
             if keeps:
-                return nearest, own
+                return nearest, own_losses
             save.model.compensate(True)
         return best, losses
 

@@ -75,16 +75,16 @@ class TrialModel:
         self._refresh = refresh
         self._comm = comm or SingleProcess()
         owned = _storage_ptrs(*model.parameters(), *model.buffers())
-        own = [chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptrs(chunk.tensor) & owned)]
-        if chunks and not own:
+        needed = [chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptrs(chunk.tensor) & owned)]
+        if chunks and not needed:
             raise ConfigError(
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
                 "without copies (no cpu_offload, no full_state_dict)"
             )
-        own_keys = {chunk.key for chunk in own}
+        own_keys = {chunk.key for chunk in needed}
         self._mixed = {chunk.group for chunk in chunks if chunk.key.elements and chunk.key not in own_keys}
-        chunks = own  # others, such as an average of the weights, do not affect the metric
-        self.groups = {chunk.group for chunk in own}
+        chunks = needed  # others, such as an average of the weights, do not affect the metric
+        self.groups = {chunk.group for chunk in needed}
         """Groups with chunks of the model."""
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
@@ -216,7 +216,7 @@ class TrialModel:
     def compensated_share(self) -> float:
         """Share of the compensated elements."""
         elements = sum(chunk.key.elements for chunk in self._chunks)
-        return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
+        return sum(compensation.elements for compensation in self.compensations.values()) / max(elements, 1)
 
     def recount(self, fitted: Mapping[str, GroupFit]) -> dict[str, GroupFit]:
         """Return fits by group with the counts and errors of the stored codes."""
@@ -346,7 +346,7 @@ def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
 
 def _restore_registry(registry: dict[str, _T], saved: dict[str, _T]) -> None:
     """Restore the same objects of a module, in their order; the optimizer refers to them."""
-    if list(registry.keys()) != list(saved) or any(registry[name] is not own for name, own in saved.items()):
+    if list(registry.keys()) != list(saved) or any(registry[name] is not entry for name, entry in saved.items()):
         registry.clear()
         registry.update(saved)
 

@@ -296,11 +296,11 @@ class Checkpoint(CheckpointFiles):
         steps, count = record["steps"], get_protected_count(record)
         if not 1 <= len(steps) <= _MAX_STEPS:
             raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
-        own = np.empty((len(steps), count), np.float32)
+        single = np.empty((len(steps), count), np.float32)
         if count:
-            raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
-            own = np.frombuffer(raw, np.float32).reshape(own.shape)
-        return SuperStep.from_stored(codes, steps, own, f"'{record['fqn']}'")
+            raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, single.nbytes)
+            single = np.frombuffer(raw, np.float32).reshape(single.shape)
+        return SuperStep.from_stored(codes, steps, single, f"'{record['fqn']}'")
 
     @translate_record_errors
     def _decode_plain(self, ref: RecordRef, workers: Workers) -> F32:

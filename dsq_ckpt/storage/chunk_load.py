@@ -135,10 +135,10 @@ class CodedChunk:
     @property
     def second_moments(self) -> tuple[RecordRef, Codes] | None:
         """Record and codes of the second moments by whose roots values are multiplied, if they are kept."""
-        own = self._factor
-        if not isinstance(own, SecondMomentFactor) or own.chunk.codes is None:
+        factor = self._factor
+        if not isinstance(factor, SecondMomentFactor) or factor.chunk.codes is None:
             return None
-        return own.ref, own.chunk.codes
+        return factor.ref, factor.chunk.codes
 
     @property
     def is_sequential(self) -> bool:
@@ -305,7 +305,7 @@ def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
     memory = workers.scratch, workers.other
     errors: Sequence[BaseException | None]
     try:
-        errors = decoding_tasks.run_tasks([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
+        errors = decoding_tasks.run_tasks([block.steps(scratch) for block, scratch in zip(blocks, memory, strict=False)])
     except BaseException as failure:  # of neither block, but threads wait for both
         errors = [failure] * len(blocks)
     for block, error in zip(blocks, errors, strict=True):
@@ -336,8 +336,8 @@ def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | N
 
 def copy_clamped(values: torch.Tensor, out: torch.Tensor) -> None:
     """Copy flat values to a tensor of another dtype, clamped so that finite values stay finite."""
-    for own, part in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
+    for target, part in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
         if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(part.dtype).max:
             limit = torch.finfo(out.dtype).max
             part = part.clamp(-limit, limit)
-        own.copy_(part)
+        target.copy_(part)

@@ -200,10 +200,11 @@ class CheckpointFiles(PackReader):
         if offsets is not None:
             tensor, chunk = self.index["tensors"][fqn], self._index_chunks(fqn)[offsets]
             expected |= {"offsets": list(offsets), "shape": chunk[0], "dtype": tensor["dtype"]}
-        own = {key: record[key] for key in expected}
-        if own != expected or (record["type"] == "bytes") != (offsets is None):
+        actual = {key: record[key] for key in expected}
+        if actual != expected or (record["type"] == "bytes") != (offsets is None):
             raise CorruptCheckpoint(
-                f"record {ref.record} is {record['type']} {own}, the index {self.manifest.index.name} says {expected}"
+                f"record {ref.record} is {record['type']} {actual}, the index {self.manifest.index.name} "
+                f"says {expected}"
             )
 
     def required_files(self, file: str) -> frozenset[str]:
@@ -356,9 +357,9 @@ class CheckpointFiles(PackReader):
         expected: dict[str, Any] = {"save": name["save"], "rank": int(name["rank"])}
         if name["kind"] == "refinement":
             expected["base"] = f"{name['save']}-{name['rank']}.dsq"
-        own = {key: contents.get(key) for key in expected}
-        if own != expected:
-            raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {own}, expected {expected}")
+        actual = {key: contents.get(key) for key in expected}
+        if actual != expected:
+            raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {actual}, expected {expected}")
         if (file.role != "ancestor") != (name["save"] == self.manifest.save_id):
             raise CorruptCheckpoint(f"'{reader.path}' is not of the save {self.manifest.save_id}, as its manifest says")
         if file.contents not in (None, reader.checksum):

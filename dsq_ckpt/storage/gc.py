@@ -152,11 +152,11 @@ def collect_failed_save(directory: Path, save_id: str, inherited: Container[str]
     if find_plain_backups(directory):
         restore_backups(directory, save_id)
     written = find_journaled_files(directory, save_id)
-    own = re.compile(rf"\.?{save_id}[-.].*|.*\.dsq-{save_id[:8]}\.tmp")
+    pattern = re.compile(rf"\.?{save_id}[-.].*|.*\.dsq-{save_id[:8]}\.tmp")
     others = []
     for orphan, changed in _find_unneeded(directory):
         name = orphan.path.name
-        if own.fullmatch(name) or name in written:
+        if pattern.fullmatch(name) or name in written:
             orphan.path.unlink(missing_ok=True)
         elif changed >= since and name not in inherited and not _BACKUP_NAME.fullmatch(name):
             others.append(orphan)

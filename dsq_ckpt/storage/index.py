@@ -16,19 +16,19 @@ _SPARSE, _PLACES = 16, 1 << 16
 _MAX_DEPTH = 1000
 
 
-def check_index(index: Any, location: str, own: Collection[str]) -> None:
+def check_index(index: Any, location: str, own_files: Collection[str]) -> None:
     """Raise CorruptCheckpoint for an index that is not as documented.
 
     Args:
         index: parsed index.
         location: its file, for errors.
-        own: names of the base files that its save wrote.
+        own_files: names of the base files that its save wrote.
 
     Raises:
         CorruptCheckpoint: names the tensor or key that is wrong, and how.
     """
     try:
-        _check_files(index, own)
+        _check_files(index, own_files)
         count = len(index["files"])
         for fqn, tensor in index["tensors"].items():
             if not isinstance(tensor["dtype"], str):
@@ -83,8 +83,8 @@ class _Invalid(Exception):
     """Part of an index that is not as documented."""
 
 
-def _check_files(index: Any, own: Collection[str]) -> None:
-    if unknown := [name for name in index["files"] if name not in own]:
+def _check_files(index: Any, own_files: Collection[str]) -> None:
+    if unknown := [name for name in index["files"] if name not in own_files]:
         raise _Invalid(f"it speaks of '{unknown[0]}', which the manifest does not name as a base file of this save")
 
 

@@ -87,8 +87,8 @@ class CompressedPack(NamedTuple):
 
     def write(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
         """Write the pack; return its entry in the table of contents."""
-        own = base.add(self.data), itemsize, size
-        return own if self.link is None else (*own, self.link.ref, self.link.place)
+        entry = base.add(self.data), itemsize, size
+        return entry if self.link is None else (*entry, self.link.ref, self.link.place)
 
 
 @dataclass

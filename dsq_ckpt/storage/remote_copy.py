@@ -214,8 +214,8 @@ def compute_copy_size(origin: Path) -> int:
     others = [entry for path, manifest in pairs for entry in _list_other_entries(path, _list_named_files(manifest))]
     if not is_complete(origin):
         others += _list_other_entries(origin, ())
-    own = {file.name: file.size for _, manifest in pairs for file in manifest.files}
-    return sum(own.values()) + sum(entry.size for entry in others if not entry.is_directory)
+    file_sizes = {file.name: file.size for _, manifest in pairs for file in manifest.files}
+    return sum(file_sizes.values()) + sum(entry.size for entry in others if not entry.is_directory)
 
 
 def _list_checkpoints(origin: Path) -> list[tuple[Path, Manifest]]:

@@ -128,7 +128,7 @@ def _is_similar(name: str, other: str) -> bool:
     parts, others = _PARTS.findall(one), _PARTS.findall(two)
     if parts == others or _SEPARATORS.sub("", one) == _SEPARATORS.sub("", two):
         return True
-    differing = [(part, own) for part, own in zip(parts, others, strict=False) if part != own]
+    differing = [(part, other_part) for part, other_part in zip(parts, others, strict=False) if part != other_part]
     return len(parts) == len(others) and len(differing) == 1 and _is_typo(*differing[0])
 
 

@@ -265,8 +265,8 @@ class ShardWriter:
             return {}
         records, parts, numbers = zip(*self._scales, strict=True)
         pack, size = self._packs.add_scales(records, pack_scales(np.concatenate(numbers)))
-        for written, own in zip(parts, numbers, strict=True):
-            written.base += -(-size * len(own) // self._scale_count)  # its share, rounded up
+        for written, scale in zip(parts, numbers, strict=True):
+            written.base += -(-size * len(scale) // self._scale_count)  # its share, rounded up
         return {"scales": [pack, self._scale_count]}
 
     def _get_coder(self, name: str, elements: int) -> Coder:

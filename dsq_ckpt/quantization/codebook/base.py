@@ -137,8 +137,8 @@ def centre_zero(low: F64, high: F64, parts: float) -> None:
     """
     width = high - low
     around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
-    below, above = -low[around], high[around]
-    offset = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
-    mantissa, exponent = np.frexp(np.maximum(below / offset, above / (parts - offset)))
+    low_edge, high_edge = -low[around], high[around]
+    offset = np.clip(np.round(low_edge / width[around] * parts - 0.5), 0, parts - 1) + 0.5
+    mantissa, exponent = np.frexp(np.maximum(low_edge / offset, high_edge / (parts - offset)))
     part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
     low[around], high[around] = -offset * part, (parts - offset) * part

@@ -148,11 +148,11 @@ def fit_group(
     fitted = _fit_with_or_without_parent(sketch, config, parent, refinement_bits)
     if parent is None or config.coarser is None:
         return fitted
-    more = MAX_EXTRA_BITS[min(deltas, len(MAX_EXTRA_BITS) - 1)]
+    factor = MAX_EXTRA_BITS[min(deltas, len(MAX_EXTRA_BITS) - 1)]
     coarser = fitted
-    if math.isfinite(more):
+    if math.isfinite(factor):
         coarser = _fit_with_or_without_parent(sketch, config.coarser, parent, refinement_bits)
-    return coarser if fitted.bits - coarser.bits > more * int(sketch.joint.sum()) else fitted
+    return coarser if fitted.bits - coarser.bits > factor * int(sketch.joint.sum()) else fitted
 
 
 def _fit_with_or_without_parent(
@@ -168,8 +168,8 @@ def _fit_with_or_without_parent(
     unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
     if sketch.joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
-    alone = _fit(sketch.without_parent(), config, parent, refinement_bits)
-    return fitted if fitted.bits < _PAYS * alone.bits else alone
+    alternative = _fit(sketch.without_parent(), config, parent, refinement_bits)
+    return fitted if fitted.bits < _PAYS * alternative.bits else alternative
 
 
 def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> GroupFit:
@@ -233,8 +233,8 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     low, high = _widen(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, which is not refined
         centre_zero(low, high, 2.0**refinement_bits)
-    wanted = _next_window(counts_held, window, real_levels, log, max_bits if update_error is not None else 0)
-    book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
+    wanted_window = _next_window(counts_held, window, real_levels, log, max_bits if update_error is not None else 0)
+    book = Codebook(real_levels, wanted_window, "log" if log else "linear", step, low, high)
     return GroupFit(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
         error, refinement_bits, update_error, None if split is None else split.limits,
@@ -288,11 +288,11 @@ def _refined_error(
         codes, values, weight, energy = load()
         if not bits:
             return base / energy
-        below, above = _widen(low, high, widened)
-        centre_zero(below, above, 2.0**bits)
-        part = (above - below)[codes] / 2.0**bits
-        offset = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-        return float((weight * (values - below[codes] - offset * part) ** 2).sum()) / energy
+        lower, upper = _widen(low, high, widened)
+        centre_zero(lower, upper, 2.0**bits)
+        part = (upper - lower)[codes] / 2.0**bits
+        offset = np.clip(np.floor((values - lower[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+        return float((weight * (values - lower[codes] - offset * part) ** 2).sum()) / energy
 
     return error
 
@@ -346,8 +346,8 @@ def _cells(occupied: OccupiedBins, table: Codes, window: KeyWindow, protected: i
 
 def _widen(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
     """Return the bounds of cells `factor` times as wide, with the same centres."""
-    more = (factor - 1) / 2 * (high - low)
-    return low - more, high + more
+    margin = (factor - 1) / 2 * (high - low)
+    return low - margin, high + margin
 
 
 def _next_window(counts: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:
