@@ -164,7 +164,7 @@ class ModulePlaceholders:
         return tensor.new_empty(shape) if type(tensor) in (torch.Tensor, nn.Parameter) else tensor
 
     def _nested_placeholders(self, entry: Any, saved: Any, path: Path) -> Any:
-        """Return placeholders for the saved entries at a path; entries of `value` that fit are used themselves."""
+        """Return placeholders for the saved entries at a path; entries of `entry` that fit are used themselves."""
         if isinstance(saved, dict):
             for key in saved:
                 parts = (*path, str(key))

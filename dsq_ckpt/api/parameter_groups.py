@@ -175,14 +175,14 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> Iterator[lis
         groups: its groups, as from `GroupMatch.from_saved_order`.
     """
     before = optimizer.param_groups  # changed in place, since a wrapping optimizer may refer to the list
-    keys = list(before)
-    before[:] = (group for group in keys if group["params"])
+    original = list(before)
+    before[:] = (group for group in original if group["params"])
     try:
         yield [group for group in groups if group["params"]]
     finally:
         restored = iter(list(optimizer.param_groups))  # torch makes a new list, unless it failed
-        before[:] = keys
-        optimizer.param_groups[:] = [next(restored) if group["params"] else group for group in keys]
+        before[:] = original
+        optimizer.param_groups[:] = [next(restored) if group["params"] else group for group in original]
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         if not group["params"]:
             group.update({**saved, "params": group["params"]})

@@ -192,9 +192,9 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
     if number == 1 and size == 2 and torch.finfo(matrices.dtype).eps > _OFF:
         return False  # in bfloat16 one product may be that small by chance
     off = _tolerance(matrices.dtype) * math.sqrt(size / length)
-    stride = slice(None, None, max(1, size // _PICKED))
+    rows = slice(None, None, max(1, size // _PICKED))
     for part in matrices.split(max(1, _BATCH // (size * length))):
-        picked = part[:, stride][:, :_PICKED]
+        picked = part[:, rows][:, :_PICKED]
         if length <= _LONG:
             picked = picked.double()  # once for all blocks
         _, squares = _row_products(picked, picked)

@@ -45,7 +45,7 @@ class SuperStep:
         return self.steps.shape[1]
 
     @classmethod
-    def from_stored(cls, codes: Codes, steps: Any, lone: F32, source: str) -> SuperStep:
+    def from_stored(cls, codes: Codes, steps: Any, escaped: F32, name: str) -> SuperStep:
         """Build a super-step from the content of a file.
 
         Raises:
@@ -54,16 +54,17 @@ class SuperStep:
         try:
             wide = float_array(steps)
         except (TypeError, ValueError) as error:
-            raise CorruptCheckpoint(f"{source}: steps are no table of numbers: {error}") from error
+            raise CorruptCheckpoint(f"{name}: steps are no table of numbers: {error}") from error
         with np.errstate(over="ignore"):
             table = wide.astype(np.float32)
-        fits = table.ndim == 2 and 1 <= len(table) == len(lone) and table.shape[1] <= MOST_CODES
-        if not fits or not (table == wide).all() or not np.isfinite(table).all() or not np.isfinite(lone).all():
-            raise CorruptCheckpoint(f"{source}: {table.shape} steps and {lone.shape} numbers of single elements")
+        fits = table.ndim == 2 and 1 <= len(table) == len(escaped) and table.shape[1] <= MOST_CODES
+        if not fits or not (table == wide).all() or not np.isfinite(table).all() or not np.isfinite(escaped).all():
+            raise CorruptCheckpoint(f"{name}: {table.shape} steps and {escaped.shape} numbers of single elements")
         last = table.shape[1]
-        if int(codes.max(initial=0)) > last or int(np.count_nonzero(codes == last)) != lone.shape[1]:
-            raise CorruptCheckpoint(f"{source}: its codes do not fit {last} levels and {lone.shape[1]} single elements")
-        return cls(codes, table, lone)
+        if int(codes.max(initial=0)) > last or int(np.count_nonzero(codes == last)) != escaped.shape[1]:
+            count = escaped.shape[1]
+            raise CorruptCheckpoint(f"{name}: its codes do not fit {last} levels and {count} single elements")
+        return cls(codes, table, escaped)
 
     def add_to(self, values: F32, workers: Workers) -> None:
         """Add all steps to the chunk's values, float32[n], in place."""
@@ -72,10 +73,10 @@ class SuperStep:
         tables = np.pad(self.steps, ((0, 0), (0, 1)))
 
         def work(index: int) -> None:
-            span, single = blocks[index], slice(before[index], before[index + 1])
+            span, escaped_span = blocks[index], slice(before[index], before[index + 1])
             piece = np.empty(len(values[span]), np.float32)
             for table, numbers in zip(tables, self.escaped, strict=True):
-                kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[single], piece)
+                kernels.dequantize(self.codes[span], table, 1.0, self.escape_code, numbers[escaped_span], piece)
                 add_residual(values[span], piece, values[span])
 
         for _ in workers.map(work, range(len(blocks))):
@@ -92,18 +93,18 @@ class SuperStep:
 
     def join(self, later: SuperStep) -> SuperStep | None:
         """Join with a later super-step; None if there would be too many combinations or escaped values."""
-        single = (self.codes == self.escape_code) | (later.codes == later.escape_code)
-        places = np.flatnonzero(single)
+        is_escaped = (self.codes == self.escape_code) | (later.codes == later.escape_code)
+        places = np.flatnonzero(is_escaped)
         if len(places) * (len(self.steps) + len(later.steps)) > _MOST_ESCAPED * len(self.codes):
             return None
         joint = (self.codes.astype(np.uint16) << np.uint16(8)) | later.codes
-        used = np.flatnonzero(np.bincount(joint[~single], minlength=1 << 16))
+        used = np.flatnonzero(np.bincount(joint[~is_escaped], minlength=1 << 16))
         if len(used) > MOST_CODES:
             return None
         code_of = np.full(1 << 16, len(used), np.uint8)
         code_of[used] = np.arange(len(used))
         codes = code_of[joint]
-        codes[single] = len(used)
+        codes[is_escaped] = len(used)
         steps = np.vstack([self.steps[:, used >> 8], later.steps[:, used & 255]])
-        own = np.vstack([self.steps_at(places), later.steps_at(places)])
-        return SuperStep(codes, np.ascontiguousarray(steps), np.ascontiguousarray(own))
+        escaped = np.vstack([self.steps_at(places), later.steps_at(places)])
+        return SuperStep(codes, np.ascontiguousarray(steps), np.ascontiguousarray(escaped))

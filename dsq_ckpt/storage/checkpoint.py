@@ -296,11 +296,11 @@ class Checkpoint(CheckpointFiles):
         steps, count = record["steps"], get_protected_count(record)
         if not 1 <= len(steps) <= _MAX_STEPS:
             raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
-        single = np.empty((len(steps), count), np.float32)
+        escaped = np.empty((len(steps), count), np.float32)
         if count:
-            raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, single.nbytes)
-            single = np.frombuffer(raw, np.float32).reshape(single.shape)
-        return SuperStep.from_stored(codes, steps, single, f"'{record['fqn']}'")
+            raw = self._read_unshuffled(ref.file, Block(*record["protected"]), 4, escaped.nbytes)
+            escaped = np.frombuffer(raw, np.float32).reshape(escaped.shape)
+        return SuperStep.from_stored(codes, steps, escaped, f"'{record['fqn']}'")
 
     @translate_record_errors
     def _decode_plain(self, ref: RecordRef, workers: Workers) -> F32:
