@@ -22,7 +22,7 @@ from campaigns.accidents import LOOKS, Accidents
 from campaigns.forgeries import FORGERIES
 from campaigns.harness import Found
 from campaigns.subjects import State, command, refuses, same
-from tests.helpers.states import bits
+from tests.helpers.states import to_bytes
 from tests.storage.format import independent_reader as independent
 
 
@@ -120,7 +120,7 @@ def _equal(value: torch.Tensor, fqn: str, reader: independent.Reader) -> bool:
     if not value.numel():
         return True
     other = torch.frombuffer(bytearray(reader.tensor(fqn)), dtype=value.dtype).view(value.shape)
-    return torch.equal(value.isnan(), other.isnan()) and bits(value.nan_to_num()) == bits(other.nan_to_num())
+    return torch.equal(value.isnan(), other.isnan()) and to_bytes(value.nan_to_num()) == to_bytes(other.nan_to_num())
 
 
 def _listing(run: Path) -> list[str]:

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from campaigns.harness import Found, told
 from dsq_ckpt.cli import app
-from tests.helpers.states import blank, differences, flat, relative_error
-from tests.helpers.states import same as equal
+from tests.helpers.states import find_differences, flatten, make_blank, relative_error
+from tests.helpers.states import is_equal as equal
 
 State = dict[str, Any]
 SUBJECTS = ("deltas", "differences", "exact")
@@ -81,7 +81,7 @@ def _make(directory: Path) -> None:
             dsq_ckpt.merge(directory / name / "step-3", directory / "merged")
             shutil.rmtree(directory / name / "step-3")
             (directory / "merged").rename(directory / name / "step-3")
-            assert differences(read_all(directory / name / "step-3"), expected[name]["all"]) == []
+            assert find_differences(read_all(directory / name / "step-3"), expected[name]["all"]) == []
     torch.save(expected, directory / "expected.pt")
 
 
@@ -93,7 +93,7 @@ def poisoned(byte: int) -> None:
 def read_like(path: Path, poison: int = 85) -> State:
     """Return the tensors, loaded into tensors of the right shapes."""
     poisoned(poison)
-    state = blank({name: part for name, part in state_at(3).items() if name != "meta"})
+    state = make_blank({name: part for name, part in state_at(3).items() if name != "meta"})
     dsq_ckpt.load(state, path, no_dist=True)
     return state
 
@@ -119,7 +119,7 @@ def config_of(name: str) -> State:
 def far(state: State, truth: State, refined: bool = True) -> str | None:
     """Return the name of a value that is not close to the saved one, or not equal where required; None: all are."""
     near = 0.2 if refined else 0.9
-    found, wanted = flat(state), flat(truth)
+    found, wanted = flatten(state), flatten(truth)
     if found.keys() != wanted.keys():
         return f"names {sorted(found.keys() ^ wanted.keys())}"
     for name, value in wanted.items():
@@ -137,7 +137,7 @@ def far(state: State, truth: State, refined: bool = True) -> str | None:
 
 def same(one: State, other: State) -> bool:
     """Return whether two states are the same, bit for bit."""
-    return differences(one, other) == []
+    return find_differences(one, other) == []
 
 
 def refuses(work: Callable[[], Any], path: Path) -> Found | None:
@@ -149,7 +149,7 @@ def refuses(work: Callable[[], Any], path: Path) -> Found | None:
     try:
         work()
     except dsq_ckpt.DSQError as error:
-        known = [str(path), *(file.name for file in path.iterdir()), *flat(state_at(3))]
+        known = [str(path), *(file.name for file in path.iterdir()), *flatten(state_at(3))]
         if any(name in str(error) for name in known):
             return Found("detected")
         return Found("wrong", f"the error names nothing: {told(error)}")

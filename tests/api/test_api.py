@@ -17,7 +17,17 @@ from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter,
 from dsq_ckpt.api.saving import explain_missing_cpu_backend
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
-from tests.helpers.states import Kept, differences, flat, loaded, mixed_state, moved, relative_error, same, tensors
+from tests.helpers.states import (
+    DecodedCheckpoints,
+    find_differences,
+    flat_tensors,
+    flatten,
+    is_equal,
+    load_copy,
+    mixed_state,
+    perturb,
+    relative_error,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,52 +40,52 @@ def _quiet():
 def test_default_configuration(tmp_path):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "a")
-    back = loaded(tmp_path / "a", state)
-    lossy = {fqn for fqn in flat(state) if fqn.startswith("lossy.")}
-    assert set(differences(state, back)) == lossy
+    back = load_copy(tmp_path / "a", state)
+    lossy = {fqn for fqn in flatten(state) if fqn.startswith("lossy.")}
+    assert set(find_differences(state, back)) == lossy
     for fqn in lossy:
-        assert relative_error(flat(state)[fqn], flat(back)[fqn]) < 0.015, fqn
-    base = loaded(tmp_path / "a", state, refinement=False)
+        assert relative_error(flatten(state)[fqn], flatten(back)[fqn]) < 0.015, fqn
+    base = load_copy(tmp_path / "a", state, refinement=False)
     for fqn in lossy:
-        assert 0.05 < relative_error(flat(state)[fqn], flat(base)[fqn]) < 0.25, fqn
+        assert 0.05 < relative_error(flatten(state)[fqn], flatten(base)[fqn]) < 0.25, fqn
 
 
 def test_source_is_left_alone(tmp_path):
     state = mixed_state()
     before = copy.deepcopy(state)
     dsq_ckpt.save(state, tmp_path / "a")
-    assert differences(state, before) == []
+    assert find_differences(state, before) == []
 
 
 def test_exact_configuration(tmp_path):
     state = mixed_state()
     for number in range(3):
         dsq_ckpt.save(state, tmp_path / str(number), config=dsq_ckpt.DSQConfig.preset("exact"))
-        assert differences(state, loaded(tmp_path / str(number), state)) == []
-        state = moved(state, number)
+        assert find_differences(state, load_copy(tmp_path / str(number), state)) == []
+        state = perturb(state, number)
     assert Manifest.read(tmp_path / "2").refinement == "none"
-    loaded(tmp_path / "2", state, refinement=True, exact=["*"])
+    load_copy(tmp_path / "2", state, refinement=True, exact=["*"])
 
 
 def test_bf16_method(tmp_path):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"weights": {"method": "bf16"}}})
-    back = flat(loaded(tmp_path / "a", state))
-    for fqn, value in tensors(state).items():
+    back = flatten(load_copy(tmp_path / "a", state))
+    for fqn, value in flat_tensors(state).items():
         if fqn.startswith("lossy.") and value.element_size() > 2:
-            assert same(back[fqn], value.bfloat16().to(value.dtype)), fqn
+            assert is_equal(back[fqn], value.bfloat16().to(value.dtype)), fqn
         else:
-            assert same(back[fqn], value), fqn
+            assert is_equal(back[fqn], value), fqn
     with pytest.raises(dsq_ckpt.DSQError, match="stored lossy"):
-        loaded(tmp_path / "a", state, exact=["lossy.linear*"])
+        load_copy(tmp_path / "a", state, exact=["lossy.linear*"])
 
 
 def test_minimum_size_and_rules(tmp_path):
     state = {"w": torch.randn(64, 64), "under": torch.randn(63, 65), "kept": torch.randn(100, 100)}
     dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"rules": [{"pattern": "kept", "exact": True}]}})
-    assert differences(state, loaded(tmp_path / "a", state)) == ["w"]
+    assert find_differences(state, load_copy(tmp_path / "a", state)) == ["w"]
     dsq_ckpt.save(state, tmp_path / "b", config={"quantize": {"min_elements": 4097}})
-    assert sorted(differences(state, loaded(tmp_path / "b", state))) == ["kept"]
+    assert sorted(find_differences(state, load_copy(tmp_path / "b", state))) == ["kept"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -87,13 +97,13 @@ def test_nonfinite_is_stored_exactly(tmp_path, value, delta):
     state["model.bad.weight"][3, 4] = value
     with pytest.warns(UserWarning, match=r"NaN or Inf: model\.bad\.weight"):
         dsq_ckpt.save(state, tmp_path / "a")
-    back = loaded(tmp_path / "a", state)
-    assert differences(state, back) == ["model.good.weight"]
+    back = load_copy(tmp_path / "a", state)
+    assert find_differences(state, back) == ["model.good.weight"]
     assert relative_error(state["model.good.weight"], back["model.good.weight"]) < 0.015
     assert Manifest.read(tmp_path / "a").nonfinite == ["model.bad.weight"]
     state["model.bad.weight"][3, 4] = 0.0  # training recovers, and so does the chain
     dsq_ckpt.save(state, tmp_path / "b")
-    back = loaded(tmp_path / "b", state)
+    back = load_copy(tmp_path / "b", state)
     assert relative_error(state["model.bad.weight"], back["model.bad.weight"]) < 0.015
 
 
@@ -109,7 +119,7 @@ def test_only_nonfinite_tensors(tmp_path):
     for name in "ab":
         with pytest.warns(UserWarning, match="bad"):
             dsq_ckpt.save(state, tmp_path / name)
-        assert differences(state, loaded(tmp_path / name, state)) == []
+        assert find_differences(state, load_copy(tmp_path / name, state)) == []
 
 
 @pytest.mark.parametrize("state", [
@@ -119,9 +129,9 @@ def test_only_nonfinite_tensors(tmp_path):
 def test_degenerate_states(tmp_path, state):
     for name in "abc":
         dsq_ckpt.save(state, tmp_path / name)
-        back = loaded(tmp_path / name, state)
-        for fqn, value in tensors(state).items():
-            assert torch.allclose(value, tensors(back)[fqn], rtol=0.02, atol=1e-37), fqn
+        back = load_copy(tmp_path / name, state)
+        for fqn, value in flat_tensors(state).items():
+            assert torch.allclose(value, flat_tensors(back)[fqn], rtol=0.02, atol=1e-37), fqn
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -133,7 +143,7 @@ def test_zeros_come_back_as_zeros(tmp_path, bits, codebook):
     chosen = {"codebook": codebook, "refinement_bits": bits}
     for name in "abc":
         dsq_ckpt.save(state, tmp_path / name, config={"quantize": {"weights": chosen, "exp_avg": chosen}})
-        back = loaded(tmp_path / name, state)
+        back = load_copy(tmp_path / name, state)
         for fqn, value in state.items():
             assert not back[fqn][value == 0].any(), (name, fqn)
         state["embed.weight.exp_avg"][:50] += torch.randn(50, 64) * 3e-5
@@ -143,7 +153,7 @@ def test_zeros_come_back_as_zeros(tmp_path, bits, codebook):
 def test_overwrite(tmp_path):
     first, second = mixed_state(1), mixed_state(2)
     dsq_ckpt.save(first, tmp_path / "a")
-    kept = Kept(first, tmp_path / "a")
+    kept = DecodedCheckpoints(first, tmp_path / "a")
     with pytest.raises(dsq_ckpt.DSQError, match="overwrite=True"):
         dsq_ckpt.save(second, tmp_path / "a")
     kept.check()
@@ -151,12 +161,12 @@ def test_overwrite(tmp_path):
     dsq_ckpt.save(second, tmp_path / "a", overwrite=True, parent=None)
     after = {path.name for path in (tmp_path / "a").iterdir()}
     assert names & after == {"manifest.json"}
-    back = flat(loaded(tmp_path / "a", second))
+    back = flatten(load_copy(tmp_path / "a", second))
     assert relative_error(second["lossy"]["linear.weight"], back["lossy.linear.weight"]) < 0.015
-    dsq_ckpt.save(moved(second, 1), tmp_path / "a", overwrite=True)  # coded against what it replaces
+    dsq_ckpt.save(perturb(second, 1), tmp_path / "a", overwrite=True)  # coded against what it replaces
     assert Manifest.read(tmp_path / "a").depth == 1
-    back = flat(loaded(tmp_path / "a", second))
-    assert relative_error(moved(second, 1)["lossy"]["linear.weight"], back["lossy.linear.weight"]) < 0.015
+    back = flatten(load_copy(tmp_path / "a", second))
+    assert relative_error(perturb(second, 1)["lossy"]["linear.weight"], back["lossy.linear.weight"]) < 0.015
     assert {file.name for file in Manifest.read(tmp_path / "a").files} | {"manifest.json"} == {
         path.name for path in (tmp_path / "a").iterdir()
     }
@@ -169,7 +179,7 @@ def test_dtype_must_match(tmp_path):
     with pytest.raises(LossyTensor, match="allow_cast"):
         dsq_ckpt.load(half, tmp_path / "a")
     dsq_ckpt.load(half, tmp_path / "a", allow_cast=True)
-    assert same(half["b"], state["b"].bfloat16())
+    assert is_equal(half["b"], state["b"].bfloat16())
     with pytest.raises(CheckpointException, match=r"allow_cast=True, under dcp\.load to DSQStorageReader"):
         dcp.load(half, storage_reader=DSQStorageReader(tmp_path / "a"))
     dcp.load(half, storage_reader=DSQStorageReader(tmp_path / "a", allow_cast=True))
@@ -203,15 +213,15 @@ def test_not_a_checkpoint(tmp_path, path):
 def test_plain_dcp_calls(tmp_path):
     state = mixed_state()
     dcp.save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True)
-    dcp.save(moved(state, 1), checkpoint_id=tmp_path / "b", storage_writer=DSQStorageWriter(), no_dist=True)
+    dcp.save(perturb(state, 1), checkpoint_id=tmp_path / "b", storage_writer=DSQStorageWriter(), no_dist=True)
     assert Manifest.read(tmp_path / "b").parent == Manifest.read(tmp_path / "a").save_id
     back = copy.deepcopy(state)
     dcp.load(back, storage_reader=DSQStorageReader(tmp_path / "a"), no_dist=True)
-    assert differences(back, loaded(tmp_path / "a", state)) == []
+    assert find_differences(back, load_copy(tmp_path / "a", state)) == []
     reader = DSQStorageReader()
     for name in "ab":
         dcp.load(back, checkpoint_id=tmp_path / name, storage_reader=reader, no_dist=True)
-        assert differences(back, loaded(tmp_path / name, state)) == []
+        assert find_differences(back, load_copy(tmp_path / name, state)) == []
     with pytest.raises(BaseException, match="checkpoint_id"):
         dcp.save(state, storage_writer=DSQStorageWriter(), no_dist=True)
     with pytest.raises(BaseException, match="checkpoint_id"):
@@ -227,7 +237,7 @@ def test_writer_and_reader_are_reusable(tmp_path):
         back = copy.deepcopy(state)
         dcp.load(back, checkpoint_id=tmp_path / str(number), storage_reader=reader, no_dist=True)
         assert relative_error(state["lossy"]["linear.weight"], back["lossy"]["linear.weight"]) < 0.015
-        state = moved(state, number)
+        state = perturb(state, number)
     assert Manifest.read(tmp_path / "2").depth == 2
     fixed = DSQStorageReader(tmp_path / "0")  # the checkpoint may be replaced between two loads
     dcp.load(back, storage_reader=fixed, no_dist=True)
@@ -242,15 +252,16 @@ def test_async_in_one_process(tmp_path):
     for number in range(4):
         before = copy.deepcopy(state)
         futures.append(dsq_ckpt.async_save(state, tmp_path / f"async{number}"))
-        for value in tensors(state).values():
+        for value in flat_tensors(state).values():
             value.zero_()
         state["meta"]["step"] = -1
         if number == 0:
             futures[0].result()
-            assert differences(loaded(tmp_path / "async0", state), loaded(tmp_path / "sync" / "0", state)) == []
-            assert loaded(tmp_path / "async0", state)["meta"]["step"] == 1234
+            saved = load_copy(tmp_path / "async0", state)
+            assert find_differences(saved, load_copy(tmp_path / "sync" / "0", state)) == []
+            assert saved["meta"]["step"] == 1234
             dsq_ckpt.forget()
-        state = moved(before, number)
+        state = perturb(before, number)
     futures[-1].result()
     assert [Manifest.read(tmp_path / f"async{n}").depth for n in range(4)] == [0, 0, 1, 2]
     with pytest.raises(dsq_ckpt.DSQError, match=r"torch\.distributed"):
@@ -312,8 +323,8 @@ def test_layer_types_of_a_model(tmp_path):
     net = Net()
     dsq_ckpt.save({"model": net.state_dict()}, tmp_path / "a", model=net)
     assert set(Manifest.read(tmp_path / "a").groups) == {"weights/embedding", "weights/linear"}
-    back = loaded(tmp_path / "a", {"model": net.state_dict()})
-    assert same(back["model"]["scale.weight"], net.scale.weight.detach())
+    back = load_copy(tmp_path / "a", {"model": net.state_dict()})
+    assert is_equal(back["model"]["scale.weight"], net.scale.weight.detach())
 
 
 def test_describe_adds_up(tmp_path):
@@ -322,9 +333,9 @@ def test_describe_adds_up(tmp_path):
     report = dsq_ckpt.describe(tmp_path / "a")
     on_disk = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
     assert report["bytes_written"] == report["bytes_kept"] == on_disk
-    assert report["bytes_logical"] >= sum(t.numel() * t.element_size() for t in tensors(state).values())
+    assert report["bytes_logical"] >= sum(t.numel() * t.element_size() for t in flat_tensors(state).values())
     assert report["keyframe"] and report["depth"] == 0 and report["refinement"] == "kept"
-    dsq_ckpt.save(moved(state, 1), tmp_path / "b", config={"refinement": {"keep_last": 1}})
+    dsq_ckpt.save(perturb(state, 1), tmp_path / "b", config={"refinement": {"keep_last": 1}})
     assert dsq_ckpt.describe(tmp_path / "a")["bytes_written"] == pytest.approx(on_disk, rel=0.01)
     assert dsq_ckpt.describe(tmp_path / "a")["bytes_kept"] < on_disk
 
@@ -338,5 +349,5 @@ def test_configuration_sources_are_equal(tmp_path):
     results = []
     for number, source in enumerate(sources):
         dsq_ckpt.save(state, tmp_path / str(number) / "a", config=source)
-        results.append(loaded(tmp_path / str(number) / "a", state))
-    assert all(differences(results[0], other) == [] for other in results[1:])
+        results.append(load_copy(tmp_path / str(number) / "a", state))
+    assert all(find_differences(results[0], other) == [] for other in results[1:])

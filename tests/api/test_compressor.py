@@ -14,7 +14,7 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.training import Net, batch, loss_of, train, trained
+from tests.helpers.training import Net, compute_loss, make_batch, train, train_model
 
 SYSTEMS = ["dsq", "uniform", "adaptive", "kmeans", "exact"]
 
@@ -33,16 +33,16 @@ def base_loss(path):
     state = {"model": other.state_dict()}
     dsq_ckpt.load(state, path, refinement=False)
     other.load_state_dict(state["model"])
-    return loss_of(other)
+    return compute_loss(other)
 
 
 @pytest.mark.parametrize("system", [*SYSTEMS, pytest.param("inshrinkerator", marks=pytest.mark.slow)])
 def test_a_save_keeps_to_its_bound(tmp_path, system):
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, {"system": system}, lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"system": system}, lambda: compute_loss(model))
     for number, steps in enumerate((0, 10, 10)):
         train(model, optimizer, 40 + 10 * number, 40 + 10 * number + steps)
-        before, exact = bits_of(model), loss_of(model)
+        before, exact = bits_of(model), compute_loss(model)
         compressor.save(tmp_path / str(number))
         assert same_bits(model, before)
         manifest = Manifest.read(tmp_path / str(number))
@@ -60,8 +60,8 @@ def test_a_save_keeps_to_its_bound(tmp_path, system):
 
 
 def test_few_evaluations_in_the_steady_state(tmp_path):
-    model, optimizer = trained(100)
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model(100)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     evaluations = []
     for number in range(8):
         train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
@@ -72,8 +72,8 @@ def test_few_evaluations_in_the_steady_state(tmp_path):
 
 
 def test_predicted_sizes_are_those_of_the_codes(tmp_path):
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "a")
     groups = Manifest.read(tmp_path / "a").groups
     coded = sum(g.bits_per_element * g.elements / 8 for name, g in groups.items() if name.startswith("weights/"))
@@ -83,10 +83,10 @@ def test_predicted_sizes_are_those_of_the_codes(tmp_path):
 
 def test_it_finds_the_optimum_of_its_space(tmp_path):
     """Against brute force: every step of the space saved and measured."""
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "found", overwrite=True)
-    exact, sizes = loss_of(model), {}
+    exact, sizes = compute_loss(model), {}
     for step in (8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125):
         config = dsq_ckpt.DSQConfig().with_values(**{"quantize.weights.codebook.step": step})
         path = tmp_path / f"run{step}" / "a"
@@ -97,14 +97,14 @@ def test_it_finds_the_optimum_of_its_space(tmp_path):
 
 
 def test_resuming_continues_the_search(tmp_path):
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "a", extra={"step": 40})
     dsq_ckpt.forget()
-    model, optimizer = trained(0)
-    resumed = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model(0)
+    resumed = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     assert resumed.load(tmp_path / "a", extra={"step": 0}) == {"step": 40}
-    assert loss_of(model) == pytest.approx(compressor.quality["metric"], rel=0.01)
+    assert compute_loss(model) == pytest.approx(compressor.quality["metric"], rel=0.01)
     train(model, optimizer, 40, 41)
     resumed.save(tmp_path / "b")
     manifest = Manifest.read(tmp_path / "b")
@@ -114,8 +114,8 @@ def test_resuming_continues_the_search(tmp_path):
 
 def test_what_a_caller_changes_in_a_result_is_in_no_checkpoint(tmp_path):
     """The second save writes the manifest of the first one again, which is kept parsed."""
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, lambda: compute_loss(model))
     quality = dict((result := compressor.save(tmp_path / "a")).quality)
     result.quality["model"] = model
     compressor.save(tmp_path / "b")
@@ -124,7 +124,7 @@ def test_what_a_caller_changes_in_a_result_is_in_no_checkpoint(tmp_path):
 
 
 def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, config={"refinement": {"keep_last": 1}})
     for name in "ab":
         compressor.save(tmp_path / name)
@@ -141,8 +141,8 @@ def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
 
 
 def test_what_fails_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     before = bits_of(model)
 
     def exhausted(*arguments):
@@ -155,17 +155,17 @@ def test_what_fails_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
 
 
 def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     calls = []
 
     def evaluate():
         calls.append(1)
         torch.rand(3)
         model.train()  # moves the running statistics
-        model(batch(3)[0])
+        model(make_batch(3)[0])
         if len(calls) == 4:
             raise RuntimeError("no more data")
-        return loss_of(model)
+        return compute_loss(model)
 
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
     model.train()
@@ -176,13 +176,13 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     assert same_bits(model, before) and torch.equal(torch.get_rng_state(), random) and model.training
     manifest = Manifest.read(tmp_path / "a")
     assert not manifest.quality["satisfied"] and "no more data" in manifest.quality["reason"]
-    assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
+    assert base_loss(tmp_path / "a") == pytest.approx(compute_loss(model), rel=0.01)
 
 
 @pytest.mark.parametrize("fallback", ["conservative", "exact"])
 @pytest.mark.parametrize("bad", ["nan", "never good enough"])
 def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     exact = bits_of(model)
 
     def evaluate():
@@ -197,26 +197,26 @@ def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
     quality = Manifest.read(tmp_path / "a").quality
     assert quality["chosen"] is None and not quality["satisfied"] and quality["reason"]
     if exactly:
-        assert base_loss(tmp_path / "a") == loss_of(model)
+        assert base_loss(tmp_path / "a") == compute_loss(model)
     compressor.save(tmp_path / "b")  # and the next one goes the same way, instead of failing
     assert Manifest.read(tmp_path / "b").quality["chosen"] is None
 
 
 def test_noise_larger_than_the_bound_is_said(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     numbers = iter(range(1000))
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model) + 0.5 * (next(numbers) % 2))
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model) + 0.5 * (next(numbers) % 2))
     with pytest.warns(UserWarning, match="not deterministic"):
         compressor.save(tmp_path / "a")
     assert compressor.quality["noise"] > 0.05
 
 
 def test_higher_is_better(tmp_path):
-    model, optimizer = trained(120)
+    model, optimizer = train_model(120)
 
     def accuracy():
         model.eval()
-        tokens, targets = batch(10_000)
+        tokens, targets = make_batch(10_000)
         return float((model(tokens).argmax(-1) == targets).float().mean())
 
     exact = accuracy()
@@ -233,11 +233,11 @@ def test_higher_is_better(tmp_path):
 
 @pytest.mark.parametrize("bits, floor", [(1, 1e-5), (4, 0.1)])
 def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     with torch.no_grad():
         model.hidden.weight[::3] = 0
     config = {"quantize": {"weights": {"refinement_bits": bits}}, "search": {"floor": floor}}
-    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: compute_loss(model))
     for name in "abc":
         compressor.save(tmp_path / name)
         state = {"model": {k: torch.ones_like(v) for k, v in model.state_dict().items()}}
@@ -249,7 +249,7 @@ def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
 
 def test_a_metric_read_the_wrong_way_round_does_not_ruin_the_history(tmp_path):
     """An accuracy of which nobody said that higher is better: weights that are nearly gone look best."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     exact = model.hidden.weight.detach().clone()
 
     def accuracy() -> float:
@@ -265,7 +265,7 @@ def test_a_metric_read_the_wrong_way_round_does_not_ruin_the_history(tmp_path):
 
 def test_a_restore_that_improves_the_metric_is_no_better_than_one_that_harms_it(tmp_path):
     """Weights that come back rounded may score better, and have lost what the last steps did all the same."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     exact = model.hidden.weight.detach().clone()
 
     def better_when_coarser() -> float:
@@ -297,7 +297,7 @@ def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("hooks", ["step", "manual"])
 def test_gradients_are_averaged_only_where_something_reads_them(tmp_path, hooks):
-    model, optimizer = trained(5)
+    model, optimizer = train_model(5)
     assert dsq_ckpt.Compressor(model, optimizer)._average is None, "AdamW's second moments tell as much"
     weighed = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "prune": 0.1, "metric": "sensitivity"}}}}
     compressor = dsq_ckpt.Compressor(model, optimizer, weighed, hooks=hooks)
@@ -337,8 +337,8 @@ def test_parameters_without_gradients_and_changed_ones(tmp_path):
 
 
 def test_background_save(tmp_path):
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     before = bits_of(model)
     future = compressor.save(tmp_path / "a", background=True)
     train(model, optimizer, 40, 60)
@@ -350,7 +350,7 @@ def test_background_save(tmp_path):
 
 
 def test_a_metric_that_cannot_see_the_weights_is_no_metric(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
     with pytest.warns(UserWarning, match="must evaluate the model.*most conservative"):
         compressor.save(tmp_path / "a")
@@ -358,10 +358,10 @@ def test_a_metric_that_cannot_see_the_weights_is_no_metric(tmp_path):
 
 
 def test_the_wrong_direction_is_suspected(tmp_path):
-    model, optimizer = trained(120)
+    model, optimizer = train_model(120)
 
     def accuracy():
-        tokens, targets = batch(10_000)
+        tokens, targets = make_batch(10_000)
         model.eval()
         return float((model(tokens).argmax(-1) == targets).float().mean())
 

@@ -7,15 +7,15 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
-from tests.helpers.training import loss_of, train, trained
+from tests.helpers.training import compute_loss, train, train_model
 
 
 def test_frozen_parameters_are_exact_beside_what_is_searched(tmp_path):
-    model, _ = trained()
+    model, _ = train_model()
     model.embed.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train(model, optimizer, 60, 70)
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     for name in ("a", "b"):
         compressor.save(tmp_path / name)
         saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
@@ -29,12 +29,12 @@ def test_frozen_parameters_are_exact_beside_what_is_searched(tmp_path):
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
-    model, _ = trained()
+    model, _ = train_model()
     model.embed.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train(model, optimizer, 60, 70)
     used = optimizer if with_optimizer else None
-    compressor = dsq_ckpt.Compressor(model, used, evaluate=lambda: loss_of(model), frozen=False)
+    compressor = dsq_ckpt.Compressor(model, used, evaluate=lambda: compute_loss(model), frozen=False)
     compressor.save(tmp_path / "a")
     names = set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata)
     assert "model.hidden.weight" in names and not any("embed" in name for name in names)
@@ -50,7 +50,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
 
 def test_weights_that_are_trained_by_turns_are_not_left_out_in_silence(tmp_path):
     """As adapters of which one is on at a time; the optimizer's state of all is saved."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, frozen=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

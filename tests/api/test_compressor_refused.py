@@ -7,11 +7,11 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from tests.helpers.training import Net, trained
+from tests.helpers.training import Net, train_model
 
 
 def test_a_search_that_does_not_fit_the_codebook_is_refused():
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     config = {"quantize": {"weights": {"codebook": {"fit": "kmeans"}}}}
     with pytest.raises(ConfigError, match=r"(?s)search of system 'dsq' does not fit .*step.*leave out `evaluate`"):
         dsq_ckpt.Compressor(model, optimizer, config, lambda: 1.0)
@@ -175,7 +175,7 @@ def test_an_optimizer_that_steps_in_train_mode_alone_is_told_so(tmp_path):
 
 
 def test_state_that_is_not_the_models_is_refused(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
     compressor.state = lambda extra=None: {"model": {k: v.clone() for k, v in model.state_dict().items()}}
     with pytest.raises(ConfigError, match=r"'model\.embed\.weight' is not a tensor of the model that is evaluated"):
@@ -184,7 +184,7 @@ def test_state_that_is_not_the_models_is_refused(tmp_path):
 
 
 def test_extra_may_not_hide_the_model(tmp_path):
-    model, optimizer = trained(1)
+    model, optimizer = train_model(1)
     with pytest.raises(ConfigError, match="extra has the key 'model'"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a", extra={"model": {}})
 

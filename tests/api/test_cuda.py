@@ -21,7 +21,7 @@ import dsq_ckpt
 from dsq_ckpt.dcp import copies
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.quantization import device
-from tests.helpers.states import differences, loaded, tensors
+from tests.helpers.states import find_differences, flat_tensors, load_copy
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -91,8 +91,8 @@ def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path,
     for number, state in enumerate(copies):
         dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep, model=run.model)
     for number, state in enumerate(copies):
-        mine, theirs = (loaded(tmp_path / place / str(number), state) for place in ("gpu", "host"))
-        assert differences(mine, theirs) == []
+        mine, theirs = (load_copy(tmp_path / place / str(number), state) for place in ("gpu", "host"))
+        assert find_differences(mine, theirs) == []
 
 
 def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, monkeypatch):
@@ -122,15 +122,15 @@ def test_a_load_fills_tensors_of_the_gpu_in_place(tmp_path):
     run = Run()
     run.train(0, 5)
     dsq_ckpt.save(run.state(), tmp_path / "a", model=run.model)
-    expected = loaded(tmp_path / "a", on_host(run.state()))
+    expected = load_copy(tmp_path / "a", on_host(run.state()))
     other = Run(seed=1)
     other.train(0, 1)
     state = other.state()
-    places = {name: value.data_ptr() for name, value in tensors(state).items()}
+    places = {name: value.data_ptr() for name, value in flat_tensors(state).items()}
     dsq_ckpt.load(state, tmp_path / "a")
-    assert all(value.data_ptr() == places[name] for name, value in tensors(state).items())
-    assert differences(on_host(state), expected) == []
-    assert all(value.is_cuda for value in tensors(state["model"]).values())
+    assert all(value.data_ptr() == places[name] for name, value in flat_tensors(state).items())
+    assert find_differences(on_host(state), expected) == []
+    assert all(value.is_cuda for value in flat_tensors(state["model"]).values())
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -155,7 +155,7 @@ def test_a_restored_run_goes_on_as_the_run_it_was_saved_from(tmp_path, backgroun
     torch.cuda.set_rng_state(found["random"])
     assert torch.equal(torch.rand(4, device="cuda"), drawn)
     other.train(5, 10)
-    assert differences(on_host(other.state()), on_host(run.state())) == []
+    assert find_differences(on_host(other.state()), on_host(run.state())) == []
 
 
 def test_a_search_leaves_the_model_as_it_is(tmp_path):
@@ -173,7 +173,7 @@ def test_a_search_leaves_the_model_as_it_is(tmp_path):
         for number in range(2):
             saver.save(tmp_path / str(number))
             assert saver.quality is not None and saver.quality["satisfied"]
-            assert differences(on_host(run.state()), before) == [] and evaluate() == metric
+            assert find_differences(on_host(run.state()), before) == [] and evaluate() == metric
         saver.load(tmp_path / "1")
     assert evaluate() <= metric * 1.02
 
@@ -213,8 +213,8 @@ def test_fsdp2_by_dcp(tmp_path, group):
         set_state_dict(
             other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        found = tensors(other.state())
-        for name, value in tensors(expected).items():
+        found = flat_tensors(other.state())
+        for name, value in flat_tensors(expected).items():
             assert torch.equal(_local(found[name]), _local(value)), name
 
 
@@ -251,4 +251,4 @@ def test_many_streams_and_threads(tmp_path):
             keeps.append((on_host(run.state()), path))
             dsq_ckpt.async_save(run.state(), path, config=EXACT, history=histories[at]).result()
     for state, path in keeps:
-        assert differences(loaded(path, state), state) == []
+        assert find_differences(load_copy(path, state), state) == []

@@ -11,7 +11,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import CheckpointExists, ConfigError, Tradeoff
 from dsq_ckpt.api.exploring import _mark_front
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 X, Y = (torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
@@ -36,12 +36,12 @@ def test_each_bound_is_kept_and_beaten_ones_are_told(tmp_path):
         model, tmp_path, evaluate=lambda: loss(model), check=lambda: loss(model, slice(128, 256)),
         bounds=[0.01, 0.1, 0.05], probes=4, progress=seen.append,
     )
-    assert differences(model.state_dict(), before) == []
+    assert find_differences(model.state_dict(), before) == []
     assert [one.path for one in found] == [tmp_path / f"within-{bound}" for bound in ("0.1", "0.05", "0.01")]
     assert [one.path for one in seen] == [one.path for one in found]
     exact, other = (loss(model), loss(model, slice(128, 256))), net()
     for one in found:
-        other.load_state_dict(loaded(one.path, before))
+        other.load_state_dict(load_copy(one.path, before))
         assert loss(other) / exact[0] - 1 == pytest.approx(one.degradation, abs=1e-6)
         assert loss(other, slice(128, 256)) / exact[1] - 1 == pytest.approx(one.check_degradation, abs=1e-6)
         assert max(one.degradation, one.check_degradation) <= one.max_degradation
@@ -55,14 +55,14 @@ def test_it_ends_with_the_first_bound_that_nothing_keeps(tmp_path):
     model = net()
 
     def brittle() -> float:
-        return 1.0 if differences(model.state_dict(), state) == [] else 1.07
+        return 1.0 if find_differences(model.state_dict(), state) == [] else 1.07
 
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.warns(UserWarning, match="stored exactly"):
         found = dsq_ckpt.explore(model, tmp_path, evaluate=brittle, bounds=[0.1, 0.05, 0.01], probes=0)
     assert [(one.max_degradation, one.degradation) for one in found] == [(0.1, pytest.approx(0.07)), (0.05, 0.0)]
     assert [one.exact for one in found] == [False, True]
-    assert differences(loaded(found[1].path, state), state) == []
+    assert find_differences(load_copy(found[1].path, state), state) == []
     assert not (tmp_path / "within-0.01").exists()
 
 

@@ -12,7 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
 from tests.api.test_compressor import base_loss
 from tests.helpers.states import relative_error
-from tests.helpers.training import loss_of, train, trained
+from tests.helpers.training import compute_loss, train, train_model
 
 
 def near(model, error):
@@ -28,11 +28,11 @@ def near(model, error):
 
 def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path):
     """The weights are exact where no base layer keeps the bound, and no refinement either."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=near(model, 1e-7))
     with pytest.warns(UserWarning, match="nor does a restore with 8 refinement bits; the weights .* stored exactly"):
         compressor.save(tmp_path / "a")
-    assert base_loss(tmp_path / "a") == loss_of(model)
+    assert base_loss(tmp_path / "a") == compute_loss(model)
     assert compressor.quality["chosen"] is None and not compressor.quality["satisfied"]
 
 
@@ -44,7 +44,7 @@ def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path
 ])
 def test_what_every_save_would_say_is_said_once(tmp_path, kind, says):
     """Numbers in it differ from save to save, by which Python takes them for different warnings."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     average, calls = {name: value.clone() for name, value in model.named_parameters()}, itertools.count()
 
     def evaluate() -> float:
@@ -71,19 +71,19 @@ def test_what_every_save_would_say_is_said_once(tmp_path, kind, says):
 
 def test_the_most_conservative_configuration_is_close(tmp_path):
     """The rate-distortion choice of a delta keeps old codes; where no bound is kept, it is left out."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=near(model, 1e-3))
     with pytest.warns(UserWarning, match="most conservative"):
         compressor.save(tmp_path / "a")
     assert Manifest.read(tmp_path / "a").config["quantize"]["weights"]["codebook"]["rate_distortion"] == 0.0
-    assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
+    assert base_loss(tmp_path / "a") == pytest.approx(compute_loss(model), rel=0.01)
 
 
 def test_a_history_without_weights_is_said(tmp_path):
     """As where the metric has a large constant part, so that weights of zero are within its bound."""
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     for constant in (50.0, 0.0):
-        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model) + constant)  # noqa: B023
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model) + constant)  # noqa: B023
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             compressor.save(tmp_path / f"{constant}" / "1")

@@ -13,7 +13,7 @@ from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, LoadFailed
-from tests.helpers.states import differences
+from tests.helpers.states import find_differences
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -88,14 +88,14 @@ def test_a_module_with_a_hook_sizes_its_buffers(tmp_path, way, wrapped):
     saved, target = wrapped(Growing(12)), wrapped(Growing(2))
     save(way, saved, tmp_path / "a")
     load(way, target, tmp_path / "a")
-    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 def test_a_wrapped_module_sizes_its_buffers(tmp_path):
     saved, target = (torch.optim.swa_utils.AveragedModel(Growing(length)) for length in (12, 2))
     save("values", saved, tmp_path / "a")
     load("values", target, tmp_path / "a")
-    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 class Fixed(nn.Module):
@@ -114,7 +114,7 @@ def test_an_ordinary_module_refuses_other_shapes_and_stays_as_it_is(tmp_path, wa
     with pytest.raises(LoadFailed, match=says) as failed:
         load(way, target, tmp_path / "a")
     assert f"'{tmp_path / 'a'}'" in str(failed.value) and "load into an empty dict" in str(failed.value)
-    assert differences(dict(target.state_dict()), before) == []
+    assert find_differences(dict(target.state_dict()), before) == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -136,7 +136,7 @@ def test_what_the_error_says_works(tmp_path):
     state: dict = {"model": {}}
     dsq_ckpt.load(state, tmp_path / "a")
     target.load_state_dict(state["model"])
-    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 class Remembering(nn.Module):
@@ -179,7 +179,7 @@ def test_a_module_is_given_its_extra_state_as_it_was_saved(tmp_path, way, name, 
     save(way, wrapped(saved), tmp_path / "a")
     said = warned(way, wrapped(target), tmp_path / "a")
     assert "not loaded" not in said
-    assert differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
+    assert find_differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
     assert torch.equal(target.weight, saved.weight)
 
 
@@ -253,12 +253,12 @@ def test_a_module_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tm
     else:
         save(way, saved, tmp_path / "a")
         load(way, target, tmp_path / "a")
-    assert target[1].known and differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert target[1].known and find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
     assert all(own is other for own, other in zip(before, target.parameters(), strict=True))
     if "optimizer" in way:
         for pair in ((saved, first), (target, second)):
             train(*pair, range(3, 6))
-        assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+        assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 def part_compiled(model: nn.Sequential) -> nn.Module:
@@ -283,7 +283,7 @@ def test_a_compressor_gives_a_wrapped_module_what_it_does_not_tell_yet(tmp_path,
         dsq_ckpt.Compressor(wrap(target), second, config=EXACT).load(tmp_path / "a")
     finally:
         dist.destroy_process_group()
-    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 def test_parameters_that_code_of_a_module_freezes_stay_frozen(tmp_path):
@@ -324,7 +324,7 @@ def test_a_metric_is_given_all_that_it_has_seen(tmp_path, way, lengths):
     save(way, saved, tmp_path / "a")
     said = warned(way, target, tmp_path / "a")
     assert "not loaded" not in said
-    assert differences({"seen": target["metric"].seen}, {"seen": saved["metric"].seen}) == []
+    assert find_differences({"seen": target["metric"].seen}, {"seen": saved["metric"].seen}) == []
 
 
 def hooked(layers: int) -> nn.Module:

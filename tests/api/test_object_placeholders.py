@@ -16,7 +16,7 @@ from dsq_ckpt.api.object_placeholders import ObjectPlaceholders, select_objects
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.core.test_tensor_subclasses import EightBits, equal, scaled
-from tests.helpers.states import differences
+from tests.helpers.states import find_differences
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -125,7 +125,7 @@ def test_entries_that_an_object_has_once_it_was_used(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         dsq_ckpt.load({"w": torch.zeros(3), "stop": fresh}, tmp_path / "a")
-    assert differences(fresh.state, stop.state) == []
+    assert find_differences(fresh.state, stop.state) == []
     unlike = Kept(best=0.0, extra=1)
     with pytest.raises(LoadFailed, match=r"has no 'stop\.extra'"):
         dsq_ckpt.load({"w": torch.zeros(3), "stop": unlike}, tmp_path / "a")
@@ -139,7 +139,7 @@ def test_an_object_with_tensors_of_its_own_is_not_given_others(tmp_path):
     part = Kept(a=torch.zeros(3), list=[torch.zeros(3)])
     with pytest.warns(UserWarning, match=r"'app\.b', 'app\.list\.2' was saved of 'app' and is not loaded, since its"):
         dsq_ckpt.load({"app": part}, tmp_path / "a")
-    assert differences(part.state, {"a": ones, "list": [ones, 1], "step": 7}) == []
+    assert find_differences(part.state, {"a": ones, "list": [ones, 1], "step": 7}) == []
 
 
 class Wrapped(collections.UserDict):

@@ -15,7 +15,15 @@ from dsq_ckpt import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQConf
 from dsq_ckpt.cli.inspect_command import list_tensors
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_dcp, write_safetensors, write_sharded, write_torch
-from tests.helpers.states import differences, flat, loaded, mixed_state, moved, relative_error, tensors
+from tests.helpers.states import (
+    find_differences,
+    flat_tensors,
+    flatten,
+    load_copy,
+    mixed_state,
+    perturb,
+    relative_error,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,11 +59,11 @@ def check(path: Path, expected: dict[str, object], result: dict[str, object]) ->
     """What is lossy is as far off as the manifest says, all else is the same bit for bit."""
     manifest = Manifest.read(path)
     stored = {tensor["name"]: tensor["stored"] for tensor in list_tensors(path)}
-    base, names = loaded(path, expected, refinement=False), flat(expected).keys()
+    base, names = load_copy(path, expected, refinement=False), flatten(expected).keys()
     assert set(stored) == set(names)
-    assert set(differences(base, expected)) == {name for name in names if stored[name] != "exact"}
+    assert set(find_differences(base, expected)) == {name for name in names if stored[name] != "exact"}
     for group, report in manifest.groups.items():
-        both = [(flat(expected)[name], flat(base)[name]) for name in names if stored[name] == group]
+        both = [(flatten(expected)[name], flatten(base)[name]) for name in names if stored[name] == group]
         a, b = (torch.cat([pair[side].double().flatten() for pair in both]) for side in (0, 1))
         estimated = group.endswith(("/update", "/octaves"))  # from octaves; the first, in units of the second moments
         assert relative_error(a, b) == pytest.approx(report.relative_error, rel=0.5 if estimated else 0.02)
@@ -72,8 +80,9 @@ def test_sources(tmp_path, form):
     check(tmp_path / "out" / "small", state, result)
     assert result["refinement"] == "kept" and result["quality"] is None
     assert result["by_kind"]["weights"]["bytes_base"] < result["by_kind"]["weights"]["bytes_logical"] / 6
-    after = loaded(tmp_path / "out" / "small", state)
-    assert all(relative_error(a, flat(after)[name]) < 0.02 for name, a in tensors(state).items() if "exp_" not in name)
+    after = load_copy(tmp_path / "out" / "small", state)
+    weights = {name: a for name, a in flat_tensors(state).items() if "exp_" not in name}
+    assert all(relative_error(a, flatten(after)[name]) < 0.02 for name, a in weights.items())
 
 
 def test_a_module_and_every_dtype(tmp_path):
@@ -88,35 +97,35 @@ def test_a_module_and_every_dtype(tmp_path):
     assert relative_error(model[1].weight.detach(), other[1].weight.detach()) < 0.02
     mixed = mixed_state()
     dsq_ckpt.compress(mixed, tmp_path / "b")
-    assert {name.partition(".")[0] for name in differences(mixed, loaded(tmp_path / "b", mixed))} == {"lossy"}
+    assert {name.partition(".")[0] for name in find_differences(mixed, load_copy(tmp_path / "b", mixed))} == {"lossy"}
 
 
 def test_our_own_checkpoint_as_it_was_loaded(tmp_path):
     """A delta whose refinement is kept is read with it, and its run goes on as if nobody had read it."""
     state = training_state()
     dsq_ckpt.save(state, tmp_path / "run" / "0")
-    dsq_ckpt.save(moved(state, 1), tmp_path / "run" / "1")
-    given = loaded(tmp_path / "run" / "1", state)
+    dsq_ckpt.save(perturb(state, 1), tmp_path / "run" / "1")
+    given = load_copy(tmp_path / "run" / "1", state)
     dsq_ckpt.forget()
     result = dsq_ckpt.compress(tmp_path / "run" / "1", tmp_path / "run" / "exact", config={"system": "exact"})
-    assert differences(loaded(tmp_path / "run" / "exact", state), given) == []
+    assert find_differences(load_copy(tmp_path / "run" / "exact", state), given) == []
     assert result["refinement"] == "none" and result["keyframe"]
     dsq_ckpt.forget()
-    loaded(tmp_path / "run" / "1", state)
+    load_copy(tmp_path / "run" / "1", state)
     dsq_ckpt.compress(state, tmp_path / "run" / "snapshot")
-    dsq_ckpt.save(moved(state, 2), tmp_path / "run" / "2")
+    dsq_ckpt.save(perturb(state, 2), tmp_path / "run" / "2")
     manifest = Manifest.read(tmp_path / "run" / "2")
     assert (manifest.parent_name, manifest.previous_name, manifest.depth) == ("1", "1", 2)
     assert Manifest.read(tmp_path / "run" / "snapshot").refinement == "kept"
     with pytest.raises(dsq_ckpt.CheckpointExists, match="overwrite=True"):
         dsq_ckpt.compress(tmp_path / "nowhere", tmp_path / "run" / "snapshot")
-    dsq_ckpt.compress(moved(state, 3), tmp_path / "run" / "snapshot", overwrite=True)
-    future = dsq_ckpt.async_save(moved(state, 4), tmp_path / "run" / "3")
-    dsq_ckpt.compress(moved(state, 3), tmp_path / "run" / "snapshot", overwrite=True)
+    dsq_ckpt.compress(perturb(state, 3), tmp_path / "run" / "snapshot", overwrite=True)
+    future = dsq_ckpt.async_save(perturb(state, 4), tmp_path / "run" / "3")
+    dsq_ckpt.compress(perturb(state, 3), tmp_path / "run" / "snapshot", overwrite=True)
     future.result()
     assert Manifest.read(tmp_path / "run" / "3").refinement == "kept"
     assert Manifest.read(tmp_path / "run" / "snapshot").previous is None
-    dsq_ckpt.save(moved(state, 5), tmp_path / "run" / "4")
+    dsq_ckpt.save(perturb(state, 5), tmp_path / "run" / "4")
     assert Manifest.read(tmp_path / "run" / "4").previous_name == "3"
 
 

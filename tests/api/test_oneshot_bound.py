@@ -16,7 +16,7 @@ from dsq_ckpt import ConfigError, DSQConfig, SaveFailed
 from dsq_ckpt.api.snapshot_config import _bounded_config
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_safetensors, write_torch
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,7 +93,7 @@ def test_a_bound_is_kept(tmp_path):
         quality.clear()  # the caller's own, while parsed manifests are kept
         assert Manifest.read(path).quality["satisfied"]
     assert sizes[1] < sizes[0]
-    assert differences(model.state_dict(), before) == []
+    assert find_differences(model.state_dict(), before) == []
 
 
 def test_a_script(tmp_path):
@@ -109,7 +109,7 @@ def test_a_script(tmp_path):
     result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.05)
     assert result["quality"]["compensated"] == 1
     assert measured(tmp_path / "a", exact) == pytest.approx(result["quality"]["degradation"], abs=1e-6)
-    assert differences(model.state_dict(), exact.state_dict()) == []
+    assert find_differences(model.state_dict(), exact.state_dict()) == []
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "state dict", "tied"])
@@ -125,9 +125,9 @@ def test_a_bound_with_a_model_beside_the_source(tmp_path, form):
         source, prefix = write_torch({"epoch": 3, "nets": {"best": weights}}, tmp_path / "source"), ["nets", "best"]
     model = Net(seed=5, tied=form == "tied")
     result = dsq_ckpt.compress(source, tmp_path / "a", evaluate=model.loss, max_degradation=0.05, model=model)
-    assert differences(dict(model.state_dict()), dict(exact.state_dict())) == []
+    assert find_differences(dict(model.state_dict()), dict(exact.state_dict())) == []
     if form == "tied":
-        assert set(loaded(tmp_path / "a", weights)) == set(weights)
+        assert set(load_copy(tmp_path / "a", weights)) == set(weights)
         assert result["quality"]["satisfied"]
     else:
         assert measured(tmp_path / "a", exact, *prefix) == pytest.approx(result["quality"]["degradation"], abs=1e-6)
@@ -139,15 +139,15 @@ def test_a_bound_that_nothing_keeps_means_exact(tmp_path):
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 
     def evaluate():
-        return 1.0 + bool(differences(dict(model.state_dict()), exact))
+        return 1.0 + bool(find_differences(dict(model.state_dict()), exact))
 
     with pytest.warns(UserWarning, match="stored exactly"):
         dsq_ckpt.compress(model, tmp_path / "a", evaluate=evaluate, max_degradation=0.01)
-    assert differences(loaded(tmp_path / "a", exact), exact) == []
+    assert find_differences(load_copy(tmp_path / "a", exact), exact) == []
     conservative = {"search": {"fallback": "conservative"}}
     with pytest.warns(UserWarning, match="most conservative"):
         dsq_ckpt.compress(model, tmp_path / "b", config=conservative, evaluate=evaluate, max_degradation=0.01)
-    assert differences(loaded(tmp_path / "b", exact), exact) != []
+    assert find_differences(load_copy(tmp_path / "b", exact), exact) != []
 
 
 def test_evaluate_alone_searches_as_configured(tmp_path):
@@ -213,7 +213,7 @@ def test_models_that_do_not_match(tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             dsq_ckpt.compress(source, out, evaluate=model.loss, model=model)
-    assert differences(dict(model.state_dict()), before) == [] and not out.exists()
+    assert find_differences(dict(model.state_dict()), before) == [] and not out.exists()
 
 
 @pytest.mark.parametrize("bad", ["raises", "raises later", "nan"])
@@ -224,12 +224,12 @@ def test_an_evaluation_that_fails(tmp_path, bad):
     def evaluate():
         if bad == "nan":
             return math.nan
-        if bad == "raises" or differences(dict(model.state_dict()), before):
+        if bad == "raises" or find_differences(dict(model.state_dict()), before):
             raise RuntimeError("no data")
         return 1.0
 
     says = "gave nan for the model as it is" if bad == "nan" else "`evaluate` raised RuntimeError: no data"
     with pytest.warns(UserWarning), pytest.raises(SaveFailed, match=says):
         dsq_ckpt.compress(model, tmp_path / "out", evaluate=evaluate, max_degradation=0.1)
-    assert differences(dict(model.state_dict()), before) == []
+    assert find_differences(dict(model.state_dict()), before) == []
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -8,17 +8,24 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
-from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, Window, leaves, stepped
-from tests.helpers.training import loss_of, trained
+from tests.helpers.odd_optimizers import (
+    CountingAdamW,
+    GlobalStateSGD,
+    GradientWindow,
+    HookedSGD,
+    leaves,
+    train_on_noise,
+)
+from tests.helpers.training import compute_loss, train_model
 
-KINDS = [Counting, Hooked, OfNone, Window, torch.optim.AdamW]
+KINDS = [CountingAdamW, HookedSGD, GlobalStateSGD, GradientWindow, torch.optim.AdamW]
 
 
 def made(kind, steps=0, seed=0):
     torch.manual_seed(seed)
     model = nn.Linear(64, 64)
     optimizer = kind(model.parameters())
-    stepped(model, optimizer, steps, seed)
+    train_on_noise(model, optimizer, steps, seed)
     return model, optimizer
 
 
@@ -40,15 +47,15 @@ def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, before, now):
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
     for one, own in ((model, optimizer), (model_too, restored)):
-        stepped(one, own, 3, seed=2)
+        train_on_noise(one, own, 3, seed=2)
     assert model.weight.equal(model_too.weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_and_a_save_leave_the_optimizer_as_it_is(tmp_path, kind):
-    model, optimizer = trained(10, kind=kind)
+    model, optimizer = train_model(10, kind=kind)
     before = leaves(optimizer.state_dict())
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     warnings.simplefilter("ignore")  # of models after few steps
     compressor.save(tmp_path / "a")
     assert compressor.quality is not None and leaves(optimizer.state_dict()) == before
@@ -56,10 +63,10 @@ def test_a_search_and_a_save_leave_the_optimizer_as_it_is(tmp_path, kind):
 
 def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
     """They stay as they are, which is told once."""
-    model, optimizer = made(Counting, 3)
+    model, optimizer = made(CountingAdamW, 3)
     weights, moments = get_state_dict(model, optimizer)
     dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
-    model_too, restored = made(Counting, 1, seed=1)
+    model_too, restored = made(CountingAdamW, 1, seed=1)
     with pytest.warns(UserWarning) as told:
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert [str(one.message).partition(", as it was")[0] for one in told] == [
@@ -71,12 +78,12 @@ def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
 
 def test_keys_that_an_optimizer_does_not_tell_yet_are_plain_data(tmp_path):
     """No code of the checkpoint runs for what the optimizer does not name."""
-    model, optimizer = made(Counting, 1)
+    model, optimizer = made(CountingAdamW, 1)
     optimizer.own["more"] = {"path": tmp_path}
     with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is stored by"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'optimizer\.own\.more\.path' is more than plain data"):
-        dsq_ckpt.Compressor(*made(Counting)).load(tmp_path / "a")
+        dsq_ckpt.Compressor(*made(CountingAdamW)).load(tmp_path / "a")
 
 
 class Around(torch.optim.SGD):

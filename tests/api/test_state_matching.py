@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import dsq_ckpt
 from dsq_ckpt.api.optimizer_state import require_gradients
 from tests.api.test_compressor import bits_of, same_bits
-from tests.helpers.training import train, trained
+from tests.helpers.training import train, train_model
 
 
 @pytest.mark.parametrize("target", ["new", "other", "gradients"])
@@ -97,10 +97,10 @@ def test_parameters_are_frozen_again_whatever_happens():
 
 def test_moments_of_what_cannot_need_a_gradient_come_back(tmp_path):
     """As they do for other frozen parameters; torch drops those of one whose values were made in inference mode."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
     for listed in (True, False):
-        model_too, _ = trained(0)
+        model_too, _ = train_model(0)
         with torch.inference_mode():
             values = torch.zeros(160, 64)
         frozen = model_too.hidden.weight = nn.Parameter(values, requires_grad=False)
@@ -114,7 +114,7 @@ def test_moments_of_what_cannot_need_a_gradient_come_back(tmp_path):
 
 
 def test_moments_under_other_names_are_not_left_out(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = train_model()
     dsq_ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers")
     dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "none")
     for name, said in (
@@ -127,7 +127,7 @@ def test_moments_under_other_names_are_not_left_out(tmp_path):
 
 def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
     """A model of six of twelve layers was restored as if it were the one of twelve, without a word."""
-    model, optimizer = trained()
+    model, optimizer = train_model()
     dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     del model.head
     less = torch.optim.AdamW(model.parameters())
@@ -148,8 +148,8 @@ def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
 ], ids=["adamw", "sgd", "asgd"])
 def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
     """Nor does a load that fails: torch initializes an optimizer by a step, after which Adam's first is its second."""
-    expected, _ = trained(3, **options)
-    model, optimizer = trained(0, **options)
+    expected, _ = train_model(3, **options)
+    model, optimizer = train_model(0, **options)
     compressor = dsq_ckpt.Compressor(model, optimizer, {"system": "exact"})
     compressor.save(tmp_path / "0")
     assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
@@ -172,9 +172,9 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
 def test_state_that_the_saved_options_need_is_loaded_with_them(tmp_path, options, steps):
     """Groups come back with the options that were saved, and the next step needs the state that belongs to these."""
     saved, own = options
-    model, optimizer = trained(3, **saved)
+    model, optimizer = train_model(3, **saved)
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
-    model_too, restored = trained(steps, **own)
+    model_too, restored = train_model(steps, **own)
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     for parameter, other in zip(model.parameters(), model_too.parameters(), strict=True):
         before, now = optimizer.state[parameter], restored.state[other]
@@ -184,7 +184,7 @@ def test_state_that_the_saved_options_need_is_loaded_with_them(tmp_path, options
 
 def test_threads_that_save_before_the_first_step(tmp_path):
     """Each gave a parameter a gradient, and took it from the others: processes ended by a signal."""
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     compressor, threads, alone = dsq_ckpt.Compressor(model, optimizer), [], []
 
     def beside(*_):
@@ -202,7 +202,7 @@ def test_threads_that_save_before_the_first_step(tmp_path):
 
 def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
     """As the handler of a signal may, in the same thread: neither waits for the other."""
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     compressor, saved = dsq_ckpt.Compressor(model, optimizer), []
 
     def inside(*_):

@@ -18,7 +18,7 @@ from dsq_ckpt import DSQConfig, LoadFailed
 from dsq_ckpt.convert.export import read
 from dsq_ckpt.storage.manifest import Manifest
 from tests.core.test_nesting import check_moments, fresh, plain
-from tests.helpers.states import differences
+from tests.helpers.states import find_differences
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -44,7 +44,7 @@ def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
     target = {"model": twin, "optimizer": other, "scheduler": {}, 7: ""}
     dsq_ckpt.load(target, tmp_path / "a")
     assert target["model"] is twin and target["optimizer"] is other and target[7] == "seven"
-    assert differences(dict(twin.state_dict()), dict(model.state_dict())) == []
+    assert find_differences(dict(twin.state_dict()), dict(model.state_dict())) == []
     check_moments(other, optimizer)
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert target["scheduler"] == scheduler.state_dict()
@@ -54,7 +54,7 @@ def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
     model, optimizer, state = plain()
     dsq_ckpt.compress({"model": model, "optimizer": optimizer}, tmp_path / "a", config=EXACT)
     found = read(tmp_path / "a")
-    assert differences(found["model"], state["model"]) == []
+    assert find_differences(found["model"], state["model"]) == []
     other = fresh()
     other.load_state_dict(found["optimizer"])
     check_moments(other, optimizer)

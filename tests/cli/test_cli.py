@@ -16,9 +16,9 @@ import dsq_ckpt
 from dsq_ckpt.cli import benchmark as bench
 from dsq_ckpt.cli import output
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import alter, document, dsq, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
 from tests.helpers.small_run import NAMES
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 ORPHAN = "0123456789abcdef-00000.dsq"
 
@@ -28,7 +28,7 @@ ORPHAN = "0123456789abcdef-00000.dsq"
 
 def test_inspect(trained):
     run, _ = trained
-    text = printed("inspect", run / NAMES[2], "--tensors")
+    text = dsq_stdout("inspect", run / NAMES[2], "--tensors")
     manifest = Manifest.read(run / NAMES[2])
     assert manifest.save_id in text and f"({NAMES[1]}), 2 from the keyframe" in text
     for name in (*manifest.kinds, *manifest.groups, *(file.name[:16] for file in manifest.files)):
@@ -38,24 +38,24 @@ def test_inspect(trained):
     assert re.search(r"model\.1\.weight +float32 +96x64 +1 +weights/linear", text)
     assert re.search(r"model\.1\.bias +float32 +96 +1 +exact", text)
     assert re.search(r"optimizer\.param_groups\.0\.lr +object +- +1 +exact", text)
-    assert "model.1.weight" not in printed("inspect", run / NAMES[2])
+    assert "model.1.weight" not in dsq_stdout("inspect", run / NAMES[2])
 
 
 def test_inspect_json(trained):
     run, _ = trained
-    found = document("inspect", run / NAMES[1], "--tensors")
+    found = dsq_json("inspect", run / NAMES[1], "--tensors")
     assert found["save_id"] == Manifest.read(run / NAMES[1]).save_id
     assert found["refinement"] == "dropped" and found["depth"] == 1 and not found["keyframe"]
     assert found["bytes_written"] > found["bytes_kept"]
     assert {tensor["name"]: tensor["stored"] for tensor in found["tensors"]}["model.2.weight"] == "exact"
-    assert "tensors" not in document("inspect", run / NAMES[1])
+    assert "tensors" not in dsq_json("inspect", run / NAMES[1])
 
 
 def test_inspect_errors(trained, tmp_path):
     run, _ = trained
-    assert f"the newest checkpoint in it is '{NAMES[2]}'" in error("inspect", run)
-    assert "does not exist" in error("inspect", tmp_path / "nowhere")
-    assert "does not exist" in error("inspect", tmp_path / "nowhere", "--json")
+    assert f"the newest checkpoint in it is '{NAMES[2]}'" in dsq_error("inspect", run)
+    assert "does not exist" in dsq_error("inspect", tmp_path / "nowhere")
+    assert "does not exist" in dsq_error("inspect", tmp_path / "nowhere", "--json")
 
 
 # export
@@ -64,27 +64,28 @@ def test_inspect_errors(trained, tmp_path):
 @pytest.mark.parametrize("name", ["state.pt", "flat.safetensors", "plain"])
 def test_export_chooses_the_format_by_suffix(trained, tmp_path, name):
     run, state = trained
-    text = printed("export", run / NAMES[2], tmp_path / name)
+    text = dsq_stdout("export", run / NAMES[2], tmp_path / name)
     assert str(tmp_path / name) in text and "base and refinement" in text
     assert (tmp_path / name).is_dir() == (name == "plain")
-    assert "exists; choose another target, or overwrite it (--overwrite)" in error(
+    assert "exists; choose another target, or overwrite it (--overwrite)" in dsq_error(
         "export", run / NAMES[2], tmp_path / name)
-    found = document("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
+    found = dsq_json("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
     assert not found["refined"] and bool(found["left_out"]) == (name == "flat.safetensors")
     if name == "state.pt":
-        assert differences(torch.load(tmp_path / name), loaded(run / NAMES[2], state, refinement=False)) == []
+        assert find_differences(torch.load(tmp_path / name), load_copy(run / NAMES[2], state, refinement=False)) == []
 
 
 def test_export_errors(trained, tmp_path):
     run, _ = trained
-    assert "has no refinement layer" in error("export", run / NAMES[0], tmp_path / "a.pt", "--refinement", "required")
-    assert "--allow-pickle is for --format torch" in error("export", run / NAMES[0], tmp_path / "a", "--allow-pickle")
+    path = run / NAMES[0]
+    assert "has no refinement layer" in dsq_error("export", path, tmp_path / "a.pt", "--refinement", "required")
+    assert "--allow-pickle is for --format torch" in dsq_error("export", path, tmp_path / "a", "--allow-pickle")
     (tmp_path / "file").write_text("")
-    assert "'" + str(tmp_path / "file") in error("export", run / NAMES[0], tmp_path / "file" / "a.pt")
+    assert "'" + str(tmp_path / "file") in dsq_error("export", run / NAMES[0], tmp_path / "file" / "a.pt")
     dsq_ckpt.save({"odd": pytest.approx(1)}, tmp_path / "pickled")
-    message = error("export", tmp_path / "pickled", tmp_path / "b.pt")
+    message = dsq_error("export", tmp_path / "pickled", tmp_path / "b.pt")
     assert "object 'odd'" in message and "pass --allow-pickle;" in message and "=True" not in message
-    assert dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
+    assert run_dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
 
 
 # compress
@@ -93,46 +94,46 @@ def test_export_errors(trained, tmp_path):
 def test_compress(tmp_path):
     state = {"layer.weight": torch.randn(96, 64), "layer.bias": torch.zeros(96)}
     torch.save(state, tmp_path / "in.pt")
-    text = printed("compress", tmp_path / "in.pt", tmp_path / "out", columns=240)
+    text = dsq_stdout("compress", tmp_path / "in.pt", tmp_path / "out", columns=240)
     assert str(tmp_path / "in.pt") in text and str(tmp_path / "out") in text
     assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* keyframe ", text)
-    assert differences(loaded(tmp_path / "out", state), state) == ["layer.weight"]
-    assert "overwrite it (--overwrite)" in error("compress", tmp_path / "in.pt", tmp_path / "out")
+    assert find_differences(load_copy(tmp_path / "out", state), state) == ["layer.weight"]
+    assert "overwrite it (--overwrite)" in dsq_error("compress", tmp_path / "in.pt", tmp_path / "out")
     (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")
     for given, bits in (("default", 4), (tmp_path / "c.yaml", 0)):
-        found = document("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
+        found = dsq_json("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
         about = dsq_ckpt.describe(tmp_path / "out")
         assert found == {
             **about, "source": str(tmp_path / "in.pt"), "path": str(tmp_path / "out"), "quality": None,
             "ratio_kept": pytest.approx(about["bytes_logical"] / about["bytes_kept"], rel=1e-3),
         }
         assert Manifest.read(tmp_path / "out").config["quantize"]["weights"]["refinement_bits"] == bits
-    printed("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--system", "uniform", "--config",
+    dsq_stdout("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--system", "uniform", "--config",
             tmp_path / "c.yaml")
     config = Manifest.read(tmp_path / "out").config
     assert config["system"] == "uniform" and config["quantize"]["weights"]["codebook"]["fit"] == "uniform"
-    printed("compress", tmp_path / "in.pt", tmp_path / "exact", "--config", "exact")
-    assert differences(loaded(tmp_path / "exact", state), state) == []
+    dsq_stdout("compress", tmp_path / "in.pt", tmp_path / "exact", "--config", "exact")
+    assert find_differences(load_copy(tmp_path / "exact", state), state) == []
 
 
 def test_compress_errors(tmp_path):
     torch.save({"weight": torch.randn(80, 80)}, tmp_path / "in.pt")
     torch.save({"weight": torch.randn(80, 80), "odd": pytest.approx(1)}, tmp_path / "odd.pt")
     out = tmp_path / "out"
-    assert "does not exist; name a .safetensors" in error("compress", tmp_path / "nowhere", out)
-    assert "more than plain data" in error("compress", tmp_path / "odd.pt", out)
+    assert "does not exist; name a .safetensors" in dsq_error("compress", tmp_path / "nowhere", out)
+    assert "more than plain data" in dsq_error("compress", tmp_path / "odd.pt", out)
     for option, value, says in (
         ("--config", "none", "no preset 'none'; choose from default"), ("--config", "none.yaml", "cannot be read"),
         ("--system", "none", "expected 'dsq'"),
     ):
-        assert says in error("compress", tmp_path / "in.pt", out, option, value)
+        assert says in dsq_error("compress", tmp_path / "in.pt", out, option, value)
     (tmp_path / "c.yaml").write_text("quantise: {}")
-    assert "c.yaml: 1 problem(s) quantise: unknown key; did you mean 'quantize'?" in error(
+    assert "c.yaml: 1 problem(s) quantise: unknown key; did you mean 'quantize'?" in dsq_error(
         "compress", tmp_path / "in.pt", out, "--config", tmp_path / "c.yaml"
     )
     assert not out.exists()
     out.write_text("a file")
-    assert "error: " in error("compress", tmp_path / "in.pt", out)
+    assert "error: " in dsq_error("compress", tmp_path / "in.pt", out)
     assert out.read_text() == "a file"
 
 
@@ -144,20 +145,20 @@ def test_gc(run, monkeypatch):
     for orphan in orphans:
         orphan.parent.mkdir(exist_ok=True)
         orphan.write_bytes(b"x" * 2048)
-    text = printed("gc", run)
+    text = dsq_stdout("gc", run)
     assert "nothing to delete" in text and f"left alone: {run / 'aborted'}" in text
     assert all(orphan.exists() for orphan in orphans)
-    text = printed("gc", run, "--older-than", "0s", "--dry-run")
+    text = dsq_stdout("gc", run, "--older-than", "0s", "--dry-run")
     assert "would delete 2 file(s), 4.00 KiB" in text
     assert f"{NAMES[0]}/{ORPHAN}" in text and "not in the manifest" in text and "save did not complete" in text
     assert all(orphan.exists() for orphan in orphans)
-    found = document("gc", run, "--older-than", "0s")
+    found = dsq_json("gc", run, "--older-than", "0s")
     assert sorted(entry["path"] for entry in found["files"]) == sorted(map(str, orphans))
     assert found["bytes"] == 4096 and not found["dry_run"]
     assert sorted(os.listdir(run)) == sorted(NAMES)
-    assert document("verify", run)["ok"]
-    assert "nothing to delete" in printed("gc", run)
-    assert "is not a directory" in error("gc", run / "nowhere")
+    assert dsq_json("verify", run)["ok"]
+    assert "nothing to delete" in dsq_stdout("gc", run)
+    assert "is not a directory" in dsq_error("gc", run / "nowhere")
 
 
 def test_gc_says_what_it_leaves_and_why(run):
@@ -166,15 +167,15 @@ def test_gc_says_what_it_leaves_and_why(run):
         (run / name / ORPHAN).write_bytes(b"x")
     (run / "mixed" / "notes.txt").write_text("mine")
     (run / NAMES[0] / "manifest.json").write_text("{}")
-    text = printed("gc", run, "--older-than", "2h")
+    text = dsq_stdout("gc", run, "--older-than", "2h")
     assert f"{run / 'young'}: its files are too young: a save may be under way (younger than 120 min" in text
     assert f"{run / 'mixed'}: without a manifest, but with files that are not ours, such as 'notes.txt'" in text
     assert f"left alone: {run / NAMES[0]}: its manifest cannot be read" in text
-    found = document("gc", run, "--older-than", "0s")
+    found = dsq_json("gc", run, "--older-than", "0s")
     assert [entry["path"] for entry in found["left"]] == [str(run / "mixed"), str(run / NAMES[0])]
     assert not (run / "young").exists() and (run / "mixed" / ORPHAN).exists()
     for wrong in ("2x", "-1", "soon"):
-        assert dsq("gc", run, "--older-than", wrong).exit_code == 2
+        assert run_dsq("gc", run, "--older-than", wrong).exit_code == 2
 
 
 # bench and the whole
@@ -190,8 +191,8 @@ def test_bench(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "run_bench", run_bench)
     monkeypatch.setattr(bench, "print_bench", lambda result, console: console.print(f"result {result['x']}"))
     arguments = ["--parameters", "2e6", "--threads", 3, "--dir", tmp_path, "--json", tmp_path / "bench.json"]
-    assert printed("bench", *arguments) == "result 1\n"
-    assert printed("bench", "--stall", *arguments) == "result 1\n"
+    assert dsq_stdout("bench", *arguments) == "result 1\n"
+    assert dsq_stdout("bench", "--stall", *arguments) == "result 1\n"
     assert asked == [(2_000_000, 3, tmp_path, {"repeats": 5, "stall_only": stall}) for stall in (False, True)]
     assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
 
@@ -200,11 +201,11 @@ def test_bench_leaves_out_what_memory_is_too_small_for(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_available_memory", lambda: 4.1 * 4 * 2e6)
     monkeypatch.setattr(bench, "_measure_stalls", lambda parameters, moments, *_: measured.append(moments))
     measured: list[bool] = []
-    output = printed("bench", "--stall", "--parameters", "2e6", "--dir", tmp_path, "--json", tmp_path / "bench.json")
+    output = dsq_stdout("bench", "--stall", "--parameters", "2e6", "--dir", tmp_path, "--json", tmp_path / "bench.json")
     assert measured == [False] and "left out: weights + moments, which need 0.1 GiB" in output
     assert "moments" in json.loads((tmp_path / "bench.json").read_text())["left_out"]
     measured.clear()
-    assert "left out" not in printed("bench", "--stall", "--parameters", "5e5", "--dir", tmp_path)
+    assert "left out" not in dsq_stdout("bench", "--stall", "--parameters", "5e5", "--dir", tmp_path)
     assert measured == [False, True]
 
 
@@ -224,7 +225,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
         raise ZeroDivisionError
 
     monkeypatch.setattr("dsq_ckpt.cli.verify_command.verify", broken)
-    assert isinstance(dsq("verify", tmp_path).exception, ZeroDivisionError)
+    assert isinstance(run_dsq("verify", tmp_path).exception, ZeroDivisionError)
 
 
 def test_as_a_process(trained, run):
@@ -237,10 +238,10 @@ def test_as_a_process(trained, run):
 
     good = shell("verify", run, "--json")
     assert good.returncode == 0 and good.stderr == "" and json.loads(good.stdout)["ok"]
-    alter(owned(run / NAMES[2]))
+    flip_bit(find_file(run / NAMES[2]))
     bad = shell("verify", run)
     assert bad.returncode == 1
-    assert owned(run / NAMES[2]).name in bad.stdout
+    assert find_file(run / NAMES[2]).name in bad.stdout
     assert bad.stderr == f"error: 1 of 3 checkpoint(s) damaged: {NAMES[2]}\n"
     assert "\x1b" not in bad.stdout
     entry = subprocess.run(
@@ -252,11 +253,11 @@ def test_as_a_process(trained, run):
 
 def test_inspect_knows_the_chain_without_its_directories(trained, tmp_path):
     shutil.copytree(trained[0] / NAMES[2], tmp_path / "alone" / "moved")
-    text = printed("inspect", tmp_path / "alone" / "moved")
+    text = dsq_stdout("inspect", tmp_path / "alone" / "moved")
     rows = re.findall(r"ancestor +(keyframe|delta 1) +1 .*\(deleted\)", text)
     assert rows == ["keyframe", "delta 1"]
-    owned(tmp_path / "alone" / "moved", "ancestor").write_bytes(b"")  # it is looked into when things are broken
-    assert "(deleted)" in printed("inspect", tmp_path / "alone" / "moved")
+    find_file(tmp_path / "alone" / "moved", "ancestor").write_bytes(b"")  # it is looked into when things are broken
+    assert "(deleted)" in dsq_stdout("inspect", tmp_path / "alone" / "moved")
 
 
 FULL = """

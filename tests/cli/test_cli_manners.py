@@ -22,7 +22,7 @@ import dsq_ckpt
 from dsq_ckpt.cli import app, output
 from dsq_ckpt.storage import checkpoint_copy
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import document, dsq, error, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, run_dsq
 from tests.helpers.processes import PATIENCE, ROOT
 from tests.helpers.small_run import NAMES
 
@@ -61,24 +61,25 @@ def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeyp
     again = [(*command, "--json") for command in commands[:4] + commands[5:6]]
     for command in again:
         assert on_a_terminal(*command).stderr == ""
-        dsq(*command[:-1]) if command[0] != "cp" else None
+        run_dsq(*command[:-1]) if command[0] != "cp" else None
     assert shown == [], "neither with --json nor where stderr is no terminal"
 
 
 def test_statuses(run, monkeypatch):
-    assert dsq("verify", run).exit_code == 0
-    assert dsq("verify").exit_code == dsq("nothing").exit_code == dsq("gc", run, "--older-than", "soon").exit_code == 2
-    assert dsq("log", run / "nowhere").exit_code == 1
+    assert run_dsq("verify", run).exit_code == 0
+    for arguments in (("verify",), ("nothing",), ("gc", run, "--older-than", "soon")):
+        assert run_dsq(*arguments).exit_code == 2
+    assert run_dsq("log", run / "nowhere").exit_code == 1
     (next((run / NAMES[0]).glob("*.dsq"))).unlink()
-    assert dsq("verify", run).exit_code == 1
+    assert run_dsq("verify", run).exit_code == 1
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint_copy, "copy_checkpoints", interrupted)
-    result = dsq("cp", run, run.parent / "copy")
+    result = run_dsq("cp", run, run.parent / "copy")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
-    assert printed("--version") == f"dsq_ckpt {dsq_ckpt.__version__}\n"
+    assert dsq_stdout("--version") == f"dsq_ckpt {dsq_ckpt.__version__}\n"
 
 
 @pytest.mark.parametrize("command", [
@@ -94,9 +95,9 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, command, kind):
     name, *rest = command
     source = "unknown://bucket/run" if kind == "unknown" else kind
     if kind == "empty" and name in ("gc", "cp"):
-        assert {"gc": "nothing to delete", "cp": "0 checkpoint(s)"}[name] in printed(name, "empty", *rest)
+        assert {"gc": "nothing to delete", "cp": "0 checkpoint(s)"}[name] in dsq_stdout(name, "empty", *rest)
         return
-    text = error(name, source, *rest)
+    text = dsq_error(name, source, *rest)
     assert source in text and len(text) < 400
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
@@ -104,18 +105,18 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, command, kind):
 def test_a_configuration_that_is_no_text(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
     (tmp_path / "junk").write_bytes(b"\x83" * 9)
-    text = error("compress", tmp_path / "plain.pt", tmp_path / "out", "--config", f"{tmp_path}/junk")
+    text = dsq_error("compress", tmp_path / "plain.pt", tmp_path / "out", "--config", f"{tmp_path}/junk")
     assert f"'{tmp_path}/junk' is no text; name a JSON or YAML file" in text
 
 
 def test_watch_once(trained, tmp_path):
-    lines = printed("watch", trained[0], "--once").splitlines()
+    lines = dsq_stdout("watch", trained[0], "--once").splitlines()
     assert [line.partition(":")[0] for line in lines] == list(NAMES)
     assert re.fullmatch(rf"{NAMES[0]}: [\d.]+ KiB, [\d.]+x, keyframe, [\d.]+ s", lines[0])
     url = f"memory://{uuid.uuid4().hex}"
     dsq_ckpt.save({"w": torch.randn(64, 80)}, f"{url}/step-1")
-    assert printed("watch", url, "--once").startswith("step-1: ")
-    assert "is no run" in error("watch", trained[0] / NAMES[0])
+    assert dsq_stdout("watch", url, "--once").startswith("step-1: ")
+    assert "is no run" in dsq_error("watch", trained[0] / NAMES[0])
 
 
 @pytest.fixture
@@ -187,7 +188,7 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
 
 @pytest.mark.parametrize("last, said", [("nope", "nope' does not exist"), (NAMES[0], "is named twice")])
 def test_rm_removes_nothing_if_one_cannot_be_removed(run, last, said):
-    assert said in error("rm", run / NAMES[0], run / last)
+    assert said in dsq_error("rm", run / NAMES[0], run / last)
     assert (run / NAMES[0] / "manifest.json").exists()
 
 
@@ -197,20 +198,20 @@ def test_rm_says_that_no_refinement_is_left(tmp_path, json):
     state = {"w": torch.randn(80, 80)}
     for name in NAMES:
         dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 1}})
-    assert "no checkpoint with a refinement" not in dsq("rm", tmp_path / NAMES[0], *json).stdout
-    said = dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
+    assert "no checkpoint with a refinement" not in run_dsq("rm", tmp_path / NAMES[0], *json).stdout
+    said = run_dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
     assert f"'{tmp_path}' would have no checkpoint with a refinement layer any more" in said
-    found = dsq("rm", tmp_path / NAMES[2], *json)
+    found = run_dsq("rm", tmp_path / NAMES[2], *json)
     assert (f"'{tmp_path}' has no checkpoint with a refinement" in found.stdout) is not bool(json)
     assert found.exit_code == 0 and Manifest.read(tmp_path / NAMES[1]).refinement == "dropped"
-    assert "no checkpoint with" not in dsq("rm", tmp_path / NAMES[1]).stdout, "nothing is left"
+    assert "no checkpoint with" not in run_dsq("rm", tmp_path / NAMES[1]).stdout, "nothing is left"
 
 
 def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
     (run / NAMES[1] / "manifest.json").write_text("garbage")
-    assert f"if it is to go, delete the directory, '{run / NAMES[1]}'" in error("rm", run / NAMES[1])
+    assert f"if it is to go, delete the directory, '{run / NAMES[1]}'" in dsq_error("rm", run / NAMES[1])
     shutil.rmtree(run / NAMES[1])
-    printed("verify", run / NAMES[2])
+    dsq_stdout("verify", run / NAMES[2])
 
 
 @pytest.mark.parametrize("names, last", [(NAMES[:1], 1), (NAMES[:2], 2), (NAMES[1::-1], 1), (NAMES, 0)])
@@ -218,10 +219,10 @@ def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
     """A keyframe lies on a disk once, with a link in each checkpoint that is coded against it."""
     run = checkpoint_copy.copy_checkpoints(trained[0], tmp_path / "run").path  # with its links
     paths = [run / name for name in names]
-    tried = document("rm", "--dry-run", *paths)
+    tried = dsq_json("rm", "--dry-run", *paths)
     before, manifests = on_disk(run), sum((path / "manifest.json").stat().st_size for path in paths)
-    said = printed("rm", "--dry-run", *paths)
-    done = document("rm", *paths)
+    said = dsq_stdout("rm", "--dry-run", *paths)
+    done = dsq_json("rm", *paths)
     assert sum(one["bytes"] for one in done) + manifests == before - on_disk(run)
     assert [{**one, "dry_run": False} for one in tried] == done
     linked = [len(one["linked"]) for one in done]
@@ -248,9 +249,9 @@ def test_gc_tells_the_space_that_is_free_then(run):
         os.link(keyframe, run / name / keyframe.name)
         if name != "failed":
             os.link(orphan, run / name / orphan.name)
-    said = printed("gc", run, "--older-than", "0s", "--dry-run")
+    said = dsq_stdout("gc", run, "--older-than", "0s", "--dry-run")
     assert "would delete 5 file(s), 3.00 KiB; the bytes of 3 file(s) stay, by links elsewhere" in said
-    found = document("gc", run, "--older-than", "0s")
+    found = dsq_json("gc", run, "--older-than", "0s")
     assert found["bytes"] == 3072 and len(found["files"]) == 5
     assert found["linked"] == sorted(str(run / name / keyframe.name) for name in names)
     assert sorted(os.listdir(run)) == sorted(NAMES) and keyframe.exists()

@@ -10,14 +10,14 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.cli import inspect_command
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import printed
+from tests.helpers.commands import dsq_stdout
 from tests.helpers.small_run import NAMES
-from tests.helpers.training import Net, loss_of
+from tests.helpers.training import Net, compute_loss
 
 
 @pytest.mark.parametrize("columns", [80, None])
 def test_tables_have_legends(trained, columns):
-    text = printed("inspect", trained[0] / NAMES[2], columns=columns)
+    text = dsq_stdout("inspect", trained[0] / NAMES[2], columns=columns)
     for legend in (
         "ratio: uncompressed over stored bytes; KiB: 1024 bytes", "elements: k is 1000; levels: values besides zero",
         "step: of a lattice, in units of the tensors once divided by their powers of two",
@@ -35,7 +35,7 @@ def test_figures_of_a_search_have_units(run):
         "seconds": 1.25, "refinement_bits": 3, "satisfied": True, "reason": None, "later": 7,
         "chosen": {"variant": "default", "step": 2.8},
     }}).write(path, exclusive=False, fsync=False)
-    text = printed("inspect", path, columns=100)
+    text = dsq_stdout("inspect", path, columns=100)
     assert re.search(r"^search +measured +unit *$", text, re.M)
     for name, value, unit in (
         ("metric", "2.5", "as evaluate gives it"), ("degradation", "0.03", "share of the metric"),
@@ -51,7 +51,9 @@ def test_figures_of_a_search_have_units(run):
 def test_every_figure_that_a_search_records_has_a_unit(tmp_path):
     """Those of a real search: whoever adds one adds its unit."""
     model = Net()
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model), check=lambda: loss_of(model, 10_001))
+    compressor = dsq_ckpt.Compressor(
+        model, evaluate=lambda: compute_loss(model), check=lambda: compute_loss(model, 10_001)
+    )
     for name in "ab":
         compressor.save(tmp_path / name)
     for name, value in compressor.quality.items():
@@ -64,10 +66,10 @@ def test_the_tensor_that_loses_most_is_named(tmp_path):
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(128, 64, generator=generator) for name in ("large", "small")}
     dsq_ckpt.save(state, tmp_path / "alike")
-    assert "loses most" not in printed("inspect", tmp_path / "alike")
+    assert "loses most" not in dsq_stdout("inspect", tmp_path / "alike")
     state["small"] /= 7
     dsq_ckpt.save(state, tmp_path / "apart")
-    text = printed("inspect", tmp_path / "apart")
+    text = dsq_stdout("inspect", tmp_path / "apart")
     [(group, report)] = Manifest.read(tmp_path / "apart").groups.items()
     assert f"loses most of {group}: small, {report.worst_error:.1%} off" in text
 
@@ -79,5 +81,5 @@ def test_first_moments_have_one_error_after_a_restore(run):
     name, group = next((name, group) for name, group in manifest.groups.items() if name.startswith("exp_avg/"))
     changed = {name: group.model_copy(update={"refined_error": 0.66, "update_error": 0.2345})}
     manifest.model_copy(update={"groups": {**manifest.groups, **changed}}).write(path, exclusive=False, fsync=False)
-    text = printed("inspect", path)
+    text = dsq_stdout("inspect", path)
     assert re.search(rf"^{name} .* 23\.45 % *$", text, re.M) and "66.00 %" not in text

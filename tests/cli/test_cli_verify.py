@@ -8,36 +8,36 @@ import shutil
 
 import pytest
 
-from tests.helpers.commands import alter, document, dsq, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
 from tests.helpers.small_run import NAMES
 
 
 def test_verify_a_run(trained):
     run, _ = trained
-    text = printed("verify", run)
+    text = dsq_stdout("verify", run)
     assert all(re.search(rf"{name} .* ok ", text) for name in NAMES)
-    found = document("verify", run)
+    found = dsq_json("verify", run)
     assert found["ok"]
     assert [entry["decoded_by"] for entry in found["checkpoints"]] == [NAMES[2], NAMES[2], None]
     assert found["checkpoints"][2]["tensors_decoded"] > 30
-    quick = document("verify", run, "--no-deep")
+    quick = dsq_json("verify", run, "--no-deep")
     assert [entry["tensors_decoded"] for entry in quick["checkpoints"]] == [None, None, None]
-    assert document("verify", run / NAMES[0])["checkpoints"][0]["tensors_decoded"] > 30
+    assert dsq_json("verify", run / NAMES[0])["checkpoints"][0]["tensors_decoded"] > 30
 
 
 @pytest.mark.parametrize("role", ["own", "refinement", "index"])
 def test_verify_names_an_altered_file(run, role):
-    file = owned(run / NAMES[2], role)
-    alter(file)
+    file = find_file(run / NAMES[2], role)
+    flip_bit(file)
     for path in (run, run / NAMES[2]):
-        result = dsq("verify", path)
+        result = run_dsq("verify", path)
         assert result.exit_code == 1
         assert file.name in result.stdout
         assert result.stderr == (
             f"error: 1 of {3 if path == run else 1} checkpoint(s) damaged: {NAMES[2]}\n"
         )
-        assert not document("verify", path, code=1)["ok"]
-    assert dsq("verify", run / NAMES[0]).exit_code == 0
+        assert not dsq_json("verify", path, code=1)["ok"]
+    assert run_dsq("verify", run / NAMES[0]).exit_code == 0
 
 
 def test_verify_tells_every_checkpoint_that_a_file_harms(trained, tmp_path):
@@ -50,29 +50,29 @@ def test_verify_tells_every_checkpoint_that_a_file_harms(trained, tmp_path):
                 os.link(first, run / name / file.name)
             else:
                 shutil.copy(file, run / name / file.name)
-    alter(owned(run / NAMES[1]))
-    found = document("verify", run, code=1)
+    flip_bit(find_file(run / NAMES[1]))
+    found = dsq_json("verify", run, code=1)
     assert [entry["ok"] for entry in found["checkpoints"]] == [True, False, False]
     tensors = {problem["where"] for problem in found["checkpoints"][2]["problems"]}
-    assert owned(run / NAMES[1]).name in tensors and len(tensors) > 1
-    assert len(dsq("verify", run).stdout.splitlines()) < 40
+    assert find_file(run / NAMES[1]).name in tensors and len(tensors) > 1
+    assert len(run_dsq("verify", run).stdout.splitlines()) < 40
 
 
 def test_verify_missing_truncated_and_unreadable(run):
-    owned(run / NAMES[0]).unlink()
-    file = owned(run / NAMES[1], "index")
+    find_file(run / NAMES[0]).unlink()
+    file = find_file(run / NAMES[1], "index")
     os.truncate(file, file.stat().st_size - 1)
     (run / NAMES[2] / "manifest.json").write_text("{}")
     problems = {
         entry["path"]: [problem["problem"] for problem in entry["problems"]]
-        for entry in document("verify", run, code=1)["checkpoints"]
+        for entry in dsq_json("verify", run, code=1)["checkpoints"]
     }
     assert "cannot be read: No such file or directory" in problems[str(run / NAMES[0])]
     assert any("expected" in problem for problem in problems[str(run / NAMES[1])])
     assert "is not a dsq_ckpt manifest" in problems[str(run / NAMES[2])][0]
-    assert "3 of 3 checkpoint(s) damaged" in error("verify", run)
+    assert "3 of 3 checkpoint(s) damaged" in dsq_error("verify", run)
 
 
 def test_verify_errors(tmp_path):
-    assert "holds no manifest.json" in error("verify", tmp_path)
-    assert "does not exist" in error("verify", tmp_path / "nowhere")
+    assert "holds no manifest.json" in dsq_error("verify", tmp_path)
+    assert "does not exist" in dsq_error("verify", tmp_path / "nowhere")

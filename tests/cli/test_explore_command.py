@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from tests.helpers.commands import document, error, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 JUDGE = """
@@ -45,20 +45,20 @@ def source(tmp_path, monkeypatch):
 
 
 def test_one_bound(source, tmp_path):
-    found = document("compress", source, tmp_path / "a", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
+    found = dsq_json("compress", source, tmp_path / "a", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
     assert found["quality"]["satisfied"] and found["quality"]["degradation"] <= 0.05
-    text = printed("compress", source, tmp_path / "b", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
+    text = dsq_stdout("compress", source, tmp_path / "b", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
     assert re.search(r"degradation +\S+ % of the metric, by \d+ evaluations", text)
 
 
 def test_several_bounds(source, tmp_path):
     options = "--explore", "--evaluate", "my_judges:judge", "--bounds", "0.1,0.01"
-    text = printed("compress", source, tmp_path / "a", *options, "--plot", tmp_path / "front.svg", columns=240)
+    text = dsq_stdout("compress", source, tmp_path / "a", *options, "--plot", tmp_path / "front.svg", columns=240)
     rows = re.findall(r"^ *(10|1) % +\S+ % +\S+ KiB +\S+x +\d+ +\S+ s .*(within-0\.1|within-0\.01) *$", text, re.M)
     assert rows == [("10", "within-0.1"), ("1", "within-0.01")]
     assert (tmp_path / "front.svg").read_text().startswith("<?xml")
-    assert "there already" in error("compress", source, tmp_path / "b", *options, "--plot", tmp_path / "front.svg")
-    found = document("compress", source, tmp_path / "a", *options, "--overwrite")["checkpoints"]
+    assert "there already" in dsq_error("compress", source, tmp_path / "b", *options, "--plot", tmp_path / "front.svg")
+    found = dsq_json("compress", source, tmp_path / "a", *options, "--overwrite")["checkpoints"]
     assert [one["max_degradation"] for one in found] == [0.1, 0.01]
     for one in found:
         assert one["bytes_kept"] == dsq_ckpt.describe(one["path"])["bytes_kept"]
@@ -86,5 +86,5 @@ def test_several_bounds(source, tmp_path):
 ])
 def test_errors(source, tmp_path, options, says):
     (tmp_path / "there.png").mkdir()
-    assert says in error("compress", source, tmp_path / "out", *options)
+    assert says in dsq_error("compress", source, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists() and not (tmp_path / "front.svg").exists()

@@ -14,7 +14,7 @@ from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.storage import concurrent_changes
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from tests.helpers.commands import alter, document, dsq, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
 from tests.helpers.small_run import NAMES
 from tests.storage.test_remote_removal import chain, state_of
 
@@ -47,7 +47,7 @@ def _results(found):
 @pytest.mark.parametrize("step", ["_read_manifest", "_check_file", "_decode"])
 def test_a_checkpoint_that_is_removed_meanwhile_is_no_damage(run, before, step):
     done = before(step, lambda: shutil.rmtree(run / NAMES[0]))
-    found = document("verify", run)
+    found = dsq_json("verify", run)
     assert done and found["ok"]
     expected = (True, None, 0)
     # Decoding of a later one covers it where its files were read before it went.
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_damage(run, before, step):
 
 def test_it_is_told(run, before):
     before("_check_file", lambda: shutil.rmtree(run / NAMES[0]))
-    text = printed("verify", run)
+    text = dsq_stdout("verify", run)
     assert "removed meanwhile" in next(line for line in text.splitlines() if NAMES[0] in line)
     assert text.count(" ok ") == 2
 
@@ -69,17 +69,17 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_damage(run, before):
         dsq_ckpt.save(state_of(1), run / NAMES[0], overwrite=True, parent=None)
 
     before("_check_file", replace)
-    found = document("verify", run)
+    found = dsq_json("verify", run)
     assert _results(found) == {NAMES[0]: (True, "replaced", 0), NAMES[1]: (True, None, 0), NAMES[2]: (True, None, 0)}
 
 
 def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, before):
     def changed():
-        alter(owned(run / NAMES[1]))  # after its checksum was read, so that only decoding it tells
+        flip_bit(find_file(run / NAMES[1]))  # after its checksum was read, so that only decoding it tells
         shutil.rmtree(run / NAMES[2])
 
     before("_decode", changed)
-    found = document("verify", run, code=1)
+    found = dsq_json("verify", run, code=1)
     results = _results(found)
     assert results[NAMES[2]] == (True, "removed", 0)
     assert not results[NAMES[1]][0] and found["checkpoints"][1]["tensors_decoded"] is not None
@@ -112,7 +112,7 @@ def test_a_removal_that_is_half_done_at_the_end(run, before, monkeypatch):
     thread.start()
     before("_check_file", half)
     try:
-        assert _results(document("verify", run))[NAMES[0]] == (True, "removed", 0)
+        assert _results(dsq_json("verify", run))[NAMES[0]] == (True, "removed", 0)
     finally:
         looked.set()
         thread.join()
@@ -123,22 +123,22 @@ def test_a_refinement_that_is_dropped_while_it_is_decoded(run, before):
 
     def drop():
         manifest = Manifest.read(path)
-        file = owned(path, "refinement")
+        file = find_file(path, "refinement")
         kept = [one for one in manifest.files if one.role != "refinement"]
         changed = manifest.model_copy(update={"refinement": "dropped", "files": kept})
         changed.write(path, exclusive=False, fsync=False)
         file.unlink()
 
     done = before("_decode_checkpoint", drop, lambda report, *_: report.name == NAMES[2])
-    found = document("verify", run)
+    found = dsq_json("verify", run)
     assert done and found["checkpoints"][2]["tensors_decoded"] > 30
 
 
 def test_damage_of_what_is_still_there_is_damage(run, before):
-    alter(owned(run / NAMES[1]))
-    owned(run / NAMES[2], "refinement").unlink()
+    flip_bit(find_file(run / NAMES[1]))
+    find_file(run / NAMES[2], "refinement").unlink()
     before("_check_file", lambda: shutil.rmtree(run / NAMES[0]))
-    results = _results(document("verify", run, code=1))
+    results = _results(dsq_json("verify", run, code=1))
     assert results[NAMES[0]] == (True, "removed", 0)
     assert not results[NAMES[1]][0] and not results[NAMES[2]][0]
 
@@ -146,7 +146,7 @@ def test_damage_of_what_is_still_there_is_damage(run, before):
 def test_a_manifest_that_is_a_link_to_nowhere_is_damage(run):
     (run / NAMES[0] / MANIFEST).unlink()
     (run / NAMES[0] / MANIFEST).symlink_to("nowhere")
-    assert "1 of 3 checkpoint(s) damaged" in dsq("verify", run).stderr
+    assert "1 of 3 checkpoint(s) damaged" in run_dsq("verify", run).stderr
 
 
 @pytest.mark.parametrize("option", ["--deep", "--no-deep"])
@@ -160,7 +160,7 @@ def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
 
     # Where nothing is decoded, all files were read before they went.
     before("_check_files" if option == "--deep" else "_recheck_checkpoints", remove)
-    found = document("verify", f"{store}/run", option, code=1)
+    found = dsq_json("verify", f"{store}/run", option, code=1)
     results = [(entry["ok"], entry["meanwhile"]) for entry in found["checkpoints"]]
     assert results[1:] == [(False, None)] * 2
     assert results[0] == ((True, "removed") if option == "--deep" else (True, None))
@@ -168,12 +168,12 @@ def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
 
 def test_nothing_is_left(run, before):
     before("_check_file", lambda: shutil.rmtree(run))
-    assert "all that was there was removed while it was being read" in error("verify", run)
+    assert "all that was there was removed while it was being read" in dsq_error("verify", run)
 
 
 def test_one_checkpoint_is_removed(run, before):
     before("_check_file", lambda: shutil.rmtree(run / NAMES[2]))
-    message = error("verify", run / NAMES[2])
+    message = dsq_error("verify", run / NAMES[2])
     assert "was removed while it was being read" in message and "damaged" not in message
 
 
@@ -190,4 +190,4 @@ def test_a_segment_of_a_gradient_log_is_removed_meanwhile(run, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(segments, "LogSegment", opened)
-    assert [entry["name"] for entry in document("verify", run, code=1)["gradient_log"]] == [f"log/{paths[1].name}"]
+    assert [entry["name"] for entry in dsq_json("verify", run, code=1)["gradient_log"]] == [f"log/{paths[1].name}"]

@@ -21,9 +21,9 @@ from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, LevelFit, RefinementFi
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
-from tests.helpers.commands import document
+from tests.helpers.commands import dsq_json
 from tests.helpers.states import relative_error
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.training import Net, compute_loss, train
 
 POWERS = {"quantize": {"weights": {"codebook": {"fit": "powers", "count": 12}, "refinement_bits": 3}}}
 
@@ -130,7 +130,7 @@ from dsq_ckpt.cli import app; app()
     arguments = ["compress", str(tmp_path / "in.pt"), str(tmp_path / "out"), "--system", "powers"]
     status, output = processes.run(["-c", text, *arguments], PYTHONPATH=site)
     assert status == 0, output
-    assert document("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
+    assert dsq_json("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
     assert "codebook 'broken': nowhere_at_all:Broken cannot be imported: ModuleNotFoundError" in output
     assert "codebook 'other': importing json registers nothing of that name" in output
     assert "did you mean 'powers'?" in output and "fit='powers' count=16" in output
@@ -169,7 +169,7 @@ def test_a_search_by_its_system(tmp_path, outside):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0, 40)
-    dsq_ckpt.Compressor(model, optimizer, {"system": "powers"}, lambda: loss_of(model)).save(tmp_path / "a")
+    dsq_ckpt.Compressor(model, optimizer, {"system": "powers"}, lambda: compute_loss(model)).save(tmp_path / "a")
     manifest = Manifest.read(tmp_path / "a")
     assert manifest.config["system"] == "powers" and manifest.quality["satisfied"]
     assert manifest.quality["chosen"]["base"] in outside.SYSTEM.space.axes[0].values

@@ -20,7 +20,16 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import torchrun
 from tests.helpers.small_run import NAMES, small_run
-from tests.helpers.states import blank, differences, flat, loaded, mixed_state, moved, same, tensors
+from tests.helpers.states import (
+    find_differences,
+    flat_tensors,
+    flatten,
+    is_equal,
+    load_copy,
+    make_blank,
+    mixed_state,
+    perturb,
+)
 
 EXPORTS = {"dcp": export_dcp, "torch": export_torch, "safetensors": export_safetensors}
 
@@ -49,9 +58,9 @@ def mixed(tmp_path_factory):
     path = tmp_path_factory.mktemp("mixed")
     state = mixed_state()
     dsq_ckpt.save(state, path / "first")
-    dsq_ckpt.save(moved(state, 1), path / "second")
+    dsq_ckpt.save(perturb(state, 1), path / "second")
     dsq_ckpt.forget()
-    return path / "second", loaded(path / "second", state)
+    return path / "second", load_copy(path / "second", state)
 
 
 def hidden(directory: Path) -> list[str]:
@@ -62,21 +71,21 @@ def hidden(directory: Path) -> list[str]:
 def test_dcp_loads_plainly(trained, tmp_path, name):
     run, state = trained
     done = export_dcp(run / name, tmp_path / "plain")
-    found = blank(state)
+    found = make_blank(state)
     dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert differences(found, loaded(run / name, state)) == []
-    assert done.tensors == len(tensors(state))
+    assert find_differences(found, load_copy(run / name, state)) == []
+    assert done.tensors == len(flat_tensors(state))
     assert done.refined == (name == NAMES[-1])
-    assert done.bytes == sum(tensor.nbytes for tensor in tensors(state).values())
+    assert done.bytes == sum(tensor.nbytes for tensor in flat_tensors(state).values())
     assert hidden(tmp_path) == []
 
 
 def test_dcp_of_every_dtype(mixed, tmp_path):
     path, expected = mixed
     export_dcp(path, tmp_path / "plain")
-    found = blank(expected)
+    found = make_blank(expected)
     dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert differences(found, expected) == []
+    assert find_differences(found, expected) == []
 
 
 def test_dcp_export_can_be_converted_by_torch(trained, tmp_path):
@@ -84,15 +93,15 @@ def test_dcp_export_can_be_converted_by_torch(trained, tmp_path):
     export_dcp(run / NAMES[-1], tmp_path / "plain")
     dcp_to_torch_save(tmp_path / "plain", tmp_path / "plain.pt")
     found = torch.load(tmp_path / "plain.pt")
-    assert differences(found, loaded(run / NAMES[-1], state)) == []
+    assert find_differences(found, load_copy(run / NAMES[-1], state)) == []
 
 
 def test_torch_has_the_nested_state_dict(trained, tmp_path):
     run, state = trained
     export_torch(run / NAMES[-1], tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt")
-    expected = loaded(run / NAMES[-1], state)
-    assert differences(found, expected) == []
+    expected = load_copy(run / NAMES[-1], state)
+    assert find_differences(found, expected) == []
     assert list(found) == list(expected)
     assert isinstance(found["extra"]["seen"], list)
     assert list(found["model"]) == list(expected["model"])
@@ -103,7 +112,7 @@ def test_torch_has_the_nested_state_dict(trained, tmp_path):
 def test_torch_of_every_dtype(mixed, tmp_path):
     path, expected = mixed
     export_torch(path, tmp_path / "state.pt")
-    assert differences(torch.load(tmp_path / "state.pt"), expected) == []
+    assert find_differences(torch.load(tmp_path / "state.pt"), expected) == []
 
 
 @pytest.mark.parametrize("refinement", ["auto", True, False])
@@ -111,9 +120,9 @@ def test_safetensors(trained, tmp_path, refinement):
     run, state = trained
     done = export_safetensors(run / NAMES[-1], tmp_path / "flat.safetensors", refinement=refinement)
     found = load_file(tmp_path / "flat.safetensors")
-    expected = loaded(run / NAMES[-1], state, refinement=refinement)
-    assert differences(found, tensors(expected)) == []
-    assert done.left_out == sorted(set(flat(expected)) - set(tensors(expected)))
+    expected = load_copy(run / NAMES[-1], state, refinement=refinement)
+    assert find_differences(found, flat_tensors(expected)) == []
+    assert done.left_out == sorted(set(flatten(expected)) - set(flat_tensors(expected)))
     with safe_open(tmp_path / "flat.safetensors", "pt") as file:
         assert json.loads(file.metadata()["left_out"]) == done.left_out
     assert hidden(tmp_path) == []
@@ -123,9 +132,9 @@ def test_safetensors_of_every_dtype(mixed, tmp_path):
     path, expected = mixed
     export_safetensors(path, tmp_path / "flat.safetensors")
     found = load_file(tmp_path / "flat.safetensors")
-    assert found.keys() == tensors(expected).keys()
-    for fqn, tensor in tensors(expected).items():
-        assert same(found[fqn], tensor), fqn
+    assert found.keys() == flat_tensors(expected).keys()
+    for fqn, tensor in flat_tensors(expected).items():
+        assert is_equal(found[fqn], tensor), fqn
 
 
 def test_safetensors_without_a_name_for_the_dtype(tmp_path):
@@ -142,13 +151,13 @@ def test_shards_of_two_ranks_become_whole_tensors(tmp_path):
     assert Manifest.read(Path(newest)).ranks == 2
     export_torch(newest, tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt")
-    assert differences(found, loaded(newest, found)) == []
+    assert find_differences(found, load_copy(newest, found)) == []
     export_dcp(newest, tmp_path / "plain")
-    plain = blank(found)
+    plain = make_blank(found)
     dcp.load(plain, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert differences(plain, found) == []
+    assert find_differences(plain, found) == []
     export_safetensors(newest, tmp_path / "flat.safetensors")
-    assert differences(load_file(tmp_path / "flat.safetensors"), tensors(found)) == []
+    assert find_differences(load_file(tmp_path / "flat.safetensors"), flat_tensors(found)) == []
 
 
 @pytest.mark.parametrize("form", EXPORTS)
@@ -243,4 +252,4 @@ def test_progress_counts_every_byte(trained, tmp_path, form):
     run, state = trained
     counted: list[int] = []
     EXPORTS[form](run / NAMES[-1], tmp_path / "target", progress=counted.append)
-    assert sorted(counted) == sorted(tensor.nbytes for tensor in tensors(state).values())
+    assert sorted(counted) == sorted(tensor.nbytes for tensor in flat_tensors(state).values())

@@ -13,7 +13,7 @@ from dsq_ckpt.convert import partitioner
 from dsq_ckpt.convert.partitioner import partition_source
 from dsq_ckpt.convert.sources import InMemory, open_source
 from tests.helpers.source_files import plain_state, write_dcp_in_parts, write_torch
-from tests.helpers.states import differences, mixed_state, tensors
+from tests.helpers.states import find_differences, flat_tensors, mixed_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -68,7 +68,7 @@ def test_parts_are_what_they_are_called(tmp_path, small):
         for key, value in source.read(mine).items():
             assert tuple(value.shape) == key.shape
             made[key.fqn][tuple(slice(o, o + n) for o, n in zip(key.offsets, key.shape, strict=True))] = value
-    assert differences(made, tensors(state)) == []
+    assert find_differences(made, flat_tensors(state)) == []
     assert len(partition_source(source, 1)[0]) == len(source.tensors)
 
 

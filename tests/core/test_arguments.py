@@ -18,8 +18,8 @@ from dsq_ckpt import CheckpointNotFound, ConfigError, DSQStorageWriter, LoadFail
 from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.core.figures import percent
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import same
-from tests.helpers.training import Net, loss_of
+from tests.helpers.states import is_equal
+from tests.helpers.training import Net, compute_loss
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -74,10 +74,11 @@ def test_a_module_stands_for_its_state_dict(tmp_path, background):
     saved = dsq_ckpt.async_save(model, tmp_path / "a").result() if background else dsq_ckpt.save(model, tmp_path / "a")
     assert set(Manifest.read(saved.path).groups) == {"weights/embedding", "weights/linear"}
     dsq_ckpt.load(other, tmp_path / "a")
-    assert same(other.norm.weight, model.norm.weight) and abs(loss_of(other) - loss_of(model)) < 0.02 * loss_of(model)
+    loss = compute_loss(model)
+    assert is_equal(other.norm.weight, model.norm.weight) and abs(compute_loss(other) - loss) < 0.02 * loss
     state = copy.deepcopy(other.state_dict())
     dsq_ckpt.load(state, tmp_path / "a")
-    assert all(same(value, other.state_dict()[name]) for name, value in state.items())
+    assert all(is_equal(value, other.state_dict()[name]) for name, value in state.items())
 
 
 def test_a_module_with_less_than_was_saved_is_said(tmp_path):
@@ -112,7 +113,7 @@ def test_tensors_without_memory_are_replaced(tmp_path):
         "a": [torch.empty(80, 80, device="meta"), {3: torch.empty(4, device="meta")}], "b": torch.ones(0, device="meta")
     }
     dsq_ckpt.load(target, tmp_path / "a")
-    assert same(target["a"][0], state["a"][0]) and same(target["a"][1][3], state["a"][1][3])
+    assert is_equal(target["a"][0], state["a"][0]) and is_equal(target["a"][1][3], state["a"][1][3])
     assert target["b"].device.type == "cpu"
 
 
@@ -137,8 +138,8 @@ def test_a_module_is_told_that_the_state_is_of_its_own_version(tmp_path, how):
     else:
         dsq_ckpt.save(model if how == "module" else {"m": model}, tmp_path / "a", config="exact")
         dsq_ckpt.load(other if how == "module" else {"m": other}, tmp_path / "a")
-    assert same(other[0].weight, model[0].weight)
-    assert same(other[1].weight, model[1].weight) == (how != "compressor")
+    assert is_equal(other[0].weight, model[0].weight)
+    assert is_equal(other[1].weight, model[1].weight) == (how != "compressor")
 
 
 def test_a_key_that_is_not_there(tmp_path):
@@ -172,7 +173,7 @@ def test_a_bare_module_is_told_the_keys_that_its_state_lies_below(tmp_path):
         with pytest.raises(LoadFailed, match=re.escape(f"it has all of them: pass {says}") + "$"):
             dsq_ckpt.load(module, tmp_path / name)
         dsq_ckpt.load(passed, tmp_path / name)
-        assert same(module[0].weight, model[0].weight)
+        assert is_equal(module[0].weight, model[0].weight)
 
 
 def test_all_places_of_a_bare_module_are_named_the_model_first(tmp_path):
@@ -211,7 +212,7 @@ def test_what_a_save_returns(tmp_path, caplog):
 @pytest.mark.parametrize("background", [False, True])
 def test_what_a_compressor_returns(tmp_path, background):
     model = Net()
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: compute_loss(model))
     saved = compressor.save(tmp_path / "a", background=background)
     result = saved.result() if background else saved
     assert result.quality == compressor.quality and result.degradation == result.quality["degradation"]

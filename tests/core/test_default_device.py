@@ -7,7 +7,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.convert.export import export_dcp, export_safetensors, export_torch, read
-from tests.helpers.states import same
+from tests.helpers.states import is_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,18 +39,18 @@ def test_saves_and_loads(tmp_path, state, threads, request):
     for target in targets:
         dsq_ckpt.load(target, tmp_path / "2b")
         assert (target["bf16"] - state["bf16"]).norm() < 0.02 * state["bf16"].norm()
-        assert same(target["s"][0], state["s"][0])
-    assert targets[0]["w"].device.type == "cpu" and same(targets[0]["n"], state["n"])
+        assert is_equal(target["s"][0], state["s"][0])
+    assert targets[0]["w"].device.type == "cpu" and is_equal(targets[0]["n"], state["n"])
 
 
 def test_files_of_others(tmp_path, state, request):
     request.getfixturevalue("nowhere")
     dsq_ckpt.save(state, tmp_path / "a", config="exact")
-    assert same(read(tmp_path / "a")["n"], state["n"])
+    assert is_equal(read(tmp_path / "a")["n"], state["n"])
     for export, name in ((export_torch, "a.pt"), (export_dcp, "dcp"), (export_safetensors, "a.safetensors")):
         export(tmp_path / "a", tmp_path / name)
         dsq_ckpt.compress(tmp_path / name, tmp_path / "again" / name, config="exact")
-        assert same(read(tmp_path / "again" / name)["w"], state["w"])
+        assert is_equal(read(tmp_path / "again" / name)["w"], state["w"])
 
 
 @pytest.mark.parametrize("system", ["dsq", "inshrinkerator"])

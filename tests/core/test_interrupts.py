@@ -29,8 +29,8 @@ from dsq_ckpt.quantization.chunk import QuantizingChunk
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest, _parse_cached, is_complete
 from dsq_ckpt.storage.shard import ShardWriter
-from tests.helpers.states import loaded, same
-from tests.helpers.training import Net, loss_of
+from tests.helpers.states import is_equal, load_copy
+from tests.helpers.training import Net, compute_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -135,10 +135,10 @@ def test_what_is_no_exception_is_raised_as_it_is(tmp_path, error):
             save(tmp_path / str(number))
         assert caught.value is error
         assert not (tmp_path / str(number) / "manifest.json").exists()
-    assert all(same(value, before[name]) for name, value in model.state_dict().items())
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model))
+    assert all(is_equal(value, before[name]) for name, value in model.state_dict().items())
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "0")
-    assert same(loaded(tmp_path / "0", {"model": model.state_dict()})["model"]["norm.bias"], before["norm.bias"])
+    assert is_equal(load_copy(tmp_path / "0", {"model": model.state_dict()})["model"]["norm.bias"], before["norm.bias"])
 
 
 def test_an_interrupted_load(tmp_path):
@@ -155,7 +155,7 @@ def test_an_interrupted_load(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         dsq_ckpt.load({name: value.as_subclass(Signals) for name, value in state.items()}, tmp_path / "a")
-    loaded(tmp_path / "a", state)
+    load_copy(tmp_path / "a", state)
 
 
 def test_a_save_of_one_large_tensor_does_not_go_on(tmp_path, monkeypatch):
@@ -264,7 +264,7 @@ def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm,
         if place != "parent":  # which a first save reads nowhere, and what is complete is read once more
             assert not is_complete(path), "it is raised where the save can still end"
     dsq_ckpt.save(state, tmp_path / "1")
-    loaded(tmp_path / "1", state)
+    load_copy(tmp_path / "1", state)
 
 
 @pytest.mark.parametrize(
@@ -335,14 +335,14 @@ def test_an_alarm_in_an_evaluation_ends_the_save(tmp_path, alarm):
         dsq_ckpt.Compressor(model, evaluate=evaluate).save(tmp_path / "x")
     assert caught.value is alarm
     assert not (tmp_path / "x").exists()
-    assert all(same(value, before[name]) for name, value in model.state_dict().items())
+    assert all(is_equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_an_evaluation_may_catch_its_alarm(tmp_path, alarm):
     def evaluate():
         with pytest.raises(type(alarm)):
             signal.raise_signal(signal.SIGALRM)
-        return loss_of(model)
+        return compute_loss(model)
 
     model = Net()
     dsq_ckpt.Compressor(model, evaluate=evaluate, config={"search": {"epsilon": 0.5}}).save(tmp_path / "x")

@@ -20,9 +20,9 @@ from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.fixtures import make_format_v1 as v1
-from tests.helpers.commands import printed
-from tests.helpers.states import differences, same
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.commands import dsq_stdout
+from tests.helpers.states import find_differences, is_equal
+from tests.helpers.training import Net, compute_loss, train
 from tests.storage.format.rewriting import edit_index
 
 pytestmark = [
@@ -69,7 +69,7 @@ def check_moments(optimizer, original):
     """The same parameters have the same state, bit for bit."""
     found, expected = moments(optimizer), moments(original)
     assert expected and found.keys() == expected.keys()
-    assert all(same(torch.as_tensor(found[key]), torch.as_tensor(expected[key])) for key in expected)
+    assert all(is_equal(torch.as_tensor(found[key]), torch.as_tensor(expected[key])) for key in expected)
 
 
 @pytest.mark.parametrize("how", ["compress", "save", "async_save", "again"])
@@ -97,24 +97,24 @@ def test_on_the_command_line(tmp_path):
     """With the defaults moments are lossy; they are those of the checkpoint, and training goes on from them."""
     model, _, state = plain()
     torch.save(state, tmp_path / "in.pt")
-    printed("compress", tmp_path / "in.pt", tmp_path / "a")
-    printed("export", tmp_path / "a", tmp_path / "out.pt")
+    dsq_stdout("compress", tmp_path / "in.pt", tmp_path / "a")
+    dsq_stdout("export", tmp_path / "a", tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt")
     model.load_state_dict(found["model"])
     other = torch.optim.AdamW(model.parameters(), lr=1e-2)
     other.load_state_dict(found["optimizer"])
     assert set(other.state) == set(model.parameters())
     assert all(value["exp_avg_sq"].any() for value in other.state.values())
-    before = loss_of(model)
+    before = compute_loss(model)
     train(model, other, 3, 13)
-    assert loss_of(model) < before
+    assert compute_loss(model) < before
 
 
 def test_a_search_keeps_keys(tmp_path):
     """What is staged, and what a search puts into a model, is nested as before."""
     model, optimizer, _ = plain()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
-    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"epsilon": 0.2}}, lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"epsilon": 0.2}}, lambda: compute_loss(model))
     compressor.save(tmp_path / "a", extra={"scheduler": scheduler.state_dict(), "notes": {}})
     found = read(tmp_path / "a")
     assert found["scheduler"]["milestones"] == {30: 1, 60: 1} and found["notes"] == {}
@@ -163,7 +163,7 @@ def test_loading_in_place_finds_keys_that_are_numbers(tmp_path):
     blank["optimizer"]["state"][2]["count"] = 0
     blank["scheduler"]["milestones"][30] = 9
     dsq_ckpt.load(blank, tmp_path / "a")
-    assert differences(blank, state) == []
+    assert find_differences(blank, state) == []
     assert list(blank["optimizer"]["state"]) == list(range(7)) and blank["optimizer"]["state"][2]["count"] == 7
     assert blank["scheduler"]["milestones"] == {30: 1, 60: 1}
 
@@ -192,7 +192,7 @@ def test_empty_dicts_are_filled(tmp_path, target):
     found = copy.deepcopy(target)
     dsq_ckpt.load(found, tmp_path / "a")
     expected = {key: state[key] for key in target} if target else state
-    assert differences(found, expected) == []
+    assert find_differences(found, expected) == []
     assert found.keys() == expected.keys()
     if "deep" in found:
         assert list(found["deep"]["er"]) == ["x", 4, "none"] and found["deep"]["er"]["none"] == {}
@@ -251,7 +251,7 @@ def test_what_is_named_is_unpickled(tmp_path):
     state = {"x": {"where": Path("there"), "n": 3}, "y": {"plain": [1, 2], 4: torch.ones(2)}}
     dsq_ckpt.save(state, tmp_path / "a")
     dsq_ckpt.load(target := {"x": {"where": None}, "y": {}}, tmp_path / "a")
-    assert target["x"] == {"where": Path("there")} and differences(target["y"], state["y"]) == []
+    assert target["x"] == {"where": Path("there")} and find_differences(target["y"], state["y"]) == []
     with pytest.raises(LoadFailed, match=r"'x\.where' is more than plain data"):
         dsq_ckpt.load({"x": {}}, tmp_path / "a")
 
@@ -276,7 +276,7 @@ def test_any_key_of_the_own_dict_is_found(tmp_path):
     blank = {"k": dict.fromkeys(keys, 0), "t": {(0, 1): {np.int64(3): torch.zeros(3)}}}
     dsq_ckpt.load(blank, tmp_path / "a")
     assert blank["k"] == state["k"] and list(blank["k"]) == keys
-    assert differences(blank["t"], state["t"]) == []
+    assert find_differences(blank["t"], state["t"]) == []
 
 
 def test_keys_at_the_top_that_cannot_be_sorted(tmp_path):
@@ -284,10 +284,10 @@ def test_keys_at_the_top_that_cannot_be_sorted(tmp_path):
     dsq_ckpt.save(state, tmp_path / "a")
     target = {"w": torch.zeros(3), 5: "", None: {2: torch.zeros(2)}, (1, "a"): 0}
     dsq_ckpt.load(target, tmp_path / "a")
-    assert differences(target, state) == [] and list(target) == list(state) and target[(1, "a")] == 4
+    assert find_differences(target, state) == [] and list(target) == list(state) and target[(1, "a")] == 4
     dsq_ckpt.load(found := {}, tmp_path / "a")
-    assert set(found) == {"w", 5, None, "(1, 'a')"} and found[5] == "five" and same(found[None][2], torch.ones(2))
-    assert same(found["w"], torch.ones(3))
+    assert set(found) == {"w", 5, None, "(1, 'a')"} and found[5] == "five" and is_equal(found[None][2], torch.ones(2))
+    assert is_equal(found["w"], torch.ones(3))
     with pytest.raises(LoadFailed, match="none of it"):
         dsq_ckpt.load({5: "", "none of it": 0}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="same name"):
@@ -320,7 +320,7 @@ def test_a_name_without_a_path(tmp_path, name, target):
     before = copy.deepcopy(target)
     with pytest.raises(CorruptCheckpoint, match=f"empty path for '{name}'"):
         dsq_ckpt.load(target, tmp_path / "a")
-    assert differences(target, before) == []
+    assert find_differences(target, before) == []
 
 
 def test_no_checkpoint_to_load(tmp_path):
@@ -344,9 +344,9 @@ def test_checkpoints_of_older_versions(tmp_path):
     target = {"model": {}, "nowhere": {}}
     dsq_ckpt.load(target, path)
     assert target["nowhere"] == {}
-    assert differences(target["model"], read(path)["model"]) == []
+    assert find_differences(target["model"], read(path)["model"]) == []
     export_torch(path, tmp_path / "out.pt")
-    assert differences(torch.load(tmp_path / "out.pt"), read(path)) == []
+    assert find_differences(torch.load(tmp_path / "out.pt"), read(path)) == []
 
 
 def test_a_plain_dcp_directory_of_it(tmp_path):

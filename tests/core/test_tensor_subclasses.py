@@ -14,7 +14,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter, LoadFailed, SaveFailed
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.states import bits, same
+from tests.helpers.states import is_equal, to_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -104,7 +104,7 @@ def scaled(seed, scale=None, signed=True):
 
 
 def equal(a, b):
-    return type(a) is type(b) and same(a.codes, b.codes) and same(a.scale, b.scale)
+    return type(a) is type(b) and is_equal(a.codes, b.codes) and is_equal(a.scale, b.scale)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -128,7 +128,7 @@ def test_a_subclass_is_stored_exactly_by_its_parts(tmp_path, background):
     assert target["model"]["0.weight"] is inside, "in place"
     for name in ("0.weight", "1.weight"):
         assert equal(target["model"][name], first["model"][name])
-    assert not same(target["model"]["0.weight"].codes, target["model"]["1.weight"].codes), "not taken for tied"
+    assert not is_equal(target["model"]["0.weight"].codes, target["model"]["1.weight"].codes), "not taken for tied"
     for name in ("exp_avg", "exp_avg_sq"):
         assert equal(target["optimizer"]["state"][0][name], first["optimizer"]["state"][0][name])
     assert equal(target["list"][0], first["list"][0])
@@ -145,7 +145,7 @@ def test_a_wrapper_of_the_tensor_itself_is_that_tensor(tmp_path):
     wrapped, plain = {"weight": Cast(torch.zeros(80, 80))}, {"weight": torch.zeros(80, 80)}
     dsq_ckpt.load(wrapped, tmp_path / "a")
     dsq_ckpt.load(plain, tmp_path / "a")
-    assert same(wrapped["weight"].inner, plain["weight"])
+    assert is_equal(wrapped["weight"].inner, plain["weight"])
     assert 0 < (plain["weight"] - weight).norm() / weight.norm() < 0.02, "compressed as ever"
 
 
@@ -273,4 +273,4 @@ def test_every_dtype_is_stored_exactly_or_refused_by_name(tmp_path, dtype, backg
     target = {name: torch.empty_like(one) for name, one in copy.copy(state).items()}
     dsq_ckpt.load(target, tmp_path / "a")
     for name, one in state.items():
-        assert target[name].dtype == one.dtype and bits(target[name]) == bits(one), name
+        assert target[name].dtype == one.dtype and to_bytes(target[name]) == to_bytes(one), name

@@ -12,7 +12,7 @@ import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import torchrun
-from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
+from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
 
 EXACT = dsq_ckpt.DSQConfig.preset("exact")
 
@@ -47,10 +47,10 @@ def save(state, path, planner=dcp.DefaultSavePlanner, config=EXACT, cached=True,
 
 def check(state, path):
     """The checkpoint holds this state and no more, as it is nested."""
-    assert differences(state, loaded(path, state)) == []
+    assert find_differences(state, load_copy(path, state)) == []
     back = {}
     dsq_ckpt.load(back, path)
-    assert differences(state, back) == []
+    assert find_differences(state, back) == []
 
 
 def states():
@@ -79,8 +79,8 @@ def test_a_run_is_planned_once(tmp_path):
         assert Counted.made == 1
         save(state, plain, config=None, cached=False)
         assert Manifest.read(path).depth == Manifest.read(plain).depth == number
-        assert differences(loaded(path, state), loaded(plain, state)) == []
-        state = moved(state, number)
+        assert find_differences(load_copy(path, state), load_copy(plain, state)) == []
+        state = perturb(state, number)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adamax, torch.optim.Rprop, torch.optim.Muon])
@@ -97,8 +97,8 @@ def test_optimizers_beside_which_tensors_are_stored_otherwise(kind, tmp_path):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         for run, cached in (("cached", True), ("plain", False)):
             save(state, tmp_path / run / str(number), config=None, cached=cached)
-        one, other = (loaded(tmp_path / run / str(number), state) for run in ("cached", "plain"))
-        assert differences(one, other) == []
+        one, other = (load_copy(tmp_path / run / str(number), state) for run in ("cached", "plain"))
+        assert find_differences(one, other) == []
 
 
 @pytest.mark.parametrize("kind", list(states()))
@@ -114,9 +114,9 @@ def test_a_changed_configuration(tmp_path):
     for number, config in enumerate([None, EXACT, None, {"quantize": {"min_elements": 5500}}]):
         save(state, tmp_path / "cached" / str(number), config=config)
         save(state, tmp_path / "plain" / str(number), config=config, cached=False)
-        cached, plain = (loaded(tmp_path / run / str(number), state) for run in ("cached", "plain"))
-        assert differences(cached, plain) == []
-    assert differences(state, cached)
+        cached, plain = (load_copy(tmp_path / run / str(number), state) for run in ("cached", "plain"))
+        assert find_differences(cached, plain) == []
+    assert find_differences(state, cached)
 
 
 @pytest.mark.parametrize("kind", ["one", "values", "dtype", "nesting", "removed"])
@@ -140,11 +140,11 @@ def test_two_runs_in_turn(tmp_path):
     dcp.save(every["one"], checkpoint_id=tmp_path / "plain", planner=plain, no_dist=True)
     for number in range(3):
         for run, name in (("x", "one"), ("y", "one"), ("z", "added"), ("u", "dtype")):
-            state = moved(every[name], number)
+            state = perturb(every[name], number)
             save(state, tmp_path / run / str(number), parent="auto", config=None)
             save(state, tmp_path / "plain" / run / str(number), config=None, cached=False)
-            one, other = (loaded(path / run / str(number), state) for path in (tmp_path, tmp_path / "plain"))
-            assert differences(one, other) == []
+            one, other = (load_copy(path / run / str(number), state) for path in (tmp_path, tmp_path / "plain"))
+            assert find_differences(one, other) == []
             assert Manifest.read(tmp_path / run / str(number)).depth == number
 
 
@@ -157,7 +157,7 @@ def test_in_the_background(tmp_path):
         writer = DSQStorageWriter(tmp_path / str(number), EXACT)
         dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True).result()
         check(state, tmp_path / str(number))
-        state = moved(state, number)
+        state = perturb(state, number)
 
 
 def test_one_writer_for_all(tmp_path):
@@ -175,7 +175,7 @@ def test_planners_of_their_own_are_refused(tmp_path):
     with pytest.raises(BaseException, match="enable_plan_caching=False"):
         save(state, tmp_path / "1", Custom)
     assert not (tmp_path / "1" / "manifest.json").exists()
-    assert sorted(tensors(state)) == sorted(tensors(loaded(tmp_path / "0", copy.deepcopy(state))))
+    assert sorted(flat_tensors(state)) == sorted(flat_tensors(load_copy(tmp_path / "0", copy.deepcopy(state))))
 
 
 @pytest.mark.parametrize("ours", [True, False])

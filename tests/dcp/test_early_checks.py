@@ -12,9 +12,9 @@ from dsq_ckpt import CheckpointExists, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.quantization.groups import find_unused_rules
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import error
-from tests.helpers.states import KEEP_ONE, loaded, same
-from tests.helpers.training import Net, loss_of
+from tests.helpers.commands import dsq_error
+from tests.helpers.states import KEEP_ONE, is_equal, load_copy
+from tests.helpers.training import Net, compute_loss
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -27,7 +27,7 @@ def watched(model):
 
     def evaluate():
         calls.append(1)
-        return loss_of(model)
+        return compute_loss(model)
 
     return evaluate, calls
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_that_appears_meanwhile_fails_in_the_background(tmp_path, m
 def test_a_system_of_differences_has_none_in_a_checkpoint_by_itself(tmp_path, system):
     torch.save({"weight": torch.randn(80, 80)}, tmp_path / "in.pt")
     says = f"system '{system}' with delta.against 'values' compresses differences to a parent"
-    assert says in error("compress", tmp_path / "in.pt", tmp_path / "out", "--system", system)
+    assert says in dsq_error("compress", tmp_path / "in.pt", tmp_path / "out", "--system", system)
     with pytest.raises(ConfigError, match=says):
         dsq_ckpt.compress(tmp_path / "in.pt", tmp_path / "out", config={"system": system})
     model = Net()
@@ -117,8 +117,8 @@ def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
     assert not [one for one in told if "rules" in str(one.message)]
     back = {"layers": [{"router.weight": torch.zeros(80, 80)}, {"mlp.weight": torch.zeros(80, 80)}]}
     dsq_ckpt.load(back, tmp_path / "run" / "1")
-    assert same(back["layers"][1]["mlp.weight"], state["layers"][1]["mlp.weight"])
-    assert not same(back["layers"][0]["router.weight"], state["layers"][0]["router.weight"])
+    assert is_equal(back["layers"][1]["mlp.weight"], state["layers"][1]["mlp.weight"])
+    assert not is_equal(back["layers"][0]["router.weight"], state["layers"][0]["router.weight"])
     with pytest.warns(UserWarning, match=r"'\*\.ruter\.\*' matches no tensor"):  # another run is told, too
         dsq_ckpt.async_save(state, tmp_path / "other" / "0", config=config).result()
 
@@ -213,7 +213,7 @@ def test_a_rule_behind_one_that_takes_all_its_tensors_is_said(tmp_path):
         dsq_ckpt.save(state, tmp_path / "b" / "0", config=rules("*", "*router*"))
         dsq_ckpt.save(state, tmp_path / "c" / "0", config={"quantize": {"rules": [
             {"pattern": "mlp.*", "group": "late"}, {"pattern": "*", "exact": True}]}})
-    assert same(state["router.weight"], loaded(tmp_path / "c" / "0", state)["router.weight"])
+    assert is_equal(state["router.weight"], load_copy(tmp_path / "c" / "0", state)["router.weight"])
 
 
 def test_settings_of_a_group_without_tensors_are_said_once(tmp_path):

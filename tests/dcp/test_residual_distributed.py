@@ -7,7 +7,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.lc import algorithm_1, walk
+from tests.helpers.lc import algorithm_1, make_walk
 from tests.helpers.processes import torchrun
 
 
@@ -21,4 +21,4 @@ def test_differences(tmp_path):
     for fqn, shape, seed in (("rows.weight", (101, 64), 1), ("columns.weight", (96, 64), 2)):
         state = {fqn: torch.zeros(shape)}
         dsq_ckpt.load(state, merged)
-        assert torch.equal(state[fqn], algorithm_1(walk(*shape, steps=4, seed=seed))[-1])
+        assert torch.equal(state[fqn], algorithm_1(make_walk(*shape, steps=4, seed=seed))[-1])

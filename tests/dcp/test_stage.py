@@ -21,8 +21,8 @@ from dsq_ckpt.dcp.copies import CopyCost, copy_bare_state_dict, copy_state_dict,
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import Manifest
 from tests.dcp.planners import Balancing
-from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
-from tests.helpers.training import Net, loss_of
+from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
+from tests.helpers.training import Net, compute_loss
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -41,7 +41,7 @@ def config(stage):
 
 def ruin(state):
     """Change the state as training does right after the call."""
-    for value in tensors(state).values():
+    for value in flat_tensors(state).values():
         value.zero_()
 
 
@@ -64,7 +64,7 @@ def quantizing(monkeypatch):
 @pytest.mark.parametrize("stage", ["auto", "copy", "quantize"])
 def test_it_is_the_state_at_the_call(tmp_path, stage, quantizing):
     """A keyframe and a delta, equal to those of synchronous saves bit for bit; only `quantize` makes training wait."""
-    states = [mixed_state(), moved(mixed_state(), 1)]
+    states = [mixed_state(), perturb(mixed_state(), 1)]
     for step, state in enumerate(states):
         dsq_ckpt.save(state, tmp_path / "sync" / str(step), pinned=True)
     quantizing.clear()
@@ -75,13 +75,13 @@ def test_it_is_the_state_at_the_call(tmp_path, stage, quantizing):
         assert future.result().depth == step
     assert quantizing == ["training" if stage == "quantize" else "background"] * 2
     for step, state in enumerate(states):
-        found = [loaded(tmp_path / way / str(step), state) for way in ("sync", "async")]
-        assert differences(*found) == []
+        found = [load_copy(tmp_path / way / str(step), state) for way in ("sync", "async")]
+        assert find_differences(*found) == []
 
 
 def test_a_search_quantizes_while_training_waits(tmp_path, quantizing):
     model = Net()
-    compressor = dsq_ckpt.Compressor(model, config=config("copy"), evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, config=config("copy"), evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "a", background=True).result()
     assert quantizing == ["training"]
     dsq_ckpt.Compressor(model).save(tmp_path / "b", background=True).result()
@@ -129,7 +129,7 @@ def test_the_copy_shares_memory_as_the_state_does():
     }
     for copier in (copy_state_dict, copy_bare_state_dict):
         found = copier(state)
-        assert differences(found, state) == []
+        assert find_differences(found, state) == []
         assert all(found[name].stride() == value.stride() for name, value in state.items())
         found["whole"].fill_(7)
         found["array"].fill_(8)
@@ -147,7 +147,7 @@ def test_views_that_negate_or_conjugate_keep_their_values(tmp_path, planner):
     future = dcp.async_save(state, storage_writer=writer, planner=planner and planner(), no_dist=True)
     values.zero_()
     future.result()
-    assert differences(loaded(tmp_path / "a", kept), kept) == []
+    assert find_differences(load_copy(tmp_path / "a", kept), kept) == []
 
 
 def test_a_rule_for_one_name_holds_for_the_memory_of_two(tmp_path):
@@ -156,14 +156,14 @@ def test_a_rule_for_one_name_holds_for_the_memory_of_two(tmp_path):
     state = {"first.weight": torch.from_numpy(array), "second.weight": torch.from_numpy(array[32:])}
     rules = {"quantize": {"rules": [{"pattern": "second*", "exact": True}]}}
     dsq_ckpt.async_save(state, tmp_path / "a", config={**rules, **config("copy")}).result()
-    assert differences(loaded(tmp_path / "a", state), state) == []
+    assert find_differences(load_copy(tmp_path / "a", state), state) == []
 
 
 # Memory of the copies
 
 
 def addresses(state):
-    return {name: value.data_ptr() for name, value in tensors(state).items()}
+    return {name: value.data_ptr() for name, value in flat_tensors(state).items()}
 
 
 def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
@@ -174,7 +174,7 @@ def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
     ruin(state)
     second = copy_bare_state_dict(state)
     assert not set(addresses(second).values()) & set(place.values())
-    assert differences(first, before) == []
+    assert find_differences(first, before) == []
     first.clear()
     third = copy_bare_state_dict(state)
     found = addresses(third)
@@ -229,7 +229,7 @@ def test_two_saves_at_once_have_memory_of_their_own(tmp_path, monkeypatch):
     staged.set()
     for number, future in enumerate(futures):
         future.result()
-        back = loaded(tmp_path / str(number), kept[number])["w"]
+        back = load_copy(tmp_path / str(number), kept[number])["w"]
         assert (back - kept[number]["w"]).norm() < 0.05 * back.norm()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from dsq_ckpt import DSQConfig
 from tests.deepspeed.launched import by_torchrun, python
-from tests.helpers.commands import dsq
+from tests.helpers.commands import run_dsq
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 
@@ -101,7 +101,7 @@ def test_examples(tmp_path, monkeypatch):
         if program == "python":
             python(*arguments, directory=tmp_path)
         elif program == "dsq":
-            result = dsq(*arguments)
+            result = run_dsq(*arguments)
             assert result.exit_code == 0, (line, result.output)
     assert Path("fp32", "pytorch_model.bin").exists()
     assert Path("plain", "global_step3", "mp_rank_00_model_states.pt").exists()

@@ -10,7 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.deepspeed.launched import python, ranks
-from tests.helpers.commands import error, printed
+from tests.helpers.commands import dsq_error, dsq_stdout
 from tests.helpers.packages import needs
 
 pytestmark = [pytest.mark.slow(3), needs("deepspeed")]
@@ -95,8 +95,8 @@ def test_tags_are_checkpoints_of_ours(converted):
 def test_plain_files_for_machines_without_us(converted, tmp_path):
     """`dsq export --format deepspeed`: the same tensors, and no mention of dsq_ckpt."""
     tag = converted / "run" / "global_step6"
-    assert "--allow-pickle" in error("export", tag, tmp_path / "plain", "--format", "deepspeed")
-    printed("export", tag, tmp_path / "plain" / "global_step6", "--format", "deepspeed", "--allow-pickle")
+    assert "--allow-pickle" in dsq_error("export", tag, tmp_path / "plain", "--format", "deepspeed")
+    dsq_stdout("export", tag, tmp_path / "plain" / "global_step6", "--format", "deepspeed", "--allow-pickle")
     files = sorted(file.name for file in tag.glob("*.pt"))
     assert sorted(file.name for file in (tmp_path / "plain" / "global_step6").iterdir()) == files
     for name in files:

@@ -13,7 +13,7 @@ from dsq_ckpt.storage.manifest import Manifest
 from tests.deepspeed.launched import ON_CPU, by_torchrun, python
 from tests.helpers import forks
 from tests.helpers.packages import needs
-from tests.helpers.processes import ROOT, environment_of
+from tests.helpers.processes import ROOT, make_environment
 
 SCRIPT = """
 import sys
@@ -93,7 +93,7 @@ def test_deepspeeds_launcher(tmp_path):
     small = ["--layers", "1", "--width", "96", "--steps", "4", "--save-every", "2", "--validation-batches", "1"]
     command = ["dsq_ckpt.launch", ROOT / "scripts" / "train_deepspeed.py"]
     command += ["--plain-initialize", "--out", tmp_path / "run", *small]
-    interpreter = forks.interpreter(tmp_path / "python", environment_of(ON_CPU))
+    interpreter = forks.interpreter(tmp_path / "python", make_environment(ON_CPU))
     python(program, "--num_gpus", "2", "--module", *command, **{forks.EXECUTABLE: str(interpreter)})
     tags = [tmp_path / "run" / f"global_step{step}" for step in (2, 4)]
     assert [Manifest.read(tag).depth for tag in tags] == [0, 1]

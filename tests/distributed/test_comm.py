@@ -14,11 +14,11 @@ from dsq_ckpt.distributed.mpi import MPICommunicator, read_launcher_rank
 from tests.helpers import contract, forks
 from tests.helpers.processes import torchrun
 from tests.helpers.source_files import plain_state
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 
 def test_a_process_alone():
-    contract.check(SingleProcess())
+    contract.check_communicator(SingleProcess())
 
 
 def test_several_processes(tmp_path):
@@ -26,8 +26,8 @@ def test_several_processes(tmp_path):
     assert "ok 3" in torchrun("contract", 3, tmp_path / "out")
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")
-    alone, together = loaded(tmp_path / "alone", state), loaded(tmp_path / "out", state)
-    assert differences(together, alone) == [] != differences(together, state)
+    alone, together = load_copy(tmp_path / "alone", state), load_copy(tmp_path / "out", state)
+    assert find_differences(together, alone) == [] != find_differences(together, state)
 
 
 def test_a_rank_that_is_gone():

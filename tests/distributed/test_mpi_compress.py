@@ -18,7 +18,7 @@ from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import forks
-from tests.helpers.commands import alter, document, error, owned
+from tests.helpers.commands import dsq_error, dsq_json, find_file, flip_bit
 from tests.helpers.processes import WORKERS, mpirun
 from tests.helpers.source_files import (
     plain_state,
@@ -29,7 +29,7 @@ from tests.helpers.source_files import (
     write_sharded,
     write_torch,
 )
-from tests.helpers.states import differences, flat, loaded, mixed_state, relative_error
+from tests.helpers.states import find_differences, flatten, load_copy, mixed_state, relative_error
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -90,7 +90,7 @@ def made(tmp_path_factory) -> Made:
         "dsq_in_parts": write_dsq_in_parts(plain, given / "dsq_in_parts"),
     }
     broken = write_dsq_in_parts(plain_state(), given / "broken")
-    alter(owned(broken))
+    flip_bit(find_file(broken))
     torn = write_dcp_in_parts(plain_state(), given / "torn")
     data = bytearray((torn / "__0_0.distcp").read_bytes())
     (torn / "__0_0.distcp").write_bytes(data[: len(data) // 2])
@@ -120,14 +120,14 @@ def test_four_ranks_store_what_one_process_stores(made, form):
     together, alone = made.together / form, made.alone / form
     state = flat_state() if form in ("safetensors", "index") else nested_state(plain="torch" not in form)
     for layers in ({}, {"refinement": False}):
-        several, one = flat(loaded(together, state, **layers)), flat(loaded(alone, state, **layers))
-        differing = differences(several, one)
+        several, one = flatten(load_copy(together, state, **layers)), flatten(load_copy(alone, state, **layers))
+        differing = find_differences(several, one)
         assert all(kind_of(name).startswith("exp_avg") for name in differing) and (differing == [] or "torch" in form)
         for name in differing:  # second moments are over scales of the rows and columns of each part
-            usual = relative_error(flat(state)[name], one[name])
+            usual = relative_error(flatten(state)[name], one[name])
             # The largest may own the energy; half a level of two per octave is a factor of 2**0.25, its root 2**0.125.
             least = 2 ** (0.25 if "exp_avg_sq" in name else 0.125) - 1
-            assert relative_error(flat(state)[name], several[name]) < max(1.1 * usual, least)
+            assert relative_error(flatten(state)[name], several[name]) < max(1.1 * usual, least)
     ours, theirs = Manifest.read(together), Manifest.read(alone)
     assert ours.groups.keys() == theirs.groups.keys()
     assert all(ours.groups[name] == theirs.groups[name] for name in ours.groups if not name.startswith("exp_avg"))
@@ -155,15 +155,15 @@ def test_of_a_state_in_memory(made, tmp_path):
     """The communicator keeps its contract, and what it serves to store is what one process stores."""
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")
-    alone, several = loaded(tmp_path / "alone", state), loaded(made.together / "memory", state)
-    assert differences(several, alone) == [] != differences(several, state)
+    alone, several = load_copy(tmp_path / "alone", state), load_copy(made.together / "memory", state)
+    assert find_differences(several, alone) == [] != find_differences(several, state)
 
 
 @pytest.mark.slow
 def test_on_the_command_line(made, tmp_path):
     """Of several ranks one prints; of a single one nobody notices."""
     source = made.together.parent / "given" / "plain.safetensors"
-    expected = document("compress", source, tmp_path / "alone")
+    expected = dsq_json("compress", source, tmp_path / "alone")
     several = json.loads(made.output[made.output.index("{") :].partition("\n}\n")[0] + "}")
     single = json.loads(mpirun(1, "-m", "dsq_ckpt.cli", "compress", source, tmp_path / "one", "--json"))
     for found in (several, single):
@@ -173,7 +173,7 @@ def test_on_the_command_line(made, tmp_path):
     assert files["several"].count("own") == 4 and files["one"] == files["alone"]
     state = plain_state()
     for name in ("several", "one"):
-        assert differences(loaded(outs[name], state), loaded(outs["alone"], state)) == []
+        assert find_differences(load_copy(outs[name], state), load_copy(outs["alone"], state)) == []
 
 
 def test_a_failing_rank_on_the_command_line(made):
@@ -188,17 +188,17 @@ def test_where_mpi_is_not_there(tmp_path, no_launcher):
     """Processes of a launcher never go on each for itself, unless they are told to."""
     source, out = write_safetensors(plain_state(), tmp_path / "in"), tmp_path / "out"
     no_launcher.setitem(sys.modules, "mpi4py", None)
-    assert "pip install mpi4py" in error("compress", source, out, "--mpi")
+    assert "pip install mpi4py" in dsq_error("compress", source, out, "--mpi")
     no_launcher.setenv("SLURM_STEP_NUM_TASKS", "4")
     no_launcher.setenv("SLURM_PROCID", "0")
-    document("compress", source, out)
+    dsq_json("compress", source, out)
     for launcher in ("PMI", "OMPI_COMM_WORLD"):
         no_launcher.setenv(f"{launcher}_RANK", "1")
         no_launcher.setenv(f"{launcher}_SIZE", "4")
-        assert "pip install mpi4py" in error("compress", source, tmp_path / "other")
-        document("compress", source, out, "--no-mpi", "--overwrite")
+        assert "pip install mpi4py" in dsq_error("compress", source, tmp_path / "other")
+        dsq_json("compress", source, out, "--no-mpi", "--overwrite")
         no_launcher.setenv(f"{launcher}_SIZE", "1")
-        document("compress", source, out, "--overwrite")
+        dsq_json("compress", source, out, "--overwrite")
     assert not (tmp_path / "other").exists()
 
 
@@ -208,4 +208,4 @@ def test_exact_in_one_process(tmp_path, form):
     state = nested_state(plain=form == "parts")
     source = (write_torch if form == "torch" else write_dcp_in_parts)(state, tmp_path / "in")
     dsq_ckpt.compress(source, tmp_path / "out", config=DSQConfig.preset("exact"))
-    assert differences(loaded(tmp_path / "out", state), state) == []
+    assert find_differences(load_copy(tmp_path / "out", state), state) == []

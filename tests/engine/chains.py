@@ -15,7 +15,7 @@ from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.saving import save_parts
-from tests.helpers.states import loaded
+from tests.helpers.states import load_copy
 
 
 def weights(number: int = 0) -> dict:
@@ -64,7 +64,7 @@ def readable(run: Path) -> list[str]:
     names = []
     for path in sorted(run.iterdir()):
         try:
-            loaded(path, weights(), refinement=False)
+            load_copy(path, weights(), refinement=False)
             names.append(path.name)
         except dsq_ckpt.DSQError:
             pass

@@ -14,7 +14,17 @@ from dsq_ckpt.engine import chain, writing
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.storage import concurrent_changes, links
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import KEEP_ONE, Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
+from tests.helpers.states import (
+    KEEP_ONE,
+    DecodedCheckpoints,
+    find_differences,
+    flatten,
+    is_equal,
+    load_copy,
+    mixed_state,
+    perturb,
+    relative_error,
+)
 
 BASE = {"refinement": False}
 
@@ -27,7 +37,7 @@ def chain_of(tmp_path, count, state=None, **options):
         paths.append(tmp_path / f"step-{number}")
         dsq_ckpt.save(state, paths[-1], **options)
         states.append(state)
-        state = moved(state, number)
+        state = perturb(state, number)
     return paths, states
 
 
@@ -38,15 +48,15 @@ def depths(paths):
 def test_chain_is_self_contained(tmp_path):
     paths, states = chain_of(tmp_path, 5)
     assert depths(paths) == [0, 1, 2, 3, 4]
-    kept = {path: loaded(path, states[0], **BASE) for path in paths}
-    newest = loaded(paths[-1], states[0])
+    kept = {path: load_copy(path, states[0], **BASE) for path in paths}
+    newest = load_copy(paths[-1], states[0])
     for number, path in enumerate(paths[:-1]):
         shutil.rmtree(path)
         for later in paths[number + 1 :]:
-            assert differences(loaded(later, states[0], **BASE), kept[later]) == []
-    assert differences(loaded(paths[-1], states[0]), newest) == []
+            assert find_differences(load_copy(later, states[0], **BASE), kept[later]) == []
+    assert find_differences(load_copy(paths[-1], states[0]), newest) == []
     shutil.move(paths[-1], tmp_path / "elsewhere")
-    assert differences(loaded(tmp_path / "elsewhere", states[0]), newest) == []
+    assert find_differences(load_copy(tmp_path / "elsewhere", states[0]), newest) == []
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK])
@@ -58,7 +68,7 @@ def test_without_hard_links(tmp_path, monkeypatch, number):
     paths, states = chain_of(tmp_path, 3)
     assert depths(paths) == [0, 1, 2]
     assert all(file.stat().st_nlink == 1 for path in paths for file in path.iterdir())
-    kept = Kept(states[0], paths[-1])
+    kept = DecodedCheckpoints(states[0], paths[-1])
     for path in paths[:-1]:
         shutil.rmtree(path)
     kept.check()
@@ -83,12 +93,12 @@ def test_other_link_errors_are_not_hidden(tmp_path, monkeypatch):
 def test_continues_after_load(tmp_path):
     paths, states = chain_of(tmp_path, 3)
     dsq_ckpt.forget()  # a new process
-    state = loaded(paths[-1], states[0])
-    dsq_ckpt.save(moved(state, 9), tmp_path / "next")
+    state = load_copy(paths[-1], states[0])
+    dsq_ckpt.save(perturb(state, 9), tmp_path / "next")
     manifest = Manifest.read(tmp_path / "next")
     assert (manifest.depth, manifest.parent_name) == (3, "step-2")
     dsq_ckpt.forget()
-    loaded(paths[1], states[0])  # going back: the older checkpoint is the parent now
+    load_copy(paths[1], states[0])  # going back: the older checkpoint is the parent now
     dsq_ckpt.save(states[1], tmp_path / "branch")
     assert Manifest.read(tmp_path / "branch").parent_name == "step-1"
 
@@ -101,10 +111,10 @@ def test_memory_and_disk_give_the_same_chain(tmp_path):
         parent = None if number == 0 else tmp_path / "b" / f"step-{number - 1}"
         dsq_ckpt.forget()
         dsq_ckpt.save(state, tmp_path / "b" / f"step-{number}", parent=parent)
-        state = moved(state, number)
+        state = perturb(state, number)
     for number in range(4):
-        a, b = (loaded(tmp_path / run / f"step-{number}", state, **BASE) for run in "ab")
-        assert differences(a, b) == []
+        a, b = (load_copy(tmp_path / run / f"step-{number}", state, **BASE) for run in "ab")
+        assert find_differences(a, b) == []
     assert depths([tmp_path / "b" / f"step-{n}" for n in range(4)]) == [0, 1, 2, 3]
 
 
@@ -124,7 +134,7 @@ def test_named_parent(tmp_path):
     other = tmp_path / "other run" / "x"
     dsq_ckpt.save(states[2], other, parent=paths[0])
     assert (Manifest.read(other).depth, Manifest.read(other).parent_name) == (1, "step-0")
-    kept = Kept(states[0], other)
+    kept = DecodedCheckpoints(states[0], other)
     for path in paths:
         shutil.rmtree(path)
     kept.check()
@@ -148,7 +158,7 @@ def test_parent_gone_or_damaged(tmp_path):
     dsq_ckpt.save(states[0], tmp_path / "y", overwrite=True, parent=None)
     dsq_ckpt.save(states[1], tmp_path / "z")
     assert Manifest.read(tmp_path / "z").depth == 1
-    assert relative_error(states[1]["lossy"]["linear.weight"], loaded(tmp_path / "z", states[0])["lossy"][
+    assert relative_error(states[1]["lossy"]["linear.weight"], load_copy(tmp_path / "z", states[0])["lossy"][
         "linear.weight"]) < 0.02
 
 
@@ -164,7 +174,7 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
         return found
 
     monkeypatch.setattr(SavePipeline, step, removed_after)
-    future = dsq_ckpt.async_save(moved(states[0], 1), tmp_path / "next")
+    future = dsq_ckpt.async_save(perturb(states[0], 1), tmp_path / "next")
     if step == "write":
         assert future.result().depth == 1
     else:
@@ -173,8 +183,8 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
         assert not (tmp_path / "next").exists()
         monkeypatch.undo()
         with pytest.warns(UserWarning, match="gone or was replaced"):
-            assert dsq_ckpt.save(moved(states[0], 1), tmp_path / "next").keyframe
-    back, truth = flat(loaded(tmp_path / "next", states[0])), flat(moved(states[0], 1))
+            assert dsq_ckpt.save(perturb(states[0], 1), tmp_path / "next").keyframe
+    back, truth = flatten(load_copy(tmp_path / "next", states[0])), flatten(perturb(states[0], 1))
     assert all(relative_error(value, back[name]) < 0.3 for name, value in truth.items() if name.startswith("lossy"))
 
 
@@ -198,7 +208,7 @@ def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step,
 
     monkeypatch.setattr(place, step, after_removal)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
-        dsq_ckpt.save(moved(states[0], 1), tmp_path / "next", config=options)
+        dsq_ckpt.save(perturb(states[0], 1), tmp_path / "next", config=options)
     assert met and not (tmp_path / "next").exists()
 
 
@@ -221,7 +231,7 @@ def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "link_parent_files", half)
     monkeypatch.setattr(concurrent_changes, "find_missing_files", rest)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
-        dsq_ckpt.save(moved(states[0], 1), tmp_path / "next")
+        dsq_ckpt.save(perturb(states[0], 1), tmp_path / "next")
     assert looked[0]
 
 
@@ -242,17 +252,17 @@ def test_a_checkpoint_that_is_removed_before_its_siblings_are_counted(tmp_path, 
 
 def test_refinement_is_dropped_from_older_checkpoints(tmp_path):
     paths, states = chain_of(tmp_path, 1)
-    full = loaded(paths[0], states[0])
-    base = loaded(paths[0], states[0], **BASE)
-    assert differences(full, base) != []
+    full = load_copy(paths[0], states[0])
+    base = load_copy(paths[0], states[0], **BASE)
+    assert find_differences(full, base) != []
     dsq_ckpt.save(states[0], tmp_path / "next", config=KEEP_ONE)
     assert [Manifest.read(p).refinement for p in (paths[0], tmp_path / "next")] == ["dropped", "kept"]
     assert not list(paths[0].glob("*.refinement"))
-    assert differences(loaded(paths[0], states[0]), base) == []
-    assert differences(loaded(paths[0], states[0], **BASE), base) == []
+    assert find_differences(load_copy(paths[0], states[0]), base) == []
+    assert find_differences(load_copy(paths[0], states[0], **BASE), base) == []
     with pytest.raises(dsq_ckpt.DSQError, match="dropped its refinement"):
-        loaded(paths[0], states[0], refinement=True)
-    loaded(tmp_path / "next", states[0], refinement=True)
+        load_copy(paths[0], states[0], refinement=True)
+    load_copy(tmp_path / "next", states[0], refinement=True)
 
 
 def test_keep_last_and_pinned(tmp_path):
@@ -261,16 +271,16 @@ def test_keep_last_and_pinned(tmp_path):
         dsq_ckpt.save(
             state, tmp_path / str(number), config={"refinement": {"keep_last": 2}}, pinned=number in (1, 3)
         )
-        state = moved(state, number)
+        state = perturb(state, number)
     kept = [number for number in range(6) if Manifest.read(tmp_path / str(number)).refinement == "kept"]
     assert kept == [1, 3, 4, 5]
-    loaded(tmp_path / "1", state, refinement=True)
+    load_copy(tmp_path / "1", state, refinement=True)
 
 
 def test_the_newest_three_keep_their_refinement_by_default(tmp_path):
     paths, states = chain_of(tmp_path, 5)
     assert [Manifest.read(path).refinement for path in paths] == ["dropped", "dropped", "kept", "kept", "kept"]
-    loaded(paths[2], states[2], refinement=True)  # two checkpoints back, after a loss spike
+    load_copy(paths[2], states[2], refinement=True)  # two checkpoints back, after a loss spike
 
 
 def test_retention_looks_at_its_own_run_only(tmp_path):
@@ -301,12 +311,12 @@ def test_every_configuration_follows_every_other(tmp_path):
                 path = tmp_path / str(number)
                 dsq_ckpt.save(state, path, config=config)
                 dsq_ckpt.forget()  # so that it is the bytes that are read, not memory
-                back = flat(loaded(path, state))
-                for fqn, value in flat(state).items():
+                back = flatten(load_copy(path, state))
+                for fqn, value in flatten(state).items():
                     if fqn.startswith("lossy"):
                         limit = 0.2 if book.get("domain") == "log" else 0.06
                         assert relative_error(value, back[fqn]) < limit, (configs[first], book, fqn)
-                state, number = moved(state, number, 0.0005), number + 1
+                state, number = perturb(state, number, 0.0005), number + 1
     assert max(depths(tmp_path / str(n) for n in range(number))) > 10
 
 
@@ -316,7 +326,7 @@ def test_exact_and_lossy_alternate(tmp_path):
     configs = [None, exact, None, bf16, None, None]
     for number, config in enumerate(configs):
         dsq_ckpt.save(state, tmp_path / str(number), config=config)
-        back = loaded(tmp_path / str(number), state)
+        back = load_copy(tmp_path / str(number), state)
         assert relative_error(state["lossy"]["linear.weight"], back["lossy"]["linear.weight"]) < 0.015
     assert depths(tmp_path / str(n) for n in range(6)) == [0, 0, 0, 0, 0, 1]
 
@@ -331,7 +341,7 @@ def test_tensors_come_change_and_go(tmp_path):
     ]
     for number, state in enumerate(states):
         dsq_ckpt.save(state, tmp_path / str(number))
-        back = loaded(tmp_path / str(number), state)
+        back = load_copy(tmp_path / str(number), state)
         for fqn, value in state.items():
             if isinstance(value, torch.Tensor):
                 assert relative_error(value, back[fqn]) < 0.015, (number, fqn)
@@ -348,8 +358,8 @@ def test_outlier_tensor_does_not_spoil_its_group(tmp_path, delta):
     for number in range(1 + delta):
         dsq_ckpt.save(state, tmp_path / "with" / str(number))
         dsq_ckpt.save(alone, tmp_path / "without" / str(number))
-    back = loaded(tmp_path / "with" / str(number), state)
-    plain = loaded(tmp_path / "without" / str(number), alone)
+    back = load_copy(tmp_path / "with" / str(number), state)
+    plain = load_copy(tmp_path / "without" / str(number), alone)
     for fqn, value in state.items():
         limit = 1.1 * relative_error(value, plain[fqn]) if fqn in alone else 0.015
         assert relative_error(value, back[fqn]) < limit, fqn
@@ -360,10 +370,10 @@ def test_outlier_elements_do_not_spoil_their_tensor(tmp_path):
     w[::10, 7] = torch.linspace(-5000, 5000, 10)
     for name in "ab":
         dsq_ckpt.save({"w": w}, tmp_path / name)
-        back = loaded(tmp_path / name, {"w": w})["w"]
+        back = load_copy(tmp_path / name, {"w": w})["w"]
         body = w.abs() < 1
         assert relative_error(w[body], back[body]) < 0.02
-        assert same(w[~body], back[~body])
+        assert is_equal(w[~body], back[~body])
 
 
 def test_frozen_tensors_cost_nothing_in_a_delta(tmp_path):
@@ -374,7 +384,7 @@ def test_frozen_tensors_cost_nothing_in_a_delta(tmp_path):
         dsq_ckpt.save(state, tmp_path / name, config=config)
     key, delta = (dsq_ckpt.describe(tmp_path / name)["by_kind"]["weights"] for name in "ab")
     assert delta["bytes_base"] < 0.01 * key["bytes_base"], (key, delta)
-    assert differences(loaded(tmp_path / "a", state), loaded(tmp_path / "b", state)) == []
+    assert find_differences(load_copy(tmp_path / "a", state), load_copy(tmp_path / "b", state)) == []
 
 
 def test_a_run_that_is_reached_through_links_is_one_run(tmp_path):
@@ -385,7 +395,7 @@ def test_a_run_that_is_reached_through_links_is_one_run(tmp_path):
     state = mixed_state()
     paths = [real / "0", link / "1", link / ".." / "run" / "2", real / "3"]
     for number, path in enumerate(paths):
-        dsq_ckpt.save(moved(state, number), path, config=KEEP_ONE)
+        dsq_ckpt.save(perturb(state, number), path, config=KEEP_ONE)
     assert depths(paths) == [0, 1, 2, 3]
     manifests = [Manifest.read(path) for path in paths]
     assert [manifest.previous_name for manifest in manifests] == [None, "0", "1", "2"]

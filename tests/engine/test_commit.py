@@ -10,7 +10,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
 
@@ -33,7 +33,7 @@ def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkey
     monkeypatch.setattr(committing, "write_index", late)
     with pytest.raises(dsq_ckpt.CheckpointExists, match="another save completed"):
         dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
-    assert differences(loaded(tmp_path / "a", state()), loaded(tmp_path / "a", state())) == []
+    assert find_differences(load_copy(tmp_path / "a", state()), load_copy(tmp_path / "a", state())) == []
 
 
 def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch)
         dsq_ckpt.save(state(1), tmp_path / "2", config=flushing)
     monkeypatch.undo()
     assert Manifest.read(tmp_path / "1").refinement == "kept"
-    assert differences(loaded(tmp_path / "2", state()), loaded(tmp_path / "2", state())) == []
+    assert find_differences(load_copy(tmp_path / "2", state()), load_copy(tmp_path / "2", state())) == []
 
 
 def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):

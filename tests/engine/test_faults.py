@@ -18,7 +18,7 @@ from dsq_ckpt.storage.container import ContainerWriter, write_index
 from dsq_ckpt.storage.links import copy_file
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
-from tests.helpers.states import Kept, loaded, mixed_state, moved, relative_error
+from tests.helpers.states import DecodedCheckpoints, load_copy, mixed_state, perturb, relative_error
 
 
 @pytest.mark.parametrize("parent", ["auto", None])
@@ -26,9 +26,9 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
     state = mixed_state()
     config = {"storage": {"fsync": False, "block_elements": 1 << 12}}
     dsq_ckpt.save(state, tmp_path / "0", config=config, pinned=True)
-    dsq_ckpt.save(moved(state, 1), tmp_path / "1", config=config, pinned=True)
-    kept = Kept(state, tmp_path / "0", tmp_path / "1")
-    dsq_ckpt.save(moved(state, 2), tmp_path / "whole", config=config, parent=parent)
+    dsq_ckpt.save(perturb(state, 1), tmp_path / "1", config=config, pinned=True)
+    kept = DecodedCheckpoints(state, tmp_path / "0", tmp_path / "1")
+    dsq_ckpt.save(perturb(state, 2), tmp_path / "whole", config=config, parent=parent)
     sizes = [file.size for file in Manifest.read(tmp_path / "whole").files if file.role in ("own", "refinement")]
     shutil.rmtree(tmp_path / "whole")
     append = ContainerWriter._append
@@ -45,14 +45,14 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
     total = sum(sizes)
     for space in [16, 17, *range(100, total, total // 20), total - 33, total - 1, total + 10_000]:
         left, path = space, tmp_path / f"with-{space}"
-        loaded(tmp_path / "1", state)  # the parent
+        load_copy(tmp_path / "1", state)  # the parent
         if space < total - 100:
             with pytest.raises(dsq_ckpt.DSQError, match="No space left"):
-                dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
+                dsq_ckpt.save(perturb(state, 2), path, config=config, parent=parent)
             assert not path.exists(), "nothing of this save remains"
         elif space > total:
-            dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
-            assert relative_error(moved(state, 2)["lossy"]["linear.weight"], loaded(path, state)["lossy"][
+            dsq_ckpt.save(perturb(state, 2), path, config=config, parent=parent)
+            assert relative_error(perturb(state, 2)["lossy"]["linear.weight"], load_copy(path, state)["lossy"][
                 "linear.weight"]) < 0.015
     kept.check()
 
@@ -70,7 +70,7 @@ def test_file_size_limit_of_the_kernel(tmp_path):
 def test_unwritable_places(tmp_path, monkeypatch):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0")
-    kept = Kept(state, tmp_path / "0")
+    kept = DecodedCheckpoints(state, tmp_path / "0")
     (tmp_path / "file").write_text("not a directory")
     for path, says in (
         (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "which is no directory"),
@@ -92,7 +92,7 @@ def test_a_system_call_fails(tmp_path, monkeypatch, name):
     """The first, second, ... call of a kind fails: an error, no manifest, the earlier checkpoints intact."""
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0", pinned=True)
-    kept = Kept(state, tmp_path / "0")
+    kept = DecodedCheckpoints(state, tmp_path / "0")
     real = getattr(os, name)
     for fails in range(20):
         calls = 0
@@ -105,11 +105,11 @@ def test_a_system_call_fails(tmp_path, monkeypatch, name):
             return real(*args, **kwargs)
 
         path = tmp_path / f"{name}{fails}"
-        loaded(tmp_path / "0", state)
+        load_copy(tmp_path / "0", state)
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
             try:
-                dsq_ckpt.save(moved(state, 1), path, pinned=True)
+                dsq_ckpt.save(perturb(state, 1), path, pinned=True)
             except BaseException as error:
                 assert "Input/output error" in str(error), error
         kept.check()
@@ -148,10 +148,10 @@ def test_a_save_that_fails_leaves_no_directory(tmp_path, monkeypatch, save, fail
         patched.setattr(f"dsq_ckpt.{fails}", full)
         for place in places:
             with pytest.raises(BaseException, match="No space left"):
-                save(moved(state, 1), tmp_path / place)
+                save(perturb(state, 1), tmp_path / place)
             assert sorted(tmp_path.rglob("*")) == before
     for place in places:
-        save(moved(state, 1), tmp_path / place)
+        save(perturb(state, 1), tmp_path / place)
         check_whole(tmp_path / place)
 
 
@@ -162,10 +162,10 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path, monkeypatch):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0")
     (tmp_path / "0" / "notes.txt").write_text("the best so far")
-    kept, before = Kept(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
+    kept, before = DecodedCheckpoints(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
     monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", full)
     with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
-        dsq_ckpt.save(moved(state, 1), tmp_path / "0", overwrite=True)
+        dsq_ckpt.save(perturb(state, 1), tmp_path / "0", overwrite=True)
     assert sorted((tmp_path / "0").iterdir()) == before
     kept.check()
 

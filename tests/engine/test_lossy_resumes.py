@@ -12,8 +12,8 @@ import dsq_ckpt
 from dsq_ckpt import DSQConfig
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import torchrun
-from tests.helpers.states import differences, flat, loaded, mixed_state, moved, same
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.states import find_differences, flatten, is_equal, load_copy, mixed_state, perturb
+from tests.helpers.training import Net, compute_loss, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,26 +160,26 @@ def test_too_many_resumes_make_exact_checkpoints(tmp_path, state, save, changes)
         manifest = Manifest.read(path)
         exact = manifest.lossy_resumes >= 2
         assert len(said) == exact
-        back = loaded(path, state)  # counts, where it is lossy
+        back = load_copy(path, state)  # counts, where it is lossy
         if exact:
             assert "2 time(s)" in said[0] and "stored exactly" in said[0]
             assert not manifest.lossy and manifest.refinement == "none" and manifest.depth == 0
             assert set(manifest.kinds) == {"exact"} and manifest.groups == {}
-            assert differences(back, state) == []
+            assert find_differences(back, state) == []
         state = back
     counts = [resumes(path) for path in paths]
     assert counts == ([0, 0, 1, 2, 2, 2] if "delta" in changes else [0, 1, 2, 2, 2, 2])
     for path in paths[:-1]:
         shutil.rmtree(path)
-    assert differences(loaded(paths[-1], state), state) == []
-    dsq_ckpt.save(moved(state, 1), tmp_path / "6")  # without the limit, the run goes on lossy
+    assert find_differences(load_copy(paths[-1], state), state) == []
+    dsq_ckpt.save(perturb(state, 1), tmp_path / "6")  # without the limit, the run goes on lossy
     assert Manifest.read(tmp_path / "6").lossy and resumes(tmp_path / "6") == 2
 
 
 def test_none_at_all_are_allowed(tmp_path, state):
     with pytest.warns(UserWarning, match=r"restored from lossy state 0 time\(s\), and search.max_lossy_resumes is 0"):
         dsq_ckpt.save(state, tmp_path / "0", config={"search": {"max_lossy_resumes": 0}})
-    assert differences(loaded(tmp_path / "0", state), state) == []
+    assert find_differences(load_copy(tmp_path / "0", state), state) == []
 
 
 def test_tensors_with_nan_are_named_all_the_same(tmp_path):
@@ -189,8 +189,8 @@ def test_tensors_with_nan_are_named_all_the_same(tmp_path):
     with pytest.warns(UserWarning, match=r"NaN or Inf: lossy\.linear\.weight"):
         dsq_ckpt.save(bad, tmp_path / "0", config=config)
     assert Manifest.read(tmp_path / "0").nonfinite == ["lossy.linear.weight"]
-    back = flat(loaded(tmp_path / "0", bad))
-    assert all(same(back[name], value) for name, value in flat(bad).items() if isinstance(value, torch.Tensor))
+    back = flatten(load_copy(tmp_path / "0", bad))
+    assert all(is_equal(back[name], value) for name, value in flatten(bad).items() if isinstance(value, torch.Tensor))
     with pytest.raises(dsq_ckpt.NonFiniteTensor):
         dsq_ckpt.save(bad, tmp_path / "1", config=config | {"quantize": {"nonfinite": "error"}})
 
@@ -201,7 +201,7 @@ def test_a_compressor_stops_searching(tmp_path):
     train(model, optimizer, 0, 5)
     evaluations = []
     compressor = dsq_ckpt.Compressor(
-        model, optimizer, {"search": {"max_lossy_resumes": 1}}, lambda: evaluations.append(1) or loss_of(model)
+        model, optimizer, {"search": {"max_lossy_resumes": 1}}, lambda: evaluations.append(1) or compute_loss(model)
     )
     compressor.save(tmp_path / "0")
     compressor.load(tmp_path / "0")
@@ -213,7 +213,7 @@ def test_a_compressor_stops_searching(tmp_path):
             future = compressor.save(tmp_path / name, background=background)
         assert isinstance(future.result() if background else future, dsq_ckpt.SaveResult)
         assert len(evaluations) == searched and compressor.quality is None
-        assert differences(loaded(tmp_path / name, before), before) == []
+        assert find_differences(load_copy(tmp_path / name, before), before) == []
         assert Manifest.read(tmp_path / name).quality is None
     compressor.load(tmp_path / "2")
     assert resumes(tmp_path / "2") == 1

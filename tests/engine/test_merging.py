@@ -18,21 +18,22 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.target_directory import TargetDirectory
-from tests.helpers.commands import alter, document, error, owned, printed
-from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
-from tests.helpers.states import bits, differences, loaded
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit
+from tests.helpers.lc import CONFIG, algorithm_1, make_config, make_walk
+from tests.helpers.states import find_differences, load_copy, to_bytes
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import edit_contents
 
 STEPS = 7
 FITS = {
-    "exponent": CONFIG, "partition": with_fit(fit="partition", parts=3), "largest": with_fit(fit="largest"),
-    "lattice": with_fit(4, fit="lattice"), "kmeans": with_fit(fit="kmeans", bins=5, protect=0.01),
+    "exponent": CONFIG, "partition": make_config(fit="partition", parts=3), "largest": make_config(fit="largest"),
+    "lattice": make_config(4, fit="lattice"), "kmeans": make_config(fit="kmeans", bins=5, protect=0.01),
 }
 
 
 def states(steps=STEPS, seed=0):
-    first, second = walk(60, 80, steps=steps, seed=seed), walk(90, 64, steps=steps, seed=seed + 1, dtype=torch.bfloat16)
+    first = make_walk(60, 80, steps=steps, seed=seed)
+    second = make_walk(90, 64, steps=steps, seed=seed + 1, dtype=torch.bfloat16)
     return [{"a.weight": a, "half": {"b.weight": b}, "bias": a[0].clone(), "step": n}
             for n, (a, b) in enumerate(zip(first, second, strict=True))]
 
@@ -46,12 +47,12 @@ def run(request, tmp_path_factory):
         dsq_ckpt.save(state, root / str(state["step"]), config=FITS[request.param])
     dsq_ckpt.forget()
     last = root / str(STEPS - 1)
-    return request.param, last, [loaded(last, state, refinement=r) for r in ("auto", False)]
+    return request.param, last, [load_copy(last, state, refinement=r) for r in ("auto", False)]
 
 
 def check(path, expected):
     for refinement, value in zip(("auto", False), expected, strict=True):
-        assert differences(loaded(path, value, refinement=refinement), value) == []
+        assert find_differences(load_copy(path, value, refinement=refinement), value) == []
 
 
 def contents_of(path):
@@ -60,7 +61,7 @@ def contents_of(path):
 
 def types(path):
     with Checkpoint(path) as checkpoint:
-        return [record["type"] for record in checkpoint.open_reader(owned(path).name).contents["records"]]
+        return [record["type"] for record in checkpoint.open_reader(find_file(path).name).contents["records"]]
 
 
 def test_values_are_the_same(run, tmp_path):
@@ -73,9 +74,9 @@ def test_values_are_the_same(run, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.move(done.path, moved)  # and nothing of it lies anywhere else
     check(moved, expected)
-    assert document("verify", moved)["ok"]
+    assert dsq_json("verify", moved)["ok"]
     reader = independent.Reader(moved)
-    assert all(reader.tensor(fqn) == bits(value) for fqn, value in
+    assert all(reader.tensor(fqn) == to_bytes(value) for fqn, value in
                (("a.weight", expected[0]["a.weight"]), ("half.b.weight", expected[0]["half"]["b.weight"])))
     old, new = Manifest.read(source), Manifest.read(moved)
     assert (new.refinement, new.previous, new.version) == (old.refinement, old.previous, FORMAT_VERSION)
@@ -95,7 +96,7 @@ def test_a_chain_goes_on(run, tmp_path):
         dsq_ckpt.save(more[number], tmp_path / "plain" / f"{number}", parent=plain, config=FITS[name])
         path, plain = tmp_path / f"m{number}", tmp_path / "plain" / f"{number}"
         dsq_ckpt.forget()
-    expected = [loaded(path, more[-1], refinement=r) for r in ("auto", False)]
+    expected = [load_copy(path, more[-1], refinement=r) for r in ("auto", False)]
     if name != "partition":  # whose turn it is depends on the length of the chain
         check(plain, expected)
     again = dsq_ckpt.merge(path, tmp_path / "again")
@@ -105,14 +106,14 @@ def test_a_chain_goes_on(run, tmp_path):
 
 def test_it_is_algorithm_1(tmp_path):
     """Long enough for several super-steps."""
-    chain = walk(50, 100, steps=24)
+    chain = make_walk(50, 100, steps=24)
     for number, state in enumerate(chain):
         dsq_ckpt.save({"a.weight": state}, tmp_path / str(number), config=CONFIG)
     done = dsq_ckpt.merge(tmp_path / "23", tmp_path / "merged")
     assert done.links_before == 23 and 1 < done.links < 8
     sizes = [sum(file.size for file in Manifest.read(path).files) for path in (tmp_path / "23", done.path)]
     assert sizes[1] < sizes[0]
-    assert torch.equal(loaded(done.path, {"a.weight": chain[0]})["a.weight"], algorithm_1(chain)[-1])
+    assert torch.equal(load_copy(done.path, {"a.weight": chain[0]})["a.weight"], algorithm_1(chain)[-1])
 
 
 def test_what_cannot_be_merged(run, tmp_path):
@@ -135,8 +136,8 @@ def test_a_merge_that_is_killed_leaves_no_checkpoint(run, tmp_path, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             dsq_ckpt.merge(source, tmp_path / "run" / "x")
     with pytest.raises(dsq_ckpt.CheckpointNotFound):
-        loaded(tmp_path / "run" / "x", expected[0])
-    assert document("gc", tmp_path / "run", "--older-than", "0")["bytes"] > 0
+        load_copy(tmp_path / "run" / "x", expected[0])
+    assert dsq_json("gc", tmp_path / "run", "--older-than", "0")["bytes"] > 0
     assert not (tmp_path / "run" / "x").exists()
     dsq_ckpt.merge(source, tmp_path / "run" / "x")
     check(tmp_path / "run" / "x", expected)
@@ -147,7 +148,7 @@ def test_damage_is_not_carried_over(run, tmp_path):
     copy = tmp_path / "run" / "source"
     shutil.copytree(source, copy)
     for file in copy.glob("*.dsq"):
-        if file.name != owned(source.parent / "0").name:  # the keyframe is linked, not read
+        if file.name != find_file(source.parent / "0").name:  # the keyframe is linked, not read
             held = file.read_bytes()
             file.write_bytes(held[:16] + bytes(len(held[16:400])) + held[400:])
             with pytest.raises(dsq_ckpt.CorruptCheckpoint):
@@ -161,7 +162,7 @@ def test_damage_is_not_carried_over(run, tmp_path):
 )
 def test_records_that_do_not_fit_are_refused(tmp_path, change):
     for state in states(4):
-        dsq_ckpt.save({"a.weight": state["a.weight"]}, tmp_path / str(state["step"]), config=with_fit(
+        dsq_ckpt.save({"a.weight": state["a.weight"]}, tmp_path / str(state["step"]), config=make_config(
             fit="kmeans", bins=5, protect=0.01))
     target = dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged").path
 
@@ -187,12 +188,12 @@ def test_records_that_do_not_fit_are_refused(tmp_path, change):
         else:
             record["model"] = record["protected"]
 
-    ancestor = owned(target, "ancestor")
+    ancestor = find_file(target, "ancestor")
     ancestor.rename(tmp_path / "aside")
     edit_contents(target, edit)
     (tmp_path / "aside").rename(ancestor)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint):
-        loaded(target, {"a.weight": torch.zeros(60, 80)})
+        load_copy(target, {"a.weight": torch.zeros(60, 80)})
     with pytest.raises((independent.Refused, TypeError, ValueError)):
         independent.Reader(target).tensor("a.weight")
 
@@ -201,24 +202,24 @@ def test_damage_is_found(run, tmp_path):
     _, source, expected = run
     path = tmp_path / "copy"
     shutil.copytree(dsq_ckpt.merge(source, tmp_path / "run" / "x").path, path)
-    alter(owned(path, "ancestor"))
-    assert not document("verify", path, code=1)["ok"]
-    owned(path).unlink()
+    flip_bit(find_file(path, "ancestor"))
+    assert not dsq_json("verify", path, code=1)["ok"]
+    find_file(path).unlink()
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="dsq"):
-        loaded(path, expected[0])
+        load_copy(path, expected[0])
 
 
 def test_on_the_command_line(run, tmp_path):
     name, source, expected = run
     if name != "exponent":
         return
-    assert "6 deltas merged into 1" in printed("merge", source, tmp_path / "x")
+    assert "6 deltas merged into 1" in dsq_stdout("merge", source, tmp_path / "x")
     check(tmp_path / "x", expected)
-    assert document("merge", source, tmp_path / "y")["links"] == 1
-    assert "holds a complete checkpoint" in error("merge", source, tmp_path / "y")
-    listed = document("inspect", tmp_path / "x", "--tensors")["tensors"]
+    assert dsq_json("merge", source, tmp_path / "y")["links"] == 1
+    assert "holds a complete checkpoint" in dsq_error("merge", source, tmp_path / "y")
+    listed = dsq_json("inspect", tmp_path / "x", "--tensors")["tensors"]
     assert next(tensor["stored"] for tensor in listed if tensor["name"] == "a.weight") == "merged"
-    printed("export", tmp_path / "x", tmp_path / "x.pt")
+    dsq_stdout("export", tmp_path / "x", tmp_path / "x.pt")
     assert torch.equal(torch.load(tmp_path / "x.pt")["a.weight"], expected[0]["a.weight"])
 
 

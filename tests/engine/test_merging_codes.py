@@ -15,9 +15,9 @@ from tests.fixtures import make_format_v1 as v1
 from tests.fixtures import make_format_v2 as v2
 from tests.fixtures import make_format_v3 as v3
 from tests.fixtures import make_format_v4 as v4
-from tests.helpers.commands import document, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file
 from tests.helpers.lc import CONFIG as DIFFERENCES
-from tests.helpers.states import bits, differences, flat, loaded, mixed_state, moved, tensors
+from tests.helpers.states import find_differences, flat_tensors, flatten, load_copy, mixed_state, perturb, to_bytes
 from tests.helpers.training import Net, train
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import edit_contents
@@ -42,7 +42,7 @@ def mixed():
     state = mixed_state()
     for step in range(STEPS):
         yield state
-        state = moved(state, step)
+        state = perturb(state, step)
 
 
 RUNS = {
@@ -62,7 +62,7 @@ def run(request, tmp_path_factory):
         dsq_ckpt.save(state, root / str(step), config=config)
     dsq_ckpt.forget()
     last = root / str(STEPS - 1)
-    return request.param, last, [loaded(last, state, refinement=r) for r in ("auto", False)]
+    return request.param, last, [load_copy(last, state, refinement=r) for r in ("auto", False)]
 
 
 @pytest.fixture(params=[False, True], ids=["delta", "keyframe"])
@@ -72,7 +72,7 @@ def keyframe(request):
 
 def check(path, expected):
     for refinement, value in zip(("auto", False), expected, strict=True):
-        assert differences(loaded(path, value, refinement=refinement), value) == []
+        assert find_differences(load_copy(path, value, refinement=refinement), value) == []
 
 
 def contents_of(path):
@@ -88,10 +88,10 @@ def test_values_are_the_same(run, tmp_path, keyframe):
     moved_to = tmp_path / "elsewhere"
     shutil.move(done.path, moved_to)  # and nothing of it lies anywhere else
     check(moved_to, expected)
-    assert document("verify", moved_to)["ok"]
+    assert dsq_json("verify", moved_to)["ok"]
     reader = independent.Reader(moved_to)
-    lossy = {fqn: value for fqn, value in tensors(expected[0]).items() if value.numel() > 4000}
-    assert lossy and all(reader.tensor(fqn) == bits(value) for fqn, value in lossy.items())
+    lossy = {fqn: value for fqn, value in flat_tensors(expected[0]).items() if value.numel() > 4000}
+    assert lossy and all(reader.tensor(fqn) == to_bytes(value) for fqn, value in lossy.items())
     old, new = Manifest.read(source), Manifest.read(moved_to)
     assert (new.refinement, new.previous, new.depth) == (old.refinement, old.previous, done.links)
     assert (new.parent is None) == keyframe and new.save_id != old.save_id
@@ -105,10 +105,10 @@ def test_values_are_the_same(run, tmp_path, keyframe):
 def test_a_part_is_loaded(run, tmp_path, keyframe):
     _, source, expected = run
     path = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path
-    name, value = max(tensors(expected[0]).items(), key=lambda pair: pair[1].numel())
+    name, value = max(flat_tensors(expected[0]).items(), key=lambda pair: pair[1].numel())
     state = {name: torch.zeros_like(value)}
     dsq_ckpt.load(state, path)
-    assert bits(state[name]) == bits(value)
+    assert to_bytes(state[name]) == to_bytes(value)
 
 
 def test_a_chain_goes_on(run, tmp_path, keyframe):
@@ -121,8 +121,8 @@ def test_a_chain_goes_on(run, tmp_path, keyframe):
     config = {**usual, "quantize": {**usual.get("quantize", {}), **one}}
     path, plain = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path, source
     for number in range(2):
-        state = moved(state, number)
-        for fqn, value in tensors(state).items():
+        state = perturb(state, number)
+        for fqn, value in flat_tensors(state).items():
             if fqn.endswith("exp_avg_sq"):
                 value.abs_()
         dsq_ckpt.save(state, tmp_path / f"m{number}", parent=path, config=config)
@@ -130,7 +130,7 @@ def test_a_chain_goes_on(run, tmp_path, keyframe):
         path, plain = tmp_path / f"m{number}", tmp_path / "plain" / f"{number}"
         dsq_ckpt.forget()
     assert Manifest.read(path).depth == 2 + (not keyframe)
-    after = [loaded(plain, state, refinement=r) for r in ("auto", False)]
+    after = [load_copy(plain, state, refinement=r) for r in ("auto", False)]
     check(path, after)
     again = dsq_ckpt.merge(path, tmp_path / "again", keyframe=keyframe)
     assert again.links < again.links_before
@@ -145,24 +145,24 @@ def test_a_pinned_checkpoint_stays_pinned(tmp_path, keyframe):
     state = mixed_state()
     for number in range(4):
         dsq_ckpt.save(state, tmp_path / str(number), pinned=number == 3)
-        state = moved(state, number)
+        state = perturb(state, number)
     dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged", keyframe=keyframe)
     dsq_ckpt.load(state, tmp_path / "merged")
     for number in range(4, 8):
         dsq_ckpt.save(state, tmp_path / str(number), config={"refinement": {"keep_last": 1}})
     assert Manifest.read(tmp_path / "merged").refinement == "kept"
-    check(tmp_path / "merged", [loaded(tmp_path / "3", state, refinement=r) for r in ("auto", False)])
+    check(tmp_path / "merged", [load_copy(tmp_path / "3", state, refinement=r) for r in ("auto", False)])
 
 
 def test_a_checkpoint_without_its_refinement(tmp_path, keyframe):
     state = mixed_state()
     for number in range(6):
         dsq_ckpt.save(state, tmp_path / str(number))
-        state = moved(state, number)
+        state = perturb(state, number)
     assert Manifest.read(tmp_path / "2").refinement == "dropped"
     done = dsq_ckpt.merge(tmp_path / "2", tmp_path / "merged", keyframe=keyframe)
     assert Manifest.read(done.path).refinement == "dropped"
-    check(done.path, [loaded(tmp_path / "2", state)] * 2)
+    check(done.path, [load_copy(tmp_path / "2", state)] * 2)
 
 
 def test_a_merged_checkpoint_is_as_old_as_its_source(tmp_path, keyframe):
@@ -170,7 +170,7 @@ def test_a_merged_checkpoint_is_as_old_as_its_source(tmp_path, keyframe):
     state = mixed_state()
     for number in range(4):
         dsq_ckpt.save(state, tmp_path / str(number))
-        state = moved(state, number)
+        state = perturb(state, number)
     dsq_ckpt.merge(tmp_path / "2", tmp_path / "merged", keyframe=keyframe)
     assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "3")
     shutil.rmtree(tmp_path / "3")
@@ -198,9 +198,9 @@ def test_files_of_former_versions_are_merged(former, name, links, tmp_path):
                 for fqn, tensor in checkpoint.index["tensors"].items()}
     done = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=True)
     assert (done.links_before, done.links) == (links, 0)
-    check(done.path, [loaded(source, like, refinement=r) for r in ("auto", False)])
+    check(done.path, [load_copy(source, like, refinement=r) for r in ("auto", False)])
     reader = independent.Reader(done.path)
-    assert all(reader.tensor(fqn) == bits(value) for fqn, value in loaded(source, like).items() if value.numel())
+    assert all(reader.tensor(fqn) == to_bytes(value) for fqn, value in load_copy(source, like).items() if value.numel())
 
 
 def test_what_cannot_be_merged(tmp_path):
@@ -253,7 +253,7 @@ def test_a_merge_that_fails_leaves_nothing(run, tmp_path, keyframe, monkeypatch)
 def test_records_that_do_not_fit_are_refused(tmp_path, change, keyframe):
     state = {"a.weight": torch.randn(70, 80), "b.weight": torch.randn(70, 80)}
     for number in range(3):
-        state = moved(state, number)
+        state = perturb(state, number)
         dsq_ckpt.save(state, tmp_path / str(number), config={"quantize": {"weights": {"codebook": {"fit": "kmeans"}}}})
     path = tmp_path / "2"
 
@@ -278,7 +278,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path, change, keyframe):
             book["levels"] = book["levels"][:2]
             book["cells"] = [bounds[:2] for bounds in book["cells"]]
 
-    name = owned(path).name
+    name = find_file(path).name
     aside = [file.rename(tmp_path / file.name) for file in path.glob("*.dsq") if file.name != name]
     edit_contents(path, edit)
     for file in aside:
@@ -290,14 +290,14 @@ def test_records_that_do_not_fit_are_refused(tmp_path, change, keyframe):
 
 def test_on_the_command_line(run, tmp_path):
     _, source, expected = run
-    assert "5 deltas merged into 1" in printed("merge", source, tmp_path / "x")
-    assert "5 deltas merged into a keyframe" in printed("merge", source, tmp_path / "y", "--keyframe")
-    assert document("merge", source, tmp_path / "z", "--keyframe")["links"] == 0
-    assert "holds a complete checkpoint" in error("merge", source, tmp_path / "y")
+    assert "5 deltas merged into 1" in dsq_stdout("merge", source, tmp_path / "x")
+    assert "5 deltas merged into a keyframe" in dsq_stdout("merge", source, tmp_path / "y", "--keyframe")
+    assert dsq_json("merge", source, tmp_path / "z", "--keyframe")["links"] == 0
+    assert "holds a complete checkpoint" in dsq_error("merge", source, tmp_path / "y")
     for name in "xyz":
         check(tmp_path / name, expected)
-    assert "1 from the keyframe" in (text := printed("inspect", tmp_path / "x")) and "None" not in text
-    printed("export", tmp_path / "y", tmp_path / "y.pt")
+    assert "1 from the keyframe" in (text := dsq_stdout("inspect", tmp_path / "x")) and "None" not in text
+    dsq_stdout("export", tmp_path / "y", tmp_path / "y.pt")
     stored = torch.load(tmp_path / "y.pt", weights_only=False)
-    fqn, value = max(tensors(expected[0]).items(), key=lambda pair: pair[1].numel())
-    assert bits(flat(stored)[fqn]) == bits(value)
+    fqn, value = max(flat_tensors(expected[0]).items(), key=lambda pair: pair[1].numel())
+    assert to_bytes(flatten(stored)[fqn]) == to_bytes(value)

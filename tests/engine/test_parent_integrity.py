@@ -20,7 +20,7 @@ from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD, _is_due, _restore_or_
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
 from tests.engine.chains import data_file, directly, flip, in_background, readable, saves, weights
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 
 @pytest.fixture(autouse=True)
@@ -291,15 +291,15 @@ def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
     config = {"storage": {"replicate_keyframes": True}}
     saves(tmp_path, 4, config=config)
     keyframe = data_file(tmp_path / "00").name
-    whole = [loaded(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
+    whole = [load_copy(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
     flip(tmp_path / "03" / keyframe)
     dsq_ckpt.forget()
     said = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
     assert len(said) == 1 and "restored in '01', '03' from the intact copy in '00'" in said[0]
     assert len({os.stat(tmp_path / name / keyframe).st_ino for name in ("00", "01", "02", "03")}) == 2
     for number in range(4):
-        again = loaded(tmp_path / f"{number:02d}", weights(), refinement=False)
-        assert differences(again, whole[number]) == []
+        again = load_copy(tmp_path / f"{number:02d}", weights(), refinement=False)
+        assert find_differences(again, whole[number]) == []
 
 
 def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):

@@ -16,9 +16,18 @@ from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
-from tests.helpers.commands import alter, document, owned, printed
-from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
-from tests.helpers.states import KEEP_ONE, bits, differences, loaded, mixed_state, moved, relative_error, same
+from tests.helpers.commands import dsq_json, dsq_stdout, find_file, flip_bit
+from tests.helpers.lc import CONFIG, algorithm_1, make_config, make_walk
+from tests.helpers.states import (
+    KEEP_ONE,
+    find_differences,
+    is_equal,
+    load_copy,
+    mixed_state,
+    perturb,
+    relative_error,
+    to_bytes,
+)
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import edit_contents
 
@@ -48,7 +57,7 @@ def run(tmp_path_factory):
     """A keyframe and four differences of two tensors, and what Algorithm 1 makes of them."""
     root = tmp_path_factory.mktemp("run")
     dsq_ckpt.forget()
-    first, second = walk(70, 80, steps=5), walk(96, 64, steps=5, seed=1, dtype=torch.bfloat16)
+    first, second = make_walk(70, 80, steps=5), make_walk(96, 64, steps=5, seed=1, dtype=torch.bfloat16)
     states = [state_of(a, b, step=n, bias=a[0].clone()) for n, (a, b) in enumerate(zip(first, second, strict=True))]
     paths = chain_of(root, states)
     truth = [state_of(a, b.bfloat16()) for a, b in zip(algorithm_1(first), algorithm_1(second), strict=True)]
@@ -64,9 +73,9 @@ def copied(run, tmp_path):
 
 
 def check(path, like, truth):
-    back = loaded(path, like)
+    back = load_copy(path, like)
     for fqn, value in truth.items():
-        assert same(back[fqn], value), (path.name, fqn)
+        assert is_equal(back[fqn], value), (path.name, fqn)
 
 
 def test_it_is_algorithm_1(run):
@@ -75,8 +84,8 @@ def test_it_is_algorithm_1(run):
     for path, state, expected in zip(paths, states, truth, strict=True):
         check(path, state, expected)
         reader = independent.Reader(path)
-        assert all(reader.tensor(fqn) == bits(value) for fqn, value in expected.items())
-    assert differences(loaded(paths[0], states[0]), states[0]) == []  # the keyframe is exact, and says so
+        assert all(reader.tensor(fqn) == to_bytes(value) for fqn, value in expected.items())
+    assert find_differences(load_copy(paths[0], states[0]), states[0]) == []  # the keyframe is exact, and says so
     assert not Manifest.read(paths[0]).lossy and Manifest.read(paths[1]).lossy
     assert set(records(paths[4])) == set(truth[0]) and not records(paths[0])
     assert all(group.delta for group in Manifest.read(paths[1]).groups.values())
@@ -84,8 +93,8 @@ def test_it_is_algorithm_1(run):
 
 @pytest.mark.parametrize("levels, coder", [(1, "huffman"), (3, "rans"), (6, "huffman")])
 def test_other_numbers_of_buckets(tmp_path, levels, coder):
-    states = walk(60, 90, steps=4, seed=levels)
-    config = with_fit(fit="exponent", bits=levels)
+    states = make_walk(60, 90, steps=4, seed=levels)
+    config = make_config(fit="exponent", bits=levels)
     config = {**config, "delta": {**config["delta"], "coder": coder}}
     paths = chain_of(tmp_path, [state_of(state) for state in states], config)
     for path, state, expected in zip(paths, states, algorithm_1(states, levels), strict=True):
@@ -94,9 +103,9 @@ def test_other_numbers_of_buckets(tmp_path, levels, coder):
 
 def test_the_error_stays_bounded(tmp_path):
     """What a difference leaves out is in the next one."""
-    states = walk(64, 80, steps=25, scale=0.002)
+    states = make_walk(64, 80, steps=25, scale=0.002)
     paths = chain_of(tmp_path, [state_of(state) for state in states])
-    errors = [relative_error(state, loaded(path, state_of(state))["layer0.weight"])
+    errors = [relative_error(state, load_copy(path, state_of(state))["layer0.weight"])
               for path, state in zip(paths, states, strict=True)]
     moved_by = relative_error(states[1], states[0])
     assert max(errors) < 2 * moved_by and max(errors[15:]) < 1.2 * max(errors[5:15]), errors
@@ -104,10 +113,10 @@ def test_the_error_stays_bounded(tmp_path):
 
 def test_a_parent_that_is_far_off(tmp_path):
     """One value of it is in a spike of the loss: the error of a difference to that would be larger than all values."""
-    first, second = walk(70, 80, steps=2)
+    first, second = make_walk(70, 80, steps=2)
     first[3, 4] = 1e20
     _, path = chain_of(tmp_path, [state_of(first, bias=first[:, 0]), state_of(second, bias=second[:, 0])])
-    assert same(loaded(path, state_of(second))["layer0.weight"], second) and not records(path)
+    assert is_equal(load_copy(path, state_of(second))["layer0.weight"], second) and not records(path)
 
 
 def test_directories_are_self_contained(run, tmp_path):
@@ -117,7 +126,7 @@ def test_directories_are_self_contained(run, tmp_path):
     check(tmp_path / "4", states[4], truth[4])
     whole = [tmp_path / "linked" / path.name for path in paths]
     chain_of(tmp_path / "linked", states)
-    assert (owned(whole[0])).stat().st_nlink == 5
+    assert (find_file(whole[0])).stat().st_nlink == 5
     for number in range(4):
         shutil.rmtree(whole[number])
         for later in range(number + 1, 5):
@@ -132,7 +141,7 @@ def test_in_another_process(run, tmp_path):
     )
     status, output = processes.run(["-c", script, str(paths[-1]), str(tmp_path / "found")], forked=True)
     assert status == 0, output
-    assert same(torch.load(tmp_path / "found")["layer0.weight"], truth[-1]["layer0.weight"])
+    assert is_equal(torch.load(tmp_path / "found")["layer0.weight"], truth[-1]["layer0.weight"])
 
 
 def test_memory_and_disk_give_the_same_chain(run, tmp_path):
@@ -142,7 +151,7 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
         parent = None if number == 0 else tmp_path / f"{number - 1}"
         dsq_ckpt.forget()
         if number == 3:
-            loaded(parent, state)
+            load_copy(parent, state)
             parent = "auto"
         dsq_ckpt.save(state, tmp_path / f"{number}", parent=parent, config=CONFIG)
         check(tmp_path / f"{number}", state, truth[number])
@@ -150,12 +159,12 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
 
 
 def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch):
-    states = [state_of(state) for state in walk(70, 80, steps=4)]
+    states = [state_of(state) for state in make_walk(70, 80, steps=4)]
     chain_of(tmp_path / "known", states[:1])
     (memory,) = [found.cache for found in default_history().checkpoints()]
     assert {key.fqn for key in memory.values} == {"layer0.weight"} and not memory.codes
     states[0]["layer0.weight"].fill_(7)  # training goes on; what was remembered is a copy
-    states[0]["layer0.weight"].copy_(walk(70, 80, steps=1)[0])
+    states[0]["layer0.weight"].copy_(make_walk(70, 80, steps=1)[0])
     monkeypatch.setattr(Checkpoint, "decode_values", None)
     chain_of(tmp_path / "run", states)
 
@@ -183,27 +192,27 @@ def test_async(run, tmp_path, mode, stage):
 def test_refinement_is_that_of_the_newest(tmp_path):
     states = [mixed_state()]
     for number in range(3):
-        states.append(moved(states[-1], number))
-    config = {**with_fit(4, fit="lattice"), **KEEP_ONE}
+        states.append(perturb(states[-1], number))
+    config = {**make_config(4, fit="lattice"), **KEEP_ONE}
     values, paths = [], []
     for number, state in enumerate(states):
         paths.append(tmp_path / str(number))
         dsq_ckpt.save(state, paths[-1], config=config)
-        base, full = loaded(paths[-1], state, **BASE), loaded(paths[-1], state)
+        base, full = load_copy(paths[-1], state, **BASE), load_copy(paths[-1], state)
         for fqn, value in state["lossy"].items():
             coarse, fine = relative_error(value, base["lossy"][fqn]), relative_error(value, full["lossy"][fqn])
             assert fine <= 0.005 and (number == 0 or value.dtype.itemsize == 2 or fine < coarse / 8), (number, fqn)
         values.append(base)
     assert [Manifest.read(path).refinement for path in paths] == ["none", "dropped", "dropped", "kept"]
-    assert all(differences(loaded(paths[n], states[0]), values[n]) == [] for n in range(3))
-    assert differences(loaded(paths[3], states[0]), values[3]) != []
+    assert all(find_differences(load_copy(paths[n], states[0]), values[n]) == [] for n in range(3))
+    assert find_differences(load_copy(paths[3], states[0]), values[3]) != []
 
 
 def test_top_n(tmp_path):
     """The largest differences arrive, in bf16; all others stay what they were."""
-    before, after = walk(100, 100, steps=2, scale=0.01)
-    paths = chain_of(tmp_path, [state_of(before), state_of(after)], with_fit(fit="largest", fraction=0.05))
-    change = loaded(paths[1], state_of(after))["layer0.weight"] - before
+    before, after = make_walk(100, 100, steps=2, scale=0.01)
+    paths = chain_of(tmp_path, [state_of(before), state_of(after)], make_config(fit="largest", fraction=0.05))
+    change = load_copy(paths[1], state_of(after))["layer0.weight"] - before
     kept, size = change != 0, (after - before).abs()
     assert 0.045 < float(kept.float().mean()) <= 0.05
     assert size[kept].min() > size[~kept].max() * 64 / 65  # up to a bin of the sketch
@@ -213,61 +222,62 @@ def test_top_n(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
 def test_partitions_take_turns(tmp_path, parts):
-    states = [state_of(*pair) for pair in zip(walk(61, 70, steps=2), walk(90, 90, steps=2, seed=2), strict=True)]
+    walks = make_walk(61, 70, steps=2), make_walk(90, 90, steps=2, seed=2)
+    states = [state_of(*pair) for pair in zip(*walks, strict=True)]
     later = [states[1]] * (parts + 1)
-    config = with_fit(fit="partition", parts=parts)
+    config = make_config(fit="partition", parts=parts)
     paths = chain_of(tmp_path, [states[0], *later], config)
     for fqn, value in states[1].items():
         before, arrived = states[0][fqn].view(-1), np.zeros(value.numel(), bool)
         for turn, path in enumerate(paths[1:-1]):
-            back = loaded(path, states[1])[fqn].view(-1)
+            back = load_copy(path, states[1])[fqn].view(-1)
             arrived[value.numel() * turn // parts : value.numel() * (turn + 1) // parts] = True
             assert torch.equal(back[~arrived], before[~arrived])
             assert relative_error((value.view(-1) - before)[arrived], (back - before)[arrived]) < 2**-8
             count = records(path)[fqn]["protected_count"]
             assert value.numel() // parts <= count <= -(-value.numel() // parts)
         assert arrived.all() and relative_error(value.view(-1) - before, back - before) < 2**-8
-        final = loaded(paths[-1], states[1])[fqn].view(-1)  # the first part again, of what bf16 had left
+        final = load_copy(paths[-1], states[1])[fqn].view(-1)  # the first part again, of what bf16 had left
         stop = value.numel() // parts
         left, right = (value.view(-1) - final).abs(), (value.view(-1) - back).abs()
         assert left[:stop].max() <= right[:stop].max() / 100 and torch.equal(left[stop:], right[stop:])
 
 
 def test_without_a_parent_a_chunk_is_exact(tmp_path):
-    a, b = walk(70, 80, steps=3), walk(80, 70, steps=3, seed=1)
+    a, b = make_walk(70, 80, steps=3), make_walk(80, 70, steps=3, seed=1)
     states = [state_of(a[0]), state_of(a[1], b[1]), state_of(a[2].view(80, 70), b[2])]  # one comes, one changes shape
     paths = chain_of(tmp_path, states)
     assert set(records(paths[1])) == {"layer0.weight"} and set(records(paths[2])) == {"layer1.weight"}
-    assert same(loaded(paths[1], states[1])["layer1.weight"], b[1])
-    assert same(loaded(paths[2], states[2])["layer0.weight"], states[2]["layer0.weight"])
+    assert is_equal(load_copy(paths[1], states[1])["layer1.weight"], b[1])
+    assert is_equal(load_copy(paths[2], states[2])["layer0.weight"], states[2]["layer0.weight"])
     assert [Manifest.read(path).depth for path in paths] == [0, 1, 2]
 
 
 def test_keyframes_come_when_they_are_due(tmp_path):
-    states = [state_of(state) for state in walk(70, 80, steps=6)]
+    states = [state_of(state) for state in make_walk(70, 80, steps=6)]
     config = {**CONFIG, "delta": {"against": "values", "max_chain": 2}}
     paths = chain_of(tmp_path, states, config)
     assert [Manifest.read(path).depth for path in paths] == [0, 1, 2, 0, 1, 2]
     for number in (0, 3):
-        assert differences(loaded(paths[number], states[0]), states[number]) == []
+        assert find_differences(load_copy(paths[number], states[0]), states[number]) == []
 
 
 def test_from_codes_to_values_and_back(tmp_path):
-    states = [state_of(state) for state in walk(70, 80, steps=7)]
-    values, codes = with_fit(4, fit="lattice"), {"quantize": {"weights": {"codebook": {"fit": "lattice"}}}}
+    states = [state_of(state) for state in make_walk(70, 80, steps=7)]
+    values, codes = make_config(4, fit="lattice"), {"quantize": {"weights": {"codebook": {"fit": "lattice"}}}}
     for number, config in enumerate([codes, codes, values, values, codes, codes, values]):
         dsq_ckpt.save(states[number], tmp_path / str(number), config=config)
-        back = loaded(tmp_path / str(number), states[0])["layer0.weight"]
+        back = load_copy(tmp_path / str(number), states[0])["layer0.weight"]
         assert relative_error(states[number]["layer0.weight"], back) < 0.015, number
         reader = independent.Reader(tmp_path / str(number))
-        assert reader.tensor("layer0.weight") == bits(back)
+        assert reader.tensor("layer0.weight") == to_bytes(back)
     assert [bool(records(tmp_path / str(n))) for n in range(7)] == [False, False, True, True, False, False, True]
     assert [Manifest.read(tmp_path / str(n)).depth for n in range(7)] == [0, 1, 2, 3, 0, 1, 2]
 
 
 def test_no_numbers(tmp_path):
     """NaN, infinities and differences past the largest number are stored exactly; then the chain goes on."""
-    states = [state_of(state) for state in walk(70, 80, steps=6)]
+    states = [state_of(state) for state in make_walk(70, 80, steps=6)]
     states[2]["layer0.weight"][3, 3] = torch.nan
     states[4]["layer0.weight"][3, 3] = -torch.inf
     with warnings.catch_warnings(record=True) as caught:
@@ -276,7 +286,7 @@ def test_no_numbers(tmp_path):
     assert [Manifest.read(path).nonfinite for path in paths] == [[], [], ["layer0.weight"], [], ["layer0.weight"], []]
     assert sum("NaN or Inf" in str(warning.message) for warning in caught) == 2
     assert [bool(records(path)) for path in paths] == [False, True, False, False, False, False]
-    assert all(same(loaded(path, states[0])["layer0.weight"], state["layer0.weight"])
+    assert all(is_equal(load_copy(path, states[0])["layer0.weight"], state["layer0.weight"])
                for path, state in zip(paths[2:], states[2:], strict=True))
     shape = torch.linspace(0.99, 1, 70 * 80).view(70, 80) * torch.tensor([[1], [-1]]).repeat(35, 1)
     huge = [state_of(shape * value) for value in (-3e38, 3e38, 3.1e38)]
@@ -285,7 +295,7 @@ def test_no_numbers(tmp_path):
         warnings.filterwarnings("ignore", message="torch.distributed")
         paths = chain_of(tmp_path / "huge", huge)
     assert [bool(records(path)) for path in paths] == [False, False, True]
-    assert relative_error(huge[2]["layer0.weight"], loaded(paths[2], huge[2])["layer0.weight"]) < 0.01
+    assert relative_error(huge[2]["layer0.weight"], load_copy(paths[2], huge[2])["layer0.weight"]) < 0.01
     config = {**CONFIG, "quantize": {**CONFIG["quantize"], "nonfinite": "error"}}
     for number, path in enumerate([tmp_path / "strict" / "0", tmp_path / "strict" / "1"]):
         with pytest.raises(dsq_ckpt.NonFiniteTensor, match="layer0"):
@@ -302,7 +312,7 @@ def test_damage_is_found(copied):
         for damaged in (None, held[: len(held) // 2], held[:offset] + b"XX" + held[offset + 2 :]):
             file.unlink() if damaged is None else file.write_bytes(damaged)
             with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
-                loaded(path, like)
+                load_copy(path, like)
             dsq_ckpt.forget()
             with pytest.raises(dsq_ckpt.DSQError), warnings.catch_warnings():
                 warnings.simplefilter("error")  # a warning: a keyframe is written instead
@@ -322,7 +332,7 @@ def test_chains_that_do_not_fit_are_refused(tmp_path, to):
     paths = chain_of(tmp_path / "run", [{**tensors, "n": 1}, {**tensors, "n": 2}])
 
     def change(contents):
-        own = owned(paths[1]).name
+        own = find_file(paths[1]).name
         place = {record["fqn"]: number for number, record in enumerate(contents["records"])}
         link(contents)["residual"] = {
             "itself": [own, place["layer0.weight"]], "each other": [own, len(place)], "bytes": [own, place["n"]],
@@ -332,13 +342,13 @@ def test_chains_that_do_not_fit_are_refused(tmp_path, to):
         if to == "each other":
             contents["records"].append({**link(contents), "residual": [own, place["layer0.weight"]]})
 
-    ancestor = owned(paths[1], "ancestor")
+    ancestor = find_file(paths[1], "ancestor")
     ancestor.rename(tmp_path / "elsewhere")
     edit_contents(paths[1], change)
     (tmp_path / "elsewhere").rename(ancestor)
     dsq_ckpt.forget()
     with pytest.raises(dsq_ckpt.CorruptCheckpoint):
-        loaded(paths[1], tensors)
+        load_copy(paths[1], tensors)
     with pytest.raises((independent.Refused, IndexError)):
         independent.Reader(paths[1]).tensor("layer0.weight")
 
@@ -348,22 +358,22 @@ def test_tools(run, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(paths[0].parent, root)
     (root / "step-4" / ("f" * 16 + "-00000.dsq")).write_bytes(b"left over")
-    assert document("verify", root)["ok"]
-    assert document("gc", root, "--older-than", "0")["bytes"] == 9
+    assert dsq_json("verify", root)["ok"]
+    assert dsq_json("gc", root, "--older-than", "0")["bytes"] == 9
     shutil.rmtree(root / "step-0")
-    assert document("verify", root)["ok"]
-    shown = document("inspect", root / "step-4", "--tensors")
+    assert dsq_json("verify", root)["ok"]
+    shown = dsq_json("inspect", root / "step-4", "--tensors")
     assert {tensor["name"]: tensor["stored"] for tensor in shown["tensors"]}["layer0.weight"].startswith("weights/")
-    assert "delta" in printed("inspect", root / "step-4")
+    assert "delta" in dsq_stdout("inspect", root / "step-4")
     for form, suffix in (("torch", "pt"), ("safetensors", "safetensors")):
-        printed("export", root / "step-4", tmp_path / f"x.{suffix}", "--format", form)
+        dsq_stdout("export", root / "step-4", tmp_path / f"x.{suffix}", "--format", form)
     exported = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert all(same(exported[fqn], value) for fqn, value in truth[4].items()) and exported["step"] == 4
+    assert all(is_equal(exported[fqn], value) for fqn, value in truth[4].items()) and exported["step"] == 4
     with Checkpoint(root / "step-4") as checkpoint, Workers(1, 1 << 20) as workers:
         for _, ref in checkpoint.iter_chunks():
             checkpoint.decode_values(ref, workers)
-    alter(owned(root / "step-4", "ancestor"))
-    assert not document("verify", root, code=1)["ok"]
+    flip_bit(find_file(root / "step-4", "ancestor"))
+    assert not dsq_json("verify", root, code=1)["ok"]
 
 
 @pytest.mark.parametrize("tree, says", [
@@ -380,18 +390,18 @@ def test_settings_that_cannot_be(tree, says):
 
 def test_systems_that_are_made_of_it(tmp_path):
     for system in ("lc", "topn", "scar"):
-        states = [state_of(state) for state in walk(70, 80, steps=3)]
+        states = [state_of(state) for state in make_walk(70, 80, steps=3)]
         paths = chain_of(tmp_path / system, states, {"system": system})
         assert Manifest.read(paths[2]).depth == 2 and json.loads((paths[2] / "manifest.json").read_text())["groups"]
-        assert differences(loaded(paths[0], states[0]), states[0]) == []
-        back = loaded(paths[2], states[2])["layer0.weight"]
+        assert find_differences(load_copy(paths[0], states[0]), states[0]) == []
+        back = load_copy(paths[2], states[2])["layer0.weight"]
         assert relative_error(states[2]["layer0.weight"], back) < relative_error(states[2]["layer0.weight"],
                                                                                 states[0]["layer0.weight"])
 
 
 def test_zeros_of_both_signs_are_one(tmp_path):
     """Elements that stay as they are, and zeros that change their sign: differences of +0 and of -0."""
-    states = walk(70, 80, steps=3)
+    states = make_walk(70, 80, steps=3)
     for number, state in enumerate(states):
         state[:20] = -0.0 if number else 0.0
         state[20:40] = states[0][20:40]

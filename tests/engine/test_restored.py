@@ -12,7 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.quantization import restored_values as restored_weights
-from tests.helpers.states import loaded, relative_error, symbols
+from tests.helpers.states import load_copy, read_bits, relative_error
 
 LAYERS = {
     "wide.weight": (512, 128), "tall.weight": (64, 700), "stacked.weight": (4, 96, 64), "turned.weight": (300, 90),
@@ -45,7 +45,7 @@ def test_what_was_restored_is_saved_as_it_is(tmp_path, config, dtype):
     errors = []
     for number in range(8):
         dsq_ckpt.save(state, tmp_path / str(number), config=config)
-        state = loaded(tmp_path / str(number), state)
+        state = load_copy(tmp_path / str(number), state)
         errors.append({name: relative_error(state[name].double(), first[name].double()) for name in first})
     for name, tensor in first.items():
         assert errors[-1][name] < 1.05 * errors[0][name], name
@@ -75,7 +75,7 @@ def test_a_save_that_fails_forgets_no_load(tmp_path):
         compressor.save(tmp_path / "1")
     fails = False
     compressor.save(tmp_path / "1")
-    assert symbols(tmp_path / "1")["optimizer.state.weight.exp_avg"] == 8
+    assert read_bits(tmp_path / "1")["optimizer.state.weight.exp_avg"] == 8
 
 
 MOMENTS = {
@@ -141,7 +141,7 @@ def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
 
     def bits(name):
         dsq_ckpt.save({"model": model, "optimizer": trained}, tmp_path / name)
-        return {count for fqn, count in symbols(tmp_path / name).items() if "momentum_buffer" in fqn}
+        return {count for fqn, count in read_bits(tmp_path / name).items() if "momentum_buffer" in fqn}
 
     generator, restless = torch.Generator().manual_seed(0), True
     model, trained = made()
@@ -179,7 +179,7 @@ def test_first_moments_are_renewed_over_several_saves(tmp_path):
             model.weight.grad = torch.randn(96, 128, generator=torch.Generator().manual_seed(number))
             optimizer.step()
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
-        found += [bits for name, bits in symbols(tmp_path / str(number)).items() if "momentum_buffer" in name]
+        found += [bits for name, bits in read_bits(tmp_path / str(number)).items() if "momentum_buffer" in name]
         if number == 0:
             dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "0")
     assert found == [4, 8, 8, 4, 4, 4]
@@ -187,7 +187,7 @@ def test_first_moments_are_renewed_over_several_saves(tmp_path):
 
 def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
     dsq_ckpt.save({name: tensor.float() for name, tensor in weights(torch.bfloat16).items()}, tmp_path / "0")
-    assert set(symbols(tmp_path / "0").values()) == {4}
+    assert set(read_bits(tmp_path / "0").values()) == {4}
 
 
 def test_a_load_by_another_history_counts(tmp_path):
@@ -198,13 +198,13 @@ def test_a_load_by_another_history_counts(tmp_path):
     state = layouts(state)
     dsq_ckpt.load(state, tmp_path / "run" / "1", history=dsq_ckpt.SaveHistory())
     dsq_ckpt.save(state, tmp_path / "run" / "2")
-    assert set(symbols(tmp_path / "run" / "2").values()) == {8}
+    assert set(read_bits(tmp_path / "run" / "2").values()) == {8}
 
 
 def test_small_movements_after_a_restore_are_kept(tmp_path):
     """A tenth of a part, the same for all elements of a tensor or by a direction of each."""
     dsq_ckpt.save(weights(), tmp_path / "0")
-    restored = loaded(tmp_path / "0", weights())
+    restored = load_copy(tmp_path / "0", weights())
     generator = torch.Generator().manual_seed(1)
     for number in (1, 2, 3):
         moved = layouts(restored)
@@ -215,7 +215,7 @@ def test_small_movements_after_a_restore_are_kept(tmp_path):
             steps[name] = 0.1 * part * (signs if number > 1 else 1) * (tensor != 0)
             tensor += steps[name]
         dsq_ckpt.save(moved, tmp_path / str(number))
-        after = loaded(tmp_path / str(number), moved)
+        after = load_copy(tmp_path / str(number), moved)
         for name, step in steps.items():
             kept = float(((after[name] - restored[name]) * step).sum() / step.square().sum())
             assert 0.9 < kept < 1.1, (number, name)
@@ -226,18 +226,18 @@ def test_only_what_is_not_spread_takes_more_bits(tmp_path):
     """Fresh weights, and those that training has moved by more than a part, have the bits that are asked for."""
     state = weights()
     dsq_ckpt.save(state, tmp_path / "0")
-    assert set(symbols(tmp_path / "0").values()) == {4}
-    state = loaded(tmp_path / "0", state)
+    assert set(read_bits(tmp_path / "0").values()) == {4}
+    state = load_copy(tmp_path / "0", state)
     dsq_ckpt.save(state, tmp_path / "1")
-    assert set(symbols(tmp_path / "1").values()) == {8}
+    assert set(read_bits(tmp_path / "1").values()) == {8}
     generator = torch.Generator().manual_seed(1)
     moved = {name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator)
              for name, tensor in state.items()}
     dsq_ckpt.save(moved, tmp_path / "2")
-    assert set(symbols(tmp_path / "2").values()) == {4}
+    assert set(read_bits(tmp_path / "2").values()) == {4}
     for without in ({"refinement_bits": 0}, {"refinement_bits": 8}):
         dsq_ckpt.save(state, tmp_path / "3", config={"quantize": {"weights": without}}, overwrite=True)
-        assert set(symbols(tmp_path / "3").values()) == {without["refinement_bits"]}
+        assert set(read_bits(tmp_path / "3").values()) == {without["refinement_bits"]}
 
 
 def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
@@ -247,8 +247,8 @@ def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
     for number in range(2):
         dsq_ckpt.save(state, tmp_path / str(number), config={"delta": {"enabled": False}})
         sizes.append(sum(file.stat().st_size for file in (tmp_path / str(number)).glob("*.refinement")))
-        state = loaded(tmp_path / str(number), state)
-    assert symbols(tmp_path / "1") == {"w": 8} and 0 < sizes[1] < 1.01 * sizes[0]
+        state = load_copy(tmp_path / str(number), state)
+    assert read_bits(tmp_path / "1") == {"w": 8} and 0 < sizes[1] < 1.01 * sizes[0]
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 5])
@@ -256,10 +256,10 @@ def test_what_was_restored_takes_more_bits_whatever_it_has(tmp_path, bits):
     """And fresh weights as many as are asked for."""
     config = {"quantize": {"weights": {"refinement_bits": bits}}}
     dsq_ckpt.save(weights(), tmp_path / "0", config=config)
-    assert set(symbols(tmp_path / "0").values()) == {bits}
-    restored = loaded(tmp_path / "0", weights())
+    assert set(read_bits(tmp_path / "0").values()) == {bits}
+    restored = load_copy(tmp_path / "0", weights())
     dsq_ckpt.save(restored, tmp_path / "1", config=config)
-    again, found = loaded(tmp_path / "1", restored), symbols(tmp_path / "1")
+    again, found = load_copy(tmp_path / "1", restored), read_bits(tmp_path / "1")
     assert set(found.values()) in ({8}, {0, 8})
     assert all(relative_error(again[name], tensor) < (0.005 if found[name] else 1e-9)  # without: as it is
                for name, tensor in restored.items())
@@ -269,7 +269,7 @@ def test_what_was_restored_takes_more_bits_whatever_it_has(tmp_path, bits):
 def test_a_save_that_does_not_look_tells_nothing(tmp_path, between):
     """Between a restore and the next save: exact, or with NaN in a tensor, which is stored exactly then."""
     dsq_ckpt.save(weights(), tmp_path / "0")
-    restored = loaded(tmp_path / "0", weights())
+    restored = load_copy(tmp_path / "0", weights())
     other = layouts(restored)
     if between == "nan":
         other["wide.weight"][3, 3] = torch.nan
@@ -277,14 +277,14 @@ def test_a_save_that_does_not_look_tells_nothing(tmp_path, between):
         warnings.simplefilter("ignore")  # of the NaN
         dsq_ckpt.save(other, tmp_path / "1", config="exact" if between == "exact" else None)
     dsq_ckpt.save(restored, tmp_path / "2")
-    assert symbols(tmp_path / "2")["wide.weight"] == 8
+    assert read_bits(tmp_path / "2")["wide.weight"] == 8
 
 
 def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restored_weights, "_measure_chunk", mock.Mock(side_effect=torch.OutOfMemoryError("of a device")))
         dsq_ckpt.save(weights(), tmp_path / "0")
-    assert set(symbols(tmp_path / "0").values()) == {8}
+    assert set(read_bits(tmp_path / "0").values()) == {8}
 
 
 @pytest.mark.parametrize("saved", ["save", "async_save", "quantize"])
@@ -304,7 +304,7 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
         else:
             config = {"storage": {"stage": "quantize"}} if saved == "quantize" else None
             dsq_ckpt.save(state, tmp_path / folder / "0", config=config)
-    found, expected = (loaded(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
+    found, expected = (load_copy(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
     assert all(found[name].equal(expected[name]) for name in copies)
 
 
@@ -316,11 +316,11 @@ def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
 
     def bits(number):
         dsq_ckpt.save(state(number), tmp_path / str(number))
-        return symbols(tmp_path / str(number))["w.momentum_buffer"]
+        return read_bits(tmp_path / str(number))["w.momentum_buffer"]
 
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("of a device"))
     assert bits(0) == 4
-    loaded(tmp_path / "0", state(0))
+    load_copy(tmp_path / "0", state(0))
     sample = restored_weights._sample
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restored_weights, "_sample", out_of_memory)

@@ -15,7 +15,7 @@ from dsq_ckpt.engine import removed_ancestors, retention
 from dsq_ckpt.storage.gc import collect_garbage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
-from tests.helpers.states import mixed_state, tensors
+from tests.helpers.states import flat_tensors, mixed_state
 
 
 def saved(run, count=2):
@@ -189,7 +189,7 @@ def large_state():
 def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
     """A trainer removes the others, whose files stay while the chain needs them, but no longer than it pays."""
     state = large_state()
-    plain = sum(value.nbytes for value in tensors(state).values())
+    plain = sum(value.nbytes for value in flat_tensors(state).values())
     for number in range(12):
         dsq_ckpt.save(state, tmp_path / str(number), config=preset)
         if number:

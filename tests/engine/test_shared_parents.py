@@ -22,7 +22,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.saving import save_parts
-from tests.helpers.states import bits, differences, loaded
+from tests.helpers.states import find_differences, load_copy, to_bytes
 
 AUTO = {"delta": {"max_chain": "auto"}, "storage": {"fsync": False, "block_elements": 1024},
         "quantize": {"min_elements": 256}}
@@ -78,8 +78,8 @@ def test_codes_in_memory_and_codes_from_files_lead_to_the_same_run(tmp_path):
                       parent=None if parent is None else tmp_path / "b" / parent)
     state = next(states())
     for name in names:
-        a, b = (loaded(tmp_path / run / name, state, refinement=False) for run in "ab")
-        assert differences(a, b) == []
+        a, b = (load_copy(tmp_path / run / name, state, refinement=False) for run in "ab")
+        assert find_differences(a, b) == []
 
 
 def test_a_background_process_keeps_the_codes_of_a_shared_parent(tmp_path):
@@ -175,7 +175,7 @@ def test_a_damaged_parent_is_noticed(tmp_path):
     with pytest.warns(UserWarning, match="damaged"):
         for number in range(SIBLINGS * LINKS + 1):
             dsq_ckpt.save(next(run), tmp_path / f"c{number}", config=AUTO)
-    assert loaded(tmp_path / f"c{number}", next(states()))
+    assert load_copy(tmp_path / f"c{number}", next(states()))
 
 
 @pytest.mark.parametrize("stage", ["copy", "quantize"])
@@ -188,7 +188,7 @@ def test_asynchronous_saves_share_parents(tmp_path, stage):
     assert parents(tmp_path / str(n) for n in range(SIBLINGS + 2)) == [None, *["0"] * SIBLINGS, str(SIBLINGS)]
     dsq_ckpt.forget()
     for number, state in enumerate(saved):
-        for name, value in loaded(tmp_path / str(number), state, refinement=False).items():
+        for name, value in load_copy(tmp_path / str(number), state, refinement=False).items():
             assert (value - state[name]).norm() < 0.2 * state[name].norm()
 
 
@@ -250,7 +250,7 @@ def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
     inodes = [{(tmp_path / name / file).stat().st_ino for name in "02"} for file in files[1] - files[0]]
     assert [len(found) for found in inodes] == [2]
     shutil.rmtree(tmp_path / "0")
-    assert loaded(tmp_path / "2", first)
+    assert load_copy(tmp_path / "2", first)
 
 def test_numbers_are_chains_as_before(tmp_path):
     """Also where a run goes over from one to the other."""
@@ -275,7 +275,7 @@ def test_no_load_decodes_more_than_promised(tmp_path_factory, events, seed):
             path, state = root / f"{number:03d}", {**next(run), **extra}
             dsq_ckpt.save(state, path, config=AUTO, history=history, parent=None if event == "k" else "auto")
             there.append(path)
-            kept[path] = loaded(path, state, refinement=False, history=SaveHistory())
+            kept[path] = load_copy(path, state, refinement=False, history=SaveHistory())
             assert max(lengths(path)) <= Manifest.read(path).depth <= LINKS
         elif event == "n":
             extra = {} if extra else {"late.weight": torch.randn(20, 40)}
@@ -290,5 +290,5 @@ def test_no_load_decodes_more_than_promised(tmp_path_factory, events, seed):
             shutil.rmtree(gone)
             del kept[gone]
     for path, state in kept.items():  # whatever else was deleted
-        back = loaded(path, state, refinement=False, history=SaveHistory())
-        assert all(bits(back[name]) == bits(value) for name, value in state.items())
+        back = load_copy(path, state, refinement=False, history=SaveHistory())
+        assert all(to_bytes(back[name]) == to_bytes(value) for name, value in state.items())

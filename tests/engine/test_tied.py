@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import differences, loaded, relative_error
-from tests.helpers.training import batch, loss_of
+from tests.helpers.states import find_differences, load_copy, relative_error
+from tests.helpers.training import compute_loss, make_batch
 
 
 class Tied(nn.Module):
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 def trained(model, steps=30):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(steps):
-        tokens, targets = batch(step)
+        tokens, targets = make_batch(step)
         nn.functional.cross_entropy(model(tokens), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -42,7 +42,7 @@ def test_tied_weights_are_stored_once(tmp_path, how):
     model = Tied()
     optimizer = trained(model)
     if how == "compressor":
-        dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model)).save(tmp_path / "a")
+        dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model)).save(tmp_path / "a")
     elif how == "save":
         dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "a", model=model)
     else:
@@ -84,7 +84,7 @@ def test_memory_given_to_the_next_is_no_tie(tmp_path, background):
     else:
         dcp.save(state, storage_writer=writer, planner=Temporaries(), no_dist=True)
     assert Manifest.read(tmp_path / "a").kinds["weights"].logical == 6 * 4 * 64 * 80
-    back = loaded(tmp_path / "a", state)
+    back = load_copy(tmp_path / "a", state)
     assert all(relative_error(value, back[name]) < 0.05 for name, value in state.items())
 
 
@@ -101,7 +101,7 @@ def test_tied_weights_that_are_exact(tmp_path, how, exact):
         dsq_ckpt.async_save(state, tmp_path / "a", config={**config, "storage": {"stage": how}}).result()
     kinds = Manifest.read(tmp_path / "a").kinds
     assert (kinds["weights"].logical, kinds["exact"].logical) == (4 * 96 * 96, 4 * value.numel())
-    assert differences(loaded(tmp_path / "a", state), state) == ["hidden.weight"]
+    assert find_differences(load_copy(tmp_path / "a", state), state) == ["hidden.weight"]
 
 
 def test_a_frozen_backbone_that_is_lossy_costs_next_to_nothing(tmp_path):
@@ -157,7 +157,7 @@ def test_memory_of_several_names_is_stored_as_the_strictest_asks(tmp_path, how, 
         config = {"quantize": quantize, "storage": {"stage": how}}
         dsq_ckpt.async_save(state, tmp_path / "a", config=config).result()
     lossy = {name for name in state if name.startswith("other") or name.endswith("exp_avg_sq")}
-    assert set(differences(loaded(tmp_path / "a", state), state)) == lossy
+    assert set(find_differences(load_copy(tmp_path / "a", state), state)) == lossy
 
 
 @pytest.mark.parametrize("part", [
@@ -181,7 +181,7 @@ def test_more_refinement_for_one_of_the_names_is_for_all(tmp_path, first):
     names = sorted(["embed.weight", "head.weight"], key=lambda name: not name.startswith(first))
     state = dict.fromkeys(names, VALUE) | {"hidden.weight": torch.randn(96, 96)}
     dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"groups": {"embedding": {"refinement_bits": 8}}}})
-    got = loaded(tmp_path / "a", state)
+    got = load_copy(tmp_path / "a", state)
     assert all(0 < relative_error(VALUE, got[name]) < 0.001 for name in names)
 
 

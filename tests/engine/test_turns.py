@@ -10,7 +10,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import loaded, symbols
+from tests.helpers.states import load_copy, read_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing in common")
 
@@ -37,7 +37,7 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
             else:
                 dsq_ckpt.save(state, path)
             if number > 2:
-                bits = {name: found for name, found in symbols(path).items() if "momentum" in name}
+                bits = {name: found for name, found in read_bits(path).items() if "momentum" in name}
                 assert len(bits) == 2 and set(bits.values()) == {8}, (turn, number)
             if number % 3 == 2 and way != "save":
                 compressor.load(path)
@@ -65,7 +65,7 @@ def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
         path = tmp_path / f"{fold}-{number}"
         weights = models[fold].state_dict()
         dsq_ckpt.save({"model": weights, "optimizer": optimizers[fold].state_dict()}, path)
-        found = loaded(path, {"model": weights}, history=dsq_ckpt.SaveHistory())["model"]
+        found = load_copy(path, {"model": weights}, history=dsq_ckpt.SaveHistory())["model"]
         assert found["0.weight"].equal(weights["0.weight"]), (fold, number)
 
 
@@ -82,7 +82,7 @@ def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
         average.weight.data.lerp_(model.weight.data, 0.5)
         state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
         dsq_ckpt.save(state, tmp_path / str(number))
-        found = loaded(tmp_path / str(number), state, history=dsq_ckpt.SaveHistory())
+        found = load_copy(tmp_path / str(number), state, history=dsq_ckpt.SaveHistory())
         assert found["average"]["weight"].equal(average.weight) is (number == 0), number
         if number == 3:
             dsq_ckpt.load({}, tmp_path / "1")
@@ -104,4 +104,4 @@ def test_data_that_changes_beside_a_small_model_is_of_no_other_training(tmp_path
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "replay": replay}
             dsq_ckpt.save(state, path)
         assert Manifest.read(path).previous_name == (f"{number - 1}" if number else None)
-    assert symbols(path)["replay"], "it is lossy once it has changed"
+    assert read_bits(path)["replay"], "it is lossy once it has changed"

@@ -90,7 +90,7 @@ def server():
     command = [sys.executable, "-c", SERVER]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=processes.ROOT,
-        env=processes.environment_of({}), start_new_session=True,
+        env=processes.make_environment({}), start_new_session=True,
     )
     yield process
     process.communicate()

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from dsq_ckpt.gradients import offload
 from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
-from tests.helpers.gradients import BETA, Net, Recorded, tokens
+from tests.helpers.gradients import BETA, Net, RecordedGradients, make_tokens
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, maximize=True),
@@ -58,7 +58,7 @@ def count(average: GradientAverage, parameter: nn.Parameter, gradient: torch.Ten
 def test_formula(kind, drive, clip, micro):
     model = Net()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(model)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), RecordedGradients(model)
     if drive in ("manual", "step"):
         average.attach(optimizer, drive)
     elif drive == "hooks":
@@ -66,7 +66,7 @@ def test_formula(kind, drive, clip, micro):
         average.attach_to_parameters(settle=False)
     for step in range(5):
         for part in range(micro):
-            (model(tokens(10 * step + part)) / micro).backward()
+            (model(make_tokens(10 * step + part)) / micro).backward()
             if drive in ("by hand", "manual"):
                 average.capture()
         if clip:
@@ -96,7 +96,7 @@ def test_gradients_that_never_led_to_a_step_do_not_count():
 def test_optimizers_inside_backward():
     """Their hooks free the gradient; registered earlier, they still run later."""
     model = Net()
-    recorded, average = Recorded(model), GradientAverage(get_named_parameters(model), BETA)
+    recorded, average = RecordedGradients(model), GradientAverage(get_named_parameters(model), BETA)
 
     def step(parameter: nn.Parameter) -> None:
         seen[parameter] = parameter.grad.clone()
@@ -109,14 +109,14 @@ def test_optimizers_inside_backward():
     average.attach_to_parameters()
     for number in range(4):
         seen: dict[nn.Parameter, torch.Tensor] = {}
-        model(tokens(number)).backward()
+        model(make_tokens(number)).backward()
         for parameter, gradient in seen.items():
             parameter.grad = gradient
         recorded.add()
         model.zero_grad()
     recorded.check(average, 4)
     average.detach()
-    model(tokens(9)).backward()
+    model(make_tokens(9)).backward()
     recorded.check(average, 4)
     assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in trained) and handles
 
@@ -124,12 +124,12 @@ def test_optimizers_inside_backward():
 def test_closures():
     model = Net()
     optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=3)
-    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(model)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), RecordedGradients(model)
     average.attach(optimizer)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(tokens(1))
+        loss = model(make_tokens(1))
         loss.backward()
         return loss
 
@@ -147,12 +147,12 @@ def test_loss_scaling(kind, drive, unscale):
     """Averages are of the unscaled gradients; a batch whose step the scaler refuses does not count."""
     model, plain = Net(), Net()
     optimizer, reference = OPTIMIZERS[kind](model.parameters()), OPTIMIZERS[kind](plain.parameters())
-    average, recorded = GradientAverage(get_named_parameters(model), BETA), Recorded(plain)
+    average, recorded = GradientAverage(get_named_parameters(model), BETA), RecordedGradients(plain)
     average.attach(optimizer, drive)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         refused = step == 2
-        scaler.scale(model(tokens(step))).backward()
+        scaler.scale(model(make_tokens(step))).backward()
         if refused:
             model.up.bias.grad[0] = float("inf")
         if unscale:
@@ -163,7 +163,7 @@ def test_loss_scaling(kind, drive, unscale):
         scaler.update()
         optimizer.zero_grad()
         if not refused:
-            plain(tokens(step)).backward()
+            plain(make_tokens(step)).backward()
             recorded.add()
             reference.step()
             reference.zero_grad()
@@ -246,7 +246,7 @@ def test_tied_frozen_and_unused_parameters():
     model = Net()
     average = GradientAverage(get_named_parameters(model))
     average.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(tokens(0)).backward()
+    model(make_tokens(0)).backward()
     model.frozen.weight.grad = torch.ones_like(model.frozen.weight)  # left over from before it was frozen
     average.capture()
     average.settle()
@@ -321,7 +321,7 @@ def test_nothing_is_kept_alive_or_pickled():
     average = GradientAverage(get_named_parameters(model))
     average.attach(optimizer)
     average.attach_to_parameters(settle=False)
-    model(tokens(0)).backward()
+    model(make_tokens(0)).backward()
     optimizer.step()
     for what in (model, optimizer):
         assert b"GradientAverage" not in pickle.dumps(what)
@@ -343,7 +343,7 @@ def test_nothing_is_kept_alive_or_pickled():
     del average
     gc.collect()
     assert gone() is None
-    twin(tokens(0)).backward()
+    twin(make_tokens(0)).backward()
     optimizer.step()  # its hooks do nothing now
 
 

@@ -10,47 +10,47 @@ from dsq_ckpt.cli import app
 from dsq_ckpt.storage.manifest import Manifest
 
 
-def dsq(*arguments, columns=None):
+def run_dsq(*arguments, columns=None):
     """Run a command in this process."""
     environment = {"COLUMNS": None if columns is None else str(columns), "FORCE_COLOR": None, "NO_COLOR": None}
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
 
 
-def printed(*arguments, columns=None):
-    result = dsq(*arguments, columns=columns)
+def dsq_stdout(*arguments, columns=None):
+    result = run_dsq(*arguments, columns=columns)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
     return result.stdout
 
 
-def document(*arguments, code=0):
+def dsq_json(*arguments, code=0):
     """The JSON document that a command prints, and nothing but it."""
-    result = dsq(*arguments, "--json")
+    result = run_dsq(*arguments, "--json")
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
 
 
-def words(text):
+def unwrap_text(text):
     """The words of a text that was wrapped, perhaps in a box: long paths in it decide where lines break."""
     return " ".join(text.replace("│", " ").split())
 
 
-def error(*arguments):
+def dsq_error(*arguments):
     """The one line that a failing command prints."""
-    result = dsq(*arguments)
+    result = run_dsq(*arguments)
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     return result.stderr
 
 
-def owned(path, role="own"):
+def find_file(path, role="own"):
     """The file of a role."""
     return path / next(file.name for file in Manifest.read(path).files if file.role == role)
 
 
-def alter(path):
+def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)  # in place: every directory it is linked into sees it

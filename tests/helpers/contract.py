@@ -18,20 +18,20 @@ from dsq_ckpt.distributed.comm import (
 from dsq_ckpt.distributed.rollback import roll_back_together
 
 
-def check(comm: Communicator) -> None:
+def check_communicator(comm: Communicator) -> None:
     """Collective."""
     assert comm.gather(comm.rank) == list(range(comm.size))
-    _sums(comm)
-    _values(comm)
+    _check_sums(comm)
+    _check_values(comm)
     for culprit in {0, comm.size - 1}:
-        _failures(comm, culprit)
-        _undone(comm, culprit)
-        _between(comm, culprit)
-        _nested(comm, culprit)
+        _check_failures(comm, culprit)
+        _check_rollback(comm, culprit)
+        _check_between_collectives(comm, culprit)
+        _check_nested_rollback(comm, culprit)
     assert comm.gather("still there") == ["still there"] * comm.size
 
 
-def _sums(comm: Communicator) -> None:
+def _check_sums(comm: Communicator) -> None:
     total = comm.size * (comm.size + 1) // 2
     for shape in ((1,), (0,), (7,), (3, 1, 50), (1000,)):
         before = np.arange(np.prod(shape, dtype=int), dtype=np.int64).reshape(shape) + 2**53 + 1  # no float has these
@@ -43,7 +43,7 @@ def _sums(comm: Communicator) -> None:
     assert negative.tolist() == [comm.size - total] * 3
 
 
-def _values(comm: Communicator) -> None:
+def _check_values(comm: Communicator) -> None:
     """Of different types and sizes, none included."""
     for value in (None, b"x" * (1000 * comm.rank), {"rank": comm.rank, "array": np.arange(comm.rank * 7)}, (1, "ü")):
         everywhere = comm.gather(value)
@@ -54,12 +54,12 @@ def _values(comm: Communicator) -> None:
         assert comm.broadcast(given) == value
 
 
-def _fail(error: BaseException | None) -> None:
+def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
 
 
-def _failures(comm: Communicator, culprit: int) -> None:
+def _check_failures(comm: Communicator, culprit: int) -> None:
     """All ranks fail with one, and go on together."""
     counts = np.ones(5, np.int64)
     assert sum_with_status(comm, counts, None).tolist() == [comm.size] * 5
@@ -89,7 +89,7 @@ def _failures(comm: Communicator, culprit: int) -> None:
     # What is no Exception stays what it is where it was raised.
     for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
         own = error if mine else None
-        for work in (partial(_fail, own), partial(sum_with_status, comm, counts, own)):
+        for work in (partial(_raise, own), partial(sum_with_status, comm, counts, own)):
             with pytest.raises(type(error) if mine else FailedElsewhere) as caught:
                 run_on_all_ranks(comm, work)
             says = f"rank {culprit} failed: {type(error).__name__}"
@@ -101,13 +101,13 @@ def _failures(comm: Communicator, culprit: int) -> None:
     assert run_on_all_ranks(comm, lambda: comm.rank) == comm.rank
 
 
-def _undone(comm: Communicator, culprit: int) -> None:
+def _check_rollback(comm: Communicator, culprit: int) -> None:
     """Work is undone on all ranks with one that failed, after all have ended it; nothing is if none did."""
     undone: list[int] = []
 
     def work(error: BaseException | None) -> int:
         with roll_back_together(comm, lambda: undone.append(comm.rank)):
-            _fail(error)
+            _raise(error)
             return comm.rank
 
     for error in (OSError(28, "full"), KeyboardInterrupt()):
@@ -124,7 +124,7 @@ def _undone(comm: Communicator, culprit: int) -> None:
     assert not undone
 
 
-def _nested(comm: Communicator, culprit: int) -> None:
+def _check_nested_rollback(comm: Communicator, culprit: int) -> None:
     """Check that the others undo a work that is undone together, and go no further, if a rank failed around it."""
     undone, passed = list[int](), list[int]()
 
@@ -140,7 +140,7 @@ def _nested(comm: Communicator, culprit: int) -> None:
     assert undone == [1] * (comm.rank != culprit) and not passed
 
 
-def _between(comm: Communicator, culprit: int) -> None:
+def _check_between_collectives(comm: Communicator, culprit: int) -> None:
     """A rank that fails between two collectives of its work fails the one that others are in, however deep."""
     mine, undone = comm.rank == culprit, list[int]()
 

@@ -58,7 +58,7 @@ def serve(path: Path) -> dict[str, Any]:
         ready = select.select([listener, *running, *askers], [], [], 2)[0]
         for file, (fork, connection, tied) in list(running.items()):
             if file in ready or (tied and connection in ready):
-                _tell_end(fork, file, connection, tied)
+                _report_exit(fork, file, connection, tied)
                 connection.close()
                 os.close(file)
                 del running[file]
@@ -69,14 +69,14 @@ def serve(path: Path) -> dict[str, Any]:
         if data:
             request = json.loads(data)
             tied = request.pop("tied")
-            others = _other_spaces(files[: len(forks.NAMESPACES)])
+            others = _open_other_namespaces(files[: len(forks.NAMESPACES)])
             if (fork := os.fork()) == 0:
                 for one in (listener, *(asker for _, asker, _ in running.values())):
                     one.close()
                 for file in running:
                     os.close(file)
                 if others:
-                    _enter(others, files, connection, tied)
+                    _enter_namespaces(others, files, connection, tied)
                 with contextlib.suppress(ConnectionError):  # who asked may have been killed
                     connection.send(b"%d" % os.getpid())  # as it is called in its namespace
                 connection.close()
@@ -100,7 +100,7 @@ def _take_large_pages() -> None:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_COLLAPSE)
 
 
-def _tell_end(fork: int, file: int, connection: socket.socket, tied: bool) -> None:
+def _report_exit(fork: int, file: int, connection: socket.socket, tied: bool) -> None:
     """Wait until a fork has ended, and tell who asked for it; one that is tied is killed once who asked is gone."""
     if tied and connection in select.select([file, connection], [], [])[0]:
         os.kill(fork, signal.SIGKILL)
@@ -109,13 +109,13 @@ def _tell_end(fork: int, file: int, connection: socket.socket, tied: bool) -> No
         connection.send(b"%d" % status)
 
 
-def _other_spaces(spaces: Sequence[int]) -> list[int]:
+def _open_other_namespaces(spaces: Sequence[int]) -> list[int]:
     """Return those of namespaces that are not this process's own."""
     pairs = zip(forks.NAMESPACES, spaces, strict=True)
     return [file for name, file in pairs if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino]
 
 
-def _enter(spaces: Sequence[int], files: Sequence[int], connection: socket.socket, tied: bool) -> None:
+def _enter_namespaces(spaces: Sequence[int], files: Sequence[int], connection: socket.socket, tied: bool) -> None:
     """Enter namespaces, in a fork: a process namespace is that of a process's children. Return in that fork alone."""
     for file in spaces:  # `/proc` is another one in between
         if ctypes.CDLL(None, use_errno=True).setns(file, 0):
@@ -123,11 +123,11 @@ def _enter(spaces: Sequence[int], files: Sequence[int], connection: socket.socke
     if fork := os.fork():
         for file in files:
             os.close(file)
-        _tell_end(fork, os.pidfd_open(fork), connection, tied)
+        _report_exit(fork, os.pidfd_open(fork), connection, tied)
         os._exit(0)
 
 
-def become(
+def run_command(
     arguments: list[str], environment: dict[str, str], directory: str, numbers: list[int], files: list[int]
 ) -> None:
     """Be the Python process that was asked for."""
@@ -255,7 +255,7 @@ def main(path: Path, *more: str) -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads  # a fork would lack the others
     request = serve(path)
-    run(lambda: become(**request))
+    run(lambda: run_command(**request))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
     late = _USED_LATE if PRELOAD in environment else (*_USED_LATE, *_USED_BY_PRELOADED)
     base = {
         name: value for name, value in environment.items()
-        if not f"{name}=".startswith(late) and not _of_a_rank(name)
+        if not f"{name}=".startswith(late) and not _is_rank_variable(name)
     }
     base["PYTHONHASHSEED"] = str(1 + turn % 2)
     base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
@@ -172,7 +172,7 @@ def _server(path: Path, base: Mapping[str, str], log: int, turn: int) -> subproc
     )
 
 
-def _of_a_rank(name: str) -> bool:
+def _is_rank_variable(name: str) -> bool:
     """Whether torchrun, or DeepSpeed's launcher, sets a variable for its ranks."""
     words = (
         "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "ROLE_NAME", "CROSS_SIZE",

@@ -26,7 +26,7 @@ class Net(nn.Module):
         return loss
 
 
-class Recorded:
+class RecordedGradients:
     """The formula, in double precision, of the gradients as they are right before each step."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,5 +51,5 @@ class Recorded:
             torch.testing.assert_close(found.double(), self.averages[name], rtol=1e-5, atol=1e-9)
 
 
-def tokens(seed: int) -> torch.Tensor:
+def make_tokens(seed: int) -> torch.Tensor:
     return torch.randint(0, 13, (4, 5), generator=torch.Generator().manual_seed(seed))

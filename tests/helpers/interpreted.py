@@ -16,18 +16,18 @@ _dtypes: dict[str, Any] = {}
 
 
 @functools.cache
-def _functions_of(place: Any) -> tuple[str, ...]:
+def _list_functions(place: Any) -> tuple[str, ...]:
     return tuple(name for name, member in inspect.getmembers(place) if is_builtin(member))
 
 
 def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
     """Do what Triton's function of that name does; within a kernel's own call, functions are replaced already."""
-    for name in _functions_of(place):
+    for name in _list_functions(place):
         if is_builtin(member := getattr(place, name)):
             interpreter._patch_attr(place, name, member, builder, scope)
 
 
-def _dtype_of(kind: Any) -> Any:
+def _get_dtype(kind: Any) -> Any:
     name = kind.scalar.name  # of elements; types of blocks cannot be hashed
     if name not in _dtypes:
         _dtypes[name] = _dtype_by_table(kind)
@@ -37,4 +37,4 @@ def _dtype_of(kind: Any) -> Any:
 def remember_functions() -> None:
     """Let the interpreter of this process remember what it finds."""
     interpreter._patch_builtin = _patch_builtin
-    interpreter._get_np_dtype = _dtype_of
+    interpreter._get_np_dtype = _get_dtype

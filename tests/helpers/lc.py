@@ -18,13 +18,13 @@ CONFIG = {
 }
 
 
-def with_fit(refinement_bits=0, **codebook):
+def make_config(refinement_bits=0, **codebook):
     """The configuration with another codebook."""
     weights = {"codebook": codebook, "refinement_bits": refinement_bits}
     return {**CONFIG, "quantize": {**CONFIG["quantize"], "weights": weights}}
 
 
-def centres(values):
+def bin_centres(values):
     """What each value's bin stands for."""
     bits = np.abs(values).view(np.uint32)
     low = (bits & ~np.uint32(0x1FFFF)).view(np.float32).astype(np.float64)
@@ -32,7 +32,7 @@ def centres(values):
     return np.sign(values) * 2 * low * high / (low + high)
 
 
-def quantized(difference, bits):
+def quantize(difference, bits):
     """The difference with its buckets replaced by their levels, the small ones by zero."""
     out = np.zeros_like(difference)
     normal = np.abs(difference) >= np.float32(2.0**-126)
@@ -44,7 +44,7 @@ def quantized(difference, bits):
             members = np.flatnonzero(mine & (exponents == exponent))
             buckets[exponent, len(members), sign] = members
     for key in sorted(buckets, reverse=True)[: 2**bits - 1]:
-        middle = centres(difference[buckets[key]])
+        middle = bin_centres(difference[buckets[key]])
         out[buckets[key]] = np.float32(middle.min() + (middle.max() - middle.min()) / 2)
     return out
 
@@ -54,12 +54,12 @@ def algorithm_1(states, bits=2):
     known = states[0].detach().float().numpy().reshape(-1).copy()
     found = [known.copy()]
     for state in states[1:]:
-        known = known + quantized(state.detach().float().numpy().reshape(-1) - known, bits)
+        known = known + quantize(state.detach().float().numpy().reshape(-1) - known, bits)
         found.append(known.copy())
     return [torch.from_numpy(values).view(states[0].shape) for values in found]
 
 
-def walk(*shape, steps, seed=0, scale=0.002, dtype=torch.float32):
+def make_walk(*shape, steps, seed=0, scale=0.002, dtype=torch.float32):
     """States that drift, most elements into one direction."""
     g = torch.Generator().manual_seed(seed)
     state, drift = torch.randn(*shape, generator=g) * 0.02, torch.randn(*shape, generator=g).exp() * scale / 3

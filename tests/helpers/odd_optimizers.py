@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-class Counting(torch.optim.AdamW):
+class CountingAdamW(torch.optim.AdamW):
     """One that tells and takes more by methods of its own, as StableSPAM and Ranger21 of pytorch_optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
@@ -33,14 +33,14 @@ class Counting(torch.optim.AdamW):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
 
 
-class Hooked(torch.optim.SGD):
+class HookedSGD(torch.optim.SGD):
     """One that tells and takes more by hooks, as those of heavyball; its numbers are those of its parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)
         self.calls = 0
-        self.register_state_dict_post_hook(Hooked._tell)
-        self.register_load_state_dict_pre_hook(Hooked._take)
+        self.register_state_dict_post_hook(HookedSGD._tell)
+        self.register_load_state_dict_pre_hook(HookedSGD._take)
 
     def step(self, closure: Any = None) -> Any:
         self.calls += 1
@@ -58,7 +58,7 @@ class Hooked(torch.optim.SGD):
         assert set(state_dict["state"]) <= set(numbers)
 
 
-class OfNone(torch.optim.SGD):
+class GlobalStateSGD(torch.optim.SGD):
     """One with entries of its state that are of no parameter, as MADGRAD has `k`, and SPAM `total_step`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
@@ -72,7 +72,7 @@ class OfNone(torch.optim.SGD):
         return super().step(closure)
 
 
-class Window(torch.optim.Optimizer):
+class GradientWindow(torch.optim.Optimizer):
     """One that keeps the last gradients of each parameter in a dict, a list, and as rows of a tensor."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
@@ -95,7 +95,7 @@ class Window(torch.optim.Optimizer):
             parameter.sub_(sum(state["past"].values()) / len(state["past"]), alpha=0.01)
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+def train_on_noise(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
     """Train on batches of noise."""
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * seed + step)

@@ -23,7 +23,7 @@ _OPEN_MPI = {
 }
 
 
-def environment_of(more: dict[str, str]) -> dict[str, str]:
+def make_environment(more: dict[str, str]) -> dict[str, str]:
     """Return the variables of a process that is given some more."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
@@ -34,7 +34,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """A Python process in a process group of its own, or what a launcher makes of it."""
     return subprocess.Popen(
-        [*(launcher or []), str(python), *arguments], env=environment_of(environment), cwd=directory, text=True,
+        [*(launcher or []), str(python), *arguments], env=make_environment(environment), cwd=directory, text=True,
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
 
@@ -65,7 +65,7 @@ def run(
         AssertionError: it took longer than `timeout` seconds.
     """
     if forked and forks.VARIABLE in os.environ:
-        return _run_forked(arguments, timeout, environment_of(environment), directory)
+        return _run_forked(arguments, timeout, make_environment(environment), directory)
     process = start(arguments, launcher, directory, python, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -62,35 +62,35 @@ def mixed_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def moved(state: dict[str, Any], seed: int, scale: float = 0.002) -> dict[str, Any]:
+def perturb(state: dict[str, Any], seed: int, scale: float = 0.002) -> dict[str, Any]:
     """A copy whose floating-point tensors took a step."""
     g = torch.Generator().manual_seed(seed)
     after = copy.deepcopy(state)
-    for value in tensors(after).values():
+    for value in flat_tensors(after).values():
         if value.is_floating_point() and value.dim():
             step = torch.randn(value.shape, generator=g) * scale
             value += step.to(value.dtype)
     return after
 
 
-def blank(state: dict[str, Any]) -> dict[str, Any]:
+def make_blank(state: dict[str, Any]) -> dict[str, Any]:
     """The same tree with every tensor overwritten and every number changed."""
     empty = copy.deepcopy(state)
-    for value in tensors(empty).values():
+    for value in flat_tensors(empty).values():
         value.fill_(1)
     if isinstance(empty.get("meta"), dict):
         empty["meta"].update(step=0, lr=0.0, name="", blob=b"", on=False, none=1, where=())
     return empty
 
 
-def loaded(path: Path | str, like: dict[str, Any], **options: Any) -> dict[str, Any]:
+def load_copy(path: Path | str, like: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What the checkpoint at `path` holds, in a tree like `like`."""
-    state = blank(like)
+    state = make_blank(like)
     dsq_ckpt.load(state, path, **options)
     return state
 
 
-def symbols(path: Path) -> dict[str, int]:
+def read_bits(path: Path) -> dict[str, int]:
     """The refinement bits of each tensor of a checkpoint."""
     found: dict[str, int] = {}
     with Checkpoint(path) as checkpoint:
@@ -101,31 +101,31 @@ def symbols(path: Path) -> dict[str, int]:
     return found
 
 
-def flat(state: dict[str, Any]) -> dict[str, Any]:
+def flatten(state: dict[str, Any]) -> dict[str, Any]:
     return flatten_state_dict(state)[0]
 
 
-def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {fqn: value for fqn, value in flat(state).items() if isinstance(value, torch.Tensor)}
+def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {fqn: value for fqn, value in flatten(state).items() if isinstance(value, torch.Tensor)}
 
 
-def bits(tensor: torch.Tensor) -> bytes:
+def to_bytes(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes: equal for equal NaNs, different for zeros of different sign."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+def is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and to_bytes(a) == to_bytes(b)
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Names whose values are not the same, bit for bit."""
-    left, right = flat(a), flat(b)
+    left, right = flatten(a), flatten(b)
     wrong = sorted(set(left) ^ set(right))
     for fqn in left.keys() & right.keys():
         x, y = left[fqn], right[fqn]
-        equal = same(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else (
+        equal = is_equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else (
             type(x) is type(y) and x == y
         )
         if not equal:
@@ -138,14 +138,14 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / a.double().norm())
 
 
-class Kept:
+class DecodedCheckpoints:
     """What a run's checkpoints decode to now, to be compared with later."""
 
     def __init__(self, like: dict[str, Any], *paths: Path) -> None:
         self.like = like
-        self.values = {path: loaded(path, like) for path in paths}
+        self.values = {path: load_copy(path, like) for path in paths}
 
     def check(self) -> None:
         """Every checkpoint still loads to the same bits."""
         for path, value in self.values.items():
-            assert differences(loaded(path, self.like), value) == [], path
+            assert find_differences(load_copy(path, self.like), value) == [], path

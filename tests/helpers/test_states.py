@@ -11,7 +11,7 @@ import dsq_ckpt
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.shapes import is_continuation
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import KEEP_ONE, differences, loaded
+from tests.helpers.states import KEEP_ONE, find_differences, load_copy
 
 
 def state_of(name: str, number: int = 0, shape: tuple[int, int] = (80, 90)) -> dict:
@@ -41,7 +41,7 @@ def test_another_state_keeps_its_refinement_and_its_chain(tmp_path):
     assert lineage(tmp_path, "d1", "d2", "d3") == [(None, 0, "dropped"), ("d1", 1, "dropped"), ("d2", 2, "kept")]
     assert len(said) == 1 and "'g1'" in said[0]
     for name, like in (("g3", state_of("gen", 2)), ("d3", state_of("disc", 2))):
-        loaded(tmp_path / name, like, refinement=True)
+        load_copy(tmp_path / name, like, refinement=True)
 
 
 def test_equal_names_of_other_shapes_are_another_state(tmp_path):
@@ -54,10 +54,10 @@ def test_loads_tell_which_chains_go_on_after_a_restart(tmp_path):
     told_by(tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1))
     dsq_ckpt.forget()
     for name, like in (("g2", state_of("gen")), ("d2", state_of("disc"))):
-        loaded(tmp_path / name, like)
+        load_copy(tmp_path / name, like)
     assert told_by(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2)) == []
     assert lineage(tmp_path, "g3", "d3") == [("g2", 2, "kept"), ("d2", 2, "kept")]
-    loaded(tmp_path / "g1", state_of("gen"))  # back to an older one: that alone is the parent of its state now
+    load_copy(tmp_path / "g1", state_of("gen"))  # back to an older one: that alone is the parent of its state now
     told_by(tmp_path, g4=state_of("gen", 3), d4=state_of("disc", 3))
     assert lineage(tmp_path, "g4", "d4") == [("g1", 1, "kept"), ("d3", 3, "kept")]
 
@@ -69,7 +69,7 @@ def test_a_model_that_grows_goes_on_and_a_part_of_it_does_not_replace_it(tmp_pat
         (None, 0, "dropped"), ("s1", 1, "dropped"), (None, 0, "kept"), ("s2", 2, "kept"),
     ]
     assert len(said) == 1
-    loaded(tmp_path / "s3", whole, refinement=True)
+    load_copy(tmp_path / "s3", whole, refinement=True)
 
 
 def test_a_parent_named_by_the_caller_serves_another_state_but_is_not_replaced_by_it(tmp_path):
@@ -130,8 +130,8 @@ def test_runs_side_by_side_keep_their_codes(tmp_path):
     newest = [one for one in default_history().checkpoints() if one.path.name == "2"]
     assert len(newest) == 2 and all(one.cache for one in newest)
     assert lineage(tmp_path / "a", "2") == [("1", 2, "kept")]
-    back = [loaded(tmp_path / run / "2", state_of("model", 2)) for run in "ab"]
-    assert differences(*back) == []
+    back = [load_copy(tmp_path / run / "2", state_of("model", 2)) for run in "ab"]
+    assert find_differences(*back) == []
 
 
 def test_a_text_of_changing_length_makes_no_other_state(tmp_path):

@@ -26,18 +26,18 @@ class Net(nn.Module):
         return self.head(self.drop(torch.relu(self.norm(self.hidden(self.embed(tokens))))))
 
 
-def batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     tokens = torch.randint(0, 128, (256,), generator=generator)
     noise = torch.rand(256, generator=generator) < 0.4  # so that the loss stays well above zero
     return tokens, torch.where(noise, torch.randint(0, 128, (256,), generator=generator), (tokens * 7 + 1) % 128)
 
 
-def loss_of(model: nn.Module, step: int = 10_000) -> float:
+def compute_loss(model: nn.Module, step: int = 10_000) -> float:
     """Loss on a fixed batch; it leaves the model in evaluation mode, as careless users do."""
     model.eval()
     with torch.no_grad():
-        tokens, targets = batch(step)
+        tokens, targets = make_batch(step)
         return float(nn.functional.cross_entropy(model(tokens), targets))
 
 
@@ -47,7 +47,7 @@ def train(
 ) -> None:
     model.train()
     for step in range(first, last):
-        tokens, targets = batch(step, rank)
+        tokens, targets = make_batch(step, rank)
         nn.functional.cross_entropy(model(tokens), targets).backward()
         if after is not None:
             after()
@@ -55,11 +55,11 @@ def train(
         optimizer.zero_grad()
 
 
-def trained(
+def train_model(
     steps: int = 40, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: object
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Return a model after some steps, the same each time, and its optimizer."""
-    weights, state, drawn = _after(steps, kind, tuple(options.items()))
+    weights, state, drawn = _train_once(steps, kind, tuple(options.items()))
     model = Net()
     optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
     model.load_state_dict(weights)
@@ -69,7 +69,7 @@ def trained(
 
 
 @functools.cache
-def _after(steps: int, kind: Callable[..., torch.optim.Optimizer], options: tuple[tuple[str, object], ...]) -> Any:
+def _train_once(steps: int, kind: Callable[..., torch.optim.Optimizer], options: tuple[tuple[str, object], ...]) -> Any:
     """Train, and return the states of both and of the random numbers."""
     torch.manual_seed(0)  # of dropout
     model = Net()

@@ -20,7 +20,7 @@ from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.manifest_text import insert_checksum
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
-from tests.helpers.commands import document, dsq, error, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, run_dsq
 
 LIBRARY = ["chat/long.jinja", "config.json", "scheduler.pt", "tokenizer.json", "trainer_state.json"]
 CONFIG = DSQConfig.model_validate({"storage": {"fsync": False}})
@@ -61,17 +61,17 @@ def below(directory: Path) -> list[str]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_manifest_names_the_files_of_the_library(tmp_path, asynchronous):
     assert Manifest.read(save(tmp_path / "a", asynchronous=asynchronous)).beside == LIBRARY
-    assert document("verify", tmp_path / "a")["ok"]
+    assert dsq_json("verify", tmp_path / "a")["ok"]
 
 
 def test_rm_leaves_no_directory(run):
     """Trainer resumed from what was left of a removed checkpoint, and counted it among those that it keeps."""
-    tried = document("rm", "--dry-run", run / "checkpoint-1", run / "checkpoint-2")
-    done = document("rm", run / "checkpoint-1", run / "checkpoint-2")
+    tried = dsq_json("rm", "--dry-run", run / "checkpoint-1", run / "checkpoint-2")
+    done = dsq_json("rm", run / "checkpoint-1", run / "checkpoint-2")
     assert [{**one, "dry_run": False} for one in tried] == done
     assert {str(run / "checkpoint-1" / name) for name in LIBRARY} <= set(done[0]["files"])
     assert os.listdir(run) == ["checkpoint-0"]
-    printed("verify", run)
+    dsq_stdout("verify", run)
 
 
 def test_rm_leaves_files_of_others_and_says_so(run):
@@ -82,7 +82,7 @@ def test_rm_leaves_files_of_others_and_says_so(run):
     shutil.move(directory / "chat", elsewhere)
     (directory / "chat").symlink_to(elsewhere)
     for dry, word in (("--dry-run",), "would stay"), ((), "stay"):
-        said = error("rm", *dry, directory)
+        said = dsq_error("rm", *dry, directory)
         assert f"2 other file(s) {word} in '{directory}', such as 'chat': delete them by hand" in said
     assert below(directory) == ["mine/notes.txt"] and (elsewhere / "long.jinja").exists()
 
@@ -98,21 +98,21 @@ def test_a_removal_that_is_cut_short_leaves_what_gc_removes(run, monkeypatch):
         file.unlink(missing_ok=True)
 
     monkeypatch.setattr(type(get_storage(run)), "remove", remove)
-    assert dsq("rm", run / "checkpoint-1").exit_code == 1
+    assert run_dsq("rm", run / "checkpoint-1").exit_code == 1
     monkeypatch.undo()
     assert removed[0] == "manifest.json"
-    printed("gc", run, "--older-than", "0s")
+    dsq_stdout("gc", run, "--older-than", "0s")
     assert not (run / "checkpoint-1").exists()
 
 
 def test_rm_on_an_object_store(run, tmp_path):
     """Files of the library go along with a copy, but for those in directories, and go with it."""
     url = f"memory://{tmp_path.name}/run"
-    printed("cp", run, url)
-    assert document("verify", url)["ok"]
+    dsq_stdout("cp", run, url)
+    assert dsq_json("verify", url)["ok"]
     path = resolve_checkpoint_path(f"{url}/checkpoint-2")
     assert {"config.json", "scheduler.pt"} <= {entry.name for entry in get_storage(path).list_entries(path)}
-    printed("rm", path)
+    dsq_stdout("rm", path)
     assert not get_storage(path).list_entries(path)
 
 
@@ -155,12 +155,12 @@ def test_merge_keeps_all_files(run, options):
     source = run / "checkpoint-2"
     (source / "notes.txt").write_text("of the user")
     os.utime(source, (1e9, 1e9))
-    printed("merge", source, run / "merged", *options)
+    dsq_stdout("merge", source, run / "merged", *options)
     assert [name for name in below(run / "merged") if name in LIBRARY] == LIBRARY
     assert (run / "merged" / "notes.txt").exists() and (run / "merged").stat().st_mtime == 1e9
     assert Manifest.read(run / "merged").beside == LIBRARY
-    assert document("verify", run)["ok"]
-    printed("verify", run / "merged")
+    assert dsq_json("verify", run)["ok"]
+    dsq_stdout("verify", run / "merged")
 
 
 def test_a_merge_that_fails_leaves_no_files(run, monkeypatch):
@@ -168,27 +168,27 @@ def test_a_merge_that_fails_leaves_no_files(run, monkeypatch):
         raise SaveFailed("full")
 
     monkeypatch.setattr(merging, "_commit", fail)
-    assert "full" in error("merge", run / "checkpoint-2", run / "merged")
+    assert "full" in dsq_error("merge", run / "checkpoint-2", run / "merged")
     assert not (run / "merged").exists()
 
 
 def test_verify_and_log_name_a_file_that_is_missing(run):
     for number, name in enumerate(("scheduler.pt", "chat/long.jinja")):
         (run / f"checkpoint-{number}" / name).unlink()
-        assert f"checkpoint-{number}: lacks {name}" in printed("log", run)
-        (problem,) = document("verify", run / f"checkpoint-{number}", code=1)["checkpoints"][0]["problems"]
+        assert f"checkpoint-{number}: lacks {name}" in dsq_stdout("log", run)
+        (problem,) = dsq_json("verify", run / f"checkpoint-{number}", code=1)["checkpoints"][0]["problems"]
         assert problem["where"] == name and "is missing" in problem["problem"]
-    assert "2 of 3 checkpoint(s) damaged" in error("verify", run)
+    assert "2 of 3 checkpoint(s) damaged" in dsq_error("verify", run)
 
 
 def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
     """Such a directory got its name when it was complete: no save is under way, and `dsq gc` leaves it alone."""
     monkeypatch.setattr(verify_command, "REMOVAL_TIMEOUT", 0.0)
     (run / "checkpoint-2" / "manifest.json").unlink()
-    found = document("verify", run, code=1)
+    found = dsq_json("verify", run, code=1)
     assert [entry["ok"] for entry in found["checkpoints"]] == [True, True, False] and not found["incomplete"]
-    assert "there is no manifest.json, beside files of Trainer or Accelerate" in printed("log", run)
-    assert "gc" not in printed("log", run)
+    assert "there is no manifest.json, beside files of Trainer or Accelerate" in dsq_stdout("log", run)
+    assert "gc" not in dsq_stdout("log", run)
     assert (run / "checkpoint-2" / "config.json").exists()
 
 
@@ -198,7 +198,7 @@ def test_a_save_under_way_is_none_that_lost_its_manifest(run):
     (run / "checkpoint-2").rename(run / ".checkpoint-2.dsq-01234567.tmp")
     (run / "other").mkdir()
     (run / "other" / "0123456789abcdef-00000.dsq").write_bytes(b"x")
-    found = document("verify", run)
+    found = dsq_json("verify", run)
     assert found["ok"] and found["incomplete"] == [".checkpoint-2.dsq-01234567.tmp", "other"]
 
 

@@ -18,7 +18,7 @@ from tests.api.test_optimizer_state import KINDS
 from tests.api.test_optimizer_state import made as made_of
 from tests.core.test_tensor_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
-from tests.helpers.states import differences
+from tests.helpers.states import find_differences
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -153,7 +153,7 @@ def test_a_model_is_given_its_extra_state_as_it_was_saved(tmp_path, name):
     saved, target = Remembering(given), Remembering(copy.deepcopy(before))
     dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / "a", config="exact")
     TrainingState([target]).restore(tmp_path / "a")
-    assert differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
+    assert find_differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
 
 
 def test_a_model_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp_path):
@@ -162,7 +162,7 @@ def test_a_model_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp
     TrainingState([target], [second]).restore(tmp_path / "a")
     for pair in ((saved, first), (target, second)):
         train(*pair, range(3, 6))
-    assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 def test_a_model_is_given_what_its_observers_and_metrics_saw(tmp_path):
@@ -170,7 +170,7 @@ def test_a_model_is_given_what_its_observers_and_metrics_saw(tmp_path):
         saved, target = map(make, seen)
         dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / make.__name__, config="exact")
         TrainingState([target]).restore(tmp_path / make.__name__)
-        assert differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+        assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
 
 
 def test_a_model_that_does_not_take_all_is_refused(tmp_path):

@@ -29,7 +29,7 @@ def test_two_jobs_begin_at_once(tmp_path, monkeypatch, method):
     run, told, loop, waited = tmp_path / "run", tmp_path / "told", Loop(ADAM), []
     os.mkfifo(told)
     said, output = os.pipe()
-    first = forks.start([str(WORKER), str(run), method, str(told)], processes.environment_of({}), tmp_path, output)
+    first = forks.start([str(WORKER), str(run), method, str(told)], processes.make_environment({}), tmp_path, output)
     os.close(output)
 
     def second_waits():

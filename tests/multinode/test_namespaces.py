@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from tests.helpers.commands import document
+from tests.helpers.commands import dsq_json
 from tests.multinode.cluster import INTERFACE, ROOT, Host, NoNamespaces, cluster
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(360)]
@@ -150,7 +150,7 @@ def test_a_host_is_lost_during_a_save(job, lost, elastic):
         assert losses[6][-1] < losses[4][-1] < losses[3][-1]
         assert [event["step"] for event in job.events(host, "save")][-2:] == [4, 6]
     assert dsq_ckpt.latest(job.shared) == str(job.shared / "step-000006")
-    verified = document("verify", job.shared)
+    verified = dsq_json("verify", job.shared)
     assert verified["ok"] and len(verified["checkpoints"]) == 3 and verified["incomplete"] == []
 
 

@@ -19,7 +19,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import scale_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import loaded
+from tests.helpers.states import load_copy
 
 DISTRIBUTIONS = {
     "normal": lambda rng, n: rng.normal(size=n) * 0.02,
@@ -87,7 +87,7 @@ def test_every_value_lies_in_its_cell(names, books, bits, coder, seed, same_book
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 dsq_ckpt.save(state, path, config=config)
-                refined, base = loaded(path, state), loaded(path, state, refinement=False)
+                refined, base = load_copy(path, state), load_copy(path, state, refinement=False)
             with Checkpoint(path) as checkpoint:
                 nonfinite = checkpoint.manifest.nonfinite
                 for fqn, value in state.items():
@@ -149,7 +149,7 @@ def test_relative_error_shrinks_with_bits(tmp_path, fit, coder, bins):
             "delta": {"coder": coder},
         }
         dsq_ckpt.save(state, tmp_path / f"{bits}", config=config, parent=None)
-        errors.append(float((loaded(tmp_path / f"{bits}", state)["w"] - state["w"]).norm() / state["w"].norm()))
+        errors.append(float((load_copy(tmp_path / f"{bits}", state)["w"] - state["w"]).norm() / state["w"].norm()))
     assert errors[-1] < 0.01 and errors[-1] < errors[0] / 20, errors
     assert all(later < 1.05 * sooner for sooner, later in pairwise(errors)), errors
 
@@ -170,7 +170,7 @@ def test_zeros_stay_zeros_at_every_quarter_of_an_octave(tmp_path, bits):
             value.add_(normal() * 1e-3)[::3] = 0
         path = tmp_path / str(number)
         dsq_ckpt.save(state, path, config={"quantize": {"weights": {"refinement_bits": bits}}})
-        back = loaded(path, state)
+        back = load_copy(path, state)
         with Checkpoint(path) as checkpoint:
             records = [checkpoint.read_record(ref) for key, ref in checkpoint.iter_chunks() if key.fqn in weights]
         assert {record.get("exponent", 0) % 1 for record in records} == {0, 0.25, 0.5, 0.75}
@@ -222,7 +222,7 @@ def test_a_manifest_names_the_tensor_that_loses_most(tmp_path, codebook):
             value.add_(0.02 * value.std() * torch.randn(value.shape, generator=generator))
         dsq_ckpt.save(state, tmp_path / "run" / str(number), config=config)
     [group] = Manifest.read(tmp_path / "run" / "1").groups.values()
-    back = loaded(tmp_path / "run" / "1", state)
+    back = load_copy(tmp_path / "run" / "1", state)
     errors = {name: float((back[name] - value).norm() / value.norm()) for name, value in state.items()}
     assert group.worst_tensor == "l1.weight" == max(errors, key=lambda name: errors[name])
     assert group.worst_error == pytest.approx(errors["l1.weight"], rel=0.25)

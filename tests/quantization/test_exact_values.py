@@ -12,7 +12,7 @@ import dsq_ckpt
 from dsq_ckpt.quantization.exact_values import need_exact_storage
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.peak_memory import PeakMemory
-from tests.helpers.states import loaded, relative_error
+from tests.helpers.states import load_copy, relative_error
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_orthogonal_layers_stay_orthogonal(tmp_path: Path, orthogonal_map: str, 
             optimizer.step()
         state = {"layer": layer.state_dict()}
         dsq_ckpt.save(state, tmp_path / str(number))
-        found = loaded(tmp_path / str(number), state)["layer"]
+        found = load_copy(tmp_path / str(number), state)["layer"]
         original = "parametrizations.weight.original"
         assert found[original].diagonal().equal(state["layer"][original].diagonal())
         layer.load_state_dict(found)
@@ -152,7 +152,7 @@ def test_masks_and_variances_come_back_as_they_were(tmp_path: Path) -> None:
         state = {"model": dict(layer.state_dict()), **averages, "opt_state": {"w": gradient}}
         path = tmp_path / "run" / str(number)
         dsq_ckpt.save(state, path)
-        found = loaded(path, state)
+        found = load_copy(path, state)
         assert torch.equal(found["model"]["weight_mask"], layer.weight_mask)
         assert not torch.equal(found["model"]["weight_orig"], layer.weight_orig)
         for name in ("v", "exp_avg", "exp_avg_sq", "opt_state"):
@@ -177,7 +177,7 @@ def test_what_was_a_mask_becomes_weights(tmp_path: Path) -> None:
     for number, state in enumerate(states):
         path = tmp_path / "run" / str(number)
         dsq_ckpt.save(state, path)
-        found = loaded(path, state)["w"]
+        found = load_copy(path, state)["w"]
         assert torch.equal(found, state["w"]) == (number in (0, 2))
         assert relative_error(state["w"], found) < 0.02
     assert dsq_ckpt.describe(path)["depth"] == 4

@@ -10,7 +10,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.quantization.lost_rows import RATIO, are_rows_needed, has_lost_rows, may_have_lost_rows
-from tests.helpers.states import loaded, relative_error
+from tests.helpers.states import load_copy, relative_error
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_it_is_said_at_a_keyframe(tmp_path: Path) -> None:
                 path = tmp_path / name / str(number)
                 dsq_ckpt.save({"poses.weight": table, "w": normal(90, 90)}, path, config=config)
         said.append([str(one.message) for one in caught if "times smaller than the others" in str(one.message)])
-        found = loaded(path, {"poses.weight": table})["poses.weight"]
+        found = load_copy(path, {"poses.weight": table})["poses.weight"]
         lost = relative_error(table[:, 4:], found[:, 4:])
         assert lost > 0.3 if name == "lossy" else lost == 0
     assert [len(one) for one in said] == [1, 0] and "columns of poses.weight are" in said[0][0]
@@ -134,7 +134,7 @@ def test_needed_rows_come_back_exactly(tmp_path: Path, state: str, names: str) -
             for number in range(2):
                 path = tmp_path / str(needed) / str(number)
                 dsq_ckpt.save(saved, path)
-                assert loaded(path, saved)["model.poses.weight"].equal(table) is needed
+                assert load_copy(path, saved)["model.poses.weight"].equal(table) is needed
         said = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
         assert len(said) == needed and all("model.poses.weight" in one and "stored exactly" in one for one in said)
 
@@ -148,7 +148,7 @@ def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
     rules = {"quantize": {"rules": [{"pattern": "model.poses.weight", "group": "poses"}]}}
     with pytest.warns(UserWarning, match="may be off by half of their size"):
         dsq_ckpt.save(saved, tmp_path / "0", config=rules)
-    assert not loaded(tmp_path / "0", saved)["model.poses.weight"].equal(table)
+    assert not load_copy(tmp_path / "0", saved)["model.poses.weight"].equal(table)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -169,7 +169,7 @@ def test_what_becomes_small_after_a_keyframe_is_told_once_or_exact(tmp_path: Pat
             warnings.simplefilter("always")
             dsq_ckpt.save(saved, tmp_path / str(number), history=history)
         said.append([str(one.message) for one in caught if "times smaller than the others" in str(one.message)])
-        found = loaded(tmp_path / str(number), saved)
+        found = load_copy(tmp_path / str(number), saved)
         exact = [found[name].equal(saved[name]) for name in ("model.w", "model.poses.weight", "model.v")]
         assert exact == [gradients and number > 0, gradients or not number, False]
     assert [len(one) for one in said] == [0, 1, 0, 0]
@@ -222,4 +222,4 @@ def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None
         with pytest.warns(UserWarning, match="vary that little around a mean") as caught:
             dsq_ckpt.save(saved, tmp_path / str(known))
         assert any("stored exactly" in str(one.message) for one in caught) is known
-        assert loaded(tmp_path / str(known), saved)["model.p"].equal(positions) is known
+        assert load_copy(tmp_path / str(known), saved)["model.p"].equal(positions) is known

@@ -10,7 +10,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.quantization.lost_rows import RATIO, are_rows_needed, has_lost_rows, may_have_lost_rows
-from tests.helpers.states import loaded
+from tests.helpers.states import load_copy
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -88,5 +88,5 @@ def test_needed_slices_come_back_exactly(tmp_path: Path, shape: tuple[int, ...],
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(saved, tmp_path / "0")
-    assert loaded(tmp_path / "0", saved)["model.w"].equal(saved["model.w"])
+    assert load_copy(tmp_path / "0", saved)["model.w"].equal(saved["model.w"])
     assert ["stored exactly" in str(one.message) for one in caught if "times smaller" in str(one.message)] == [True]

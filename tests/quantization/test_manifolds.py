@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.quantization.exact_values import need_exact_storage
 from dsq_ckpt.quantization.manifolds import ManifoldScreen, is_on_manifold
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import loaded, relative_error
+from tests.helpers.states import load_copy, relative_error
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_a_parameter_tells_of_its_manifold(tmp_path: Path) -> None:
         rule = {"quantize": {"rules": [{"pattern": "*ruled", "group": "embedding"}]}}
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, path, config=rule)
         state = {"model": model.state_dict()}
-        found = loaded(path, state)["model"]
+        found = load_copy(path, state)["model"]
         assert {name for name in found if torch.equal(found[name], model[name])} == {"sphere"}
     assert {"weights", "exp_avg", "exp_avg_sq"} <= Manifest.read(path).kinds.keys()
 
@@ -227,7 +227,7 @@ def test_points_and_rotations_stay_where_they_are_over_restarts(tmp_path: Path) 
         state["rotations"] = turn @ state["rotations"]
         state["w"] = state["w"] + 1e-3
         dsq_ckpt.save(state, tmp_path / "run" / str(number))
-        found = loaded(tmp_path / "run" / str(number), state)
+        found = load_copy(tmp_path / "run" / str(number), state)
         assert all(torch.equal(found[name], state[name]) for name in ("rotations", "points", "time"))
         assert not torch.equal(found["w"], state["w"])
         state = found
@@ -248,7 +248,7 @@ def test_weights_that_begin_orthogonal_are_exact_until_they_are_trained(
         path = tmp_path / "run" / str(number)
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, path)
         state = {"model": model.state_dict()}
-        error = relative_error(state["model"]["0.weight"], loaded(path, state)["model"]["0.weight"])
+        error = relative_error(state["model"]["0.weight"], load_copy(path, state)["model"]["0.weight"])
         assert error == 0 if number == 0 else 0 < error < 0.02
         for _ in range(5):
             optimizer.zero_grad()

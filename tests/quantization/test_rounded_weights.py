@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 import dsq_ckpt
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
-from tests.helpers.states import loaded
+from tests.helpers.states import load_copy
 
 
 def ternary(weight: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_rounded_weights_are_exact_and_a_warning_says_so_once(
             dsq_ckpt.save(state, path, model=model)
         else:
             dsq_ckpt.async_save(state, path, model=model, config={"storage": {"stage": stage}}).result()
-    restored = loaded(tmp_path / "2", state)
+    restored = load_copy(tmp_path / "2", state)
     same = {f"model.{name}" for name, one in model.state_dict().items() if torch.equal(restored["model"][name], one)}
     assert same >= KEPT and "model.3.weight" not in same
     said = [str(one.message) for one in recwarn if "the model rounds" in str(one.message)]
@@ -217,7 +217,7 @@ def test_a_rule_has_the_last_word(tmp_path: Path, recwarn: pytest.WarningsRecord
     dsq_ckpt.save(state, tmp_path / "ruled", model=model, config=config)
     dsq_ckpt.save(state, tmp_path / "exact", model=model, config={"quantize": {"weights": {"method": "exact"}}})
     assert not [one for one in recwarn if "the model rounds" in str(one.message)]
-    restored = loaded(tmp_path / "ruled", state)["model"]
+    restored = load_copy(tmp_path / "ruled", state)["model"]
     assert not torch.equal(restored["0.weight"], model[0].weight)
 
 

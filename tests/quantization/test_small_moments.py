@@ -8,7 +8,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import same
+from tests.helpers.states import is_equal
 
 KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -40,9 +40,9 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
         dsq_ckpt.save(saved, tmp_path / "run" / name)
         got = restored(tmp_path / "run" / name, saved)
         for parameter, value in saved["model"].items():
-            assert same(got["model"][parameter], value)
+            assert is_equal(got["model"][parameter], value)
             part, back = saved["optim"]["state"][parameter], got["optim"]["state"][parameter]
-            assert same(back["step"], part["step"])
+            assert is_equal(back["step"], part["step"])
             for kind in KINDS:
                 finite = part[kind].isfinite()
                 assert torch.equal(back[kind].isfinite(), finite)
@@ -70,7 +70,7 @@ def test_whoever_asks_for_exact_ones_gets_them(tmp_path, config):
     dsq_ckpt.save(saved, tmp_path / "run" / "a", config=config)
     got = restored(tmp_path / "run" / "a", saved)
     for parameter, part in saved["optim"]["state"].items():
-        assert all(same(got["optim"]["state"][parameter][kind], value) for kind, value in part.items())
+        assert all(is_equal(got["optim"]["state"][parameter][kind], value) for kind, value in part.items())
 
 
 def test_a_raised_limit_keeps_matrices_exact(tmp_path):

@@ -13,7 +13,7 @@ import dsq_ckpt
 from dsq_ckpt.report import scalars
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
-from tests.helpers.states import moved
+from tests.helpers.states import perturb
 
 PAGE = (ROOT / "docs" / "report.md").read_text()
 
@@ -30,9 +30,9 @@ def saved(run: Path, on_save: Any) -> list[dsq_ckpt.SaveResult]:
     """Save three checkpoints, the last one in the background."""
     state = {"a.weight": torch.randn(64, 80)}
     results = [
-        dsq_ckpt.save(moved(state, number), run / f"step-{500 * number:06d}", on_save=on_save) for number in (1, 2)
+        dsq_ckpt.save(perturb(state, number), run / f"step-{500 * number:06d}", on_save=on_save) for number in (1, 2)
     ]
-    return [*results, dsq_ckpt.async_save(moved(state, 3), run / "step-001500", on_save=on_save).result()]
+    return [*results, dsq_ckpt.async_save(perturb(state, 3), run / "step-001500", on_save=on_save).result()]
 
 
 def records(file: Path) -> list[Any]:

@@ -22,7 +22,7 @@ from dsq_ckpt.report import charts
 from dsq_ckpt.report.history import History
 from dsq_ckpt.report.page import render
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
-from tests.helpers.commands import document, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file
 from tests.helpers.small_run import NAMES
 
 EVIL = '"><img src=x onerror=alert(1)><script>alert(1)'
@@ -90,8 +90,8 @@ def changed(path, **update):
 def test_figures_are_those_of_the_log(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "new" / "page.html"
-    assert "3 checkpoint(s)" in printed("report", run, "-o", target)
-    page, found = Page(target.read_text()), document("log", run)
+    assert "3 checkpoint(s)" in dsq_stdout("report", run, "-o", target)
+    page, found = Page(target.read_text()), dsq_json("log", run)
     everything = [entry["classes"]["everything"] for entry in found["checkpoints"]]
     assert page.data["names"] == list(NAMES)
     size = page.series("size")
@@ -150,8 +150,8 @@ def test_a_single_checkpoint(run):
 
 def test_damage_is_named(run):
     (run / NAMES[0] / "manifest.json").write_text("{}")
-    owned(run / NAMES[2], "refinement").unlink()
-    base = owned(run / NAMES[1])
+    find_file(run / NAMES[2], "refinement").unlink()
+    base = find_file(run / NAMES[1])
     base.write_bytes(base.read_bytes()[:-1])
     (run / "aborted").mkdir()
     (run / "aborted" / "0123456789abcdef-00000.dsq").write_bytes(b"x")
@@ -159,9 +159,9 @@ def test_damage_is_named(run):
     assert f"damaged {NAMES[0]} " in page.text and f"damaged {NAMES[1]} {base.name} has " in page.text
     assert re.search(rf"damaged {NAMES[2]} .*lacks \w+-00000\.refinement", page.text)
     assert "incomplete aborted no manifest" in page.text and "not there" not in page.text
-    log = document("log", run)
+    log = dsq_json("log", run)
     assert [entry["name"] for entry in log["checkpoints"] if entry["problems"]] == list(NAMES[1:])
-    assert f"damaged: {NAMES[1]}: {base.name} has " in printed("log", run)
+    assert f"damaged: {NAMES[1]}: {base.name} has " in dsq_stdout("log", run)
 
 
 def test_restores_and_searches(run):
@@ -216,8 +216,8 @@ def test_a_page_of_an_object_store(tmp_path):
     url = f"memory://{uuid.uuid4().hex}"
     for number in range(2):
         dsq_ckpt.save({"weight": torch.randn(80, 80)}, f"{url}/step-{number}")
-    printed("report", url, "--output", tmp_path / "page.html")
-    page, total = Page((tmp_path / "page.html").read_text()), document("log", url)["total"]["everything"]
+    dsq_stdout("report", url, "--output", tmp_path / "page.html")
+    page, total = Page((tmp_path / "page.html").read_text()), dsq_json("log", url)["total"]["everything"]
     assert page.series("growth")["on disk"][-1] == total["bytes_kept"] > 0
     assert "damaged" not in page.text
 
@@ -225,24 +225,24 @@ def test_a_page_of_an_object_store(tmp_path):
 def test_a_directory_that_it_makes_is_told(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "new" / "page.html"
-    assert "in a new directory" in printed("report", run, "-o", target)
-    assert "directory" not in printed("report", run, "-o", target).replace(str(target), "")
+    assert "in a new directory" in dsq_stdout("report", run, "-o", target)
+    assert "directory" not in dsq_stdout("report", run, "-o", target).replace(str(target), "")
 
 
 def test_what_is_there_is_not_replaced(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "page.html"
     for _ in range(2):
-        assert document("report", run, "-o", target)["bytes"] == target.stat().st_size
+        assert dsq_json("report", run, "-o", target)["bytes"] == target.stat().st_size
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     (tmp_path / "notes.html").write_text("<!doctype html>\nmine")
-    assert "is no page of dsq report" in error("report", run, "-o", tmp_path / "notes.html")
+    assert "is no page of dsq report" in dsq_error("report", run, "-o", tmp_path / "notes.html")
     assert (tmp_path / "notes.html").read_text().endswith("mine")
-    assert "is a directory" in error("report", run, "-o", tmp_path)
+    assert "is a directory" in dsq_error("report", run, "-o", tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "is no ordinary file" in error("report", run, "-o", tmp_path / "pipe")
-    assert "is a URL" in error("report", run, "-o", "s3://bucket/page.html")
-    assert "holds no complete checkpoint" in error("report", tmp_path, "-o", tmp_path / "other.html")
+    assert "is no ordinary file" in dsq_error("report", run, "-o", tmp_path / "pipe")
+    assert "is a URL" in dsq_error("report", run, "-o", "s3://bucket/page.html")
+    assert "holds no complete checkpoint" in dsq_error("report", tmp_path, "-o", tmp_path / "other.html")
     assert not (tmp_path / "other.html").exists()
 
 
@@ -252,7 +252,7 @@ def test_a_browser_runs_it(run, tmp_path):
         pytest.skip("no chromium")
     (run / NAMES[1]).rename(run / EVIL)
     target = tmp_path / "page.html"
-    printed("report", run, "-o", target)
+    dsq_stdout("report", run, "-o", target)
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--dump-dom", target.as_uri()], capture_output=True, text=True, timeout=600,

@@ -12,7 +12,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt.report import scalars
 from dsq_ckpt.storage.manifest import is_complete
-from tests.helpers.states import moved
+from tests.helpers.states import perturb
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_every_way_to_save_tells_once(tmp_path, state):
         told.append(result)
 
     saved = [dsq_ckpt.save(state, tmp_path / "step-1", on_save=on_save)]
-    saved.append(dsq_ckpt.async_save(moved(state, 1), tmp_path / "step-2", on_save=on_save).result())
+    saved.append(dsq_ckpt.async_save(perturb(state, 1), tmp_path / "step-2", on_save=on_save).result())
     assert told == saved
     for number, call in ((3, dcp.save), (4, lambda *a, **k: dcp.async_save(*a, **k).result())):
         call(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / f"step-{number}", on_save=on_save))
@@ -53,7 +53,7 @@ def test_what_it_raises_harms_nothing(tmp_path, state, errors, caplog):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("error" if errors else "always")
         result = dsq_ckpt.save(state, tmp_path / "1", on_save=on_save)
-        second = dsq_ckpt.async_save(moved(state, 1), tmp_path / "2", on_save=on_save).result()
+        second = dsq_ckpt.async_save(perturb(state, 1), tmp_path / "2", on_save=on_save).result()
     said = caplog.messages if errors else [str(one.message) for one in caught]
     for number in (1, 2):
         text = f"'{tmp_path / str(number)}' is complete, but after its commit on_save raised KeyError: 'no run'"
@@ -99,7 +99,7 @@ def test_tensorboard_reads_it(tmp_path, state):
     on_save = scalars.tensorboard(writer)
     results = []
     for number in range(3):
-        state = moved(state, number)
+        state = perturb(state, number)
         results.append(dsq_ckpt.save(state, tmp_path / "run" / f"step-{500 * number:06d}", on_save=on_save))
     with pytest.warns(UserWarning, match="'best' has no number to take for the step"):
         dsq_ckpt.save(state, tmp_path / "run" / "best", on_save=on_save)

@@ -17,7 +17,7 @@ from evaluation.results import Results
 from typer.testing import CliRunner
 
 from dsq_ckpt.codebooks.exponent import exponent_buckets
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,7 +196,7 @@ def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
         (["--every", "8", "--failure", "2"], "64 steps are more than the 60"),
     ):
         result = CliRunner().invoke(app, [*case, *arguments])
-        assert result.exit_code == 2 and message in words(result.output), result.output
+        assert result.exit_code == 2 and message in unwrap_text(result.output), result.output
     assert not (tmp_path / "case.json").exists()
 
 

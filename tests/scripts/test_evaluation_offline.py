@@ -24,7 +24,7 @@ from dsq_ckpt.kernels.keys import ALPHA
 from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.folds import compute_degradation
 from dsq_ckpt.storage.manifest import KindSizes, Manifest
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -213,10 +213,10 @@ def test_refusals(recording: Path, tmp_path: Path) -> None:
         (["ablations", "gpt-tiny", "--part", "bin"], "'bin' is not one of coders"),
     ):
         result = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "none.json")])
-        assert result.exit_code == 2 and message in words(result.output), result.output
+        assert result.exit_code == 2 and message in unwrap_text(result.output), result.output
     (tmp_path / "other.json").write_text(json.dumps({"measured": "weather", "rows": []}))
     result = CliRunner().invoke(app, ["report", str(tmp_path / "other.json")])
-    assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)
+    assert result.exit_code == 2 and "nothing that can be drawn" in unwrap_text(result.output)
 
 
 def test_json_has_no_infinities(tmp_path: Path) -> None:

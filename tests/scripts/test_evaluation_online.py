@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import iter_checkpoints
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -223,7 +223,7 @@ def test_an_interrupted_command_goes_on_where_it_was(reference, tmp_path, monkey
     assert CliRunner().invoke(app, [*command, "--systems", "exact", "--failures", "2"]).exit_code == 0
     assert trained == ["exact", "dsq", "exact"]
     other = CliRunner().invoke(app, ["rework", "gpt-tiny", "--json", str(path)])
-    assert other.exit_code == 2 and "name another file" in words(other.output)
+    assert other.exit_code == 2 and "name another file" in unwrap_text(other.output)
 
 
 def test_arguments_are_checked() -> None:

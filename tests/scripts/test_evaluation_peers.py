@@ -24,7 +24,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dsq_ckpt.cli import json_files
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = {"matrix": (33, 21), "vector": (7,), "scalar": ()}
@@ -252,4 +252,4 @@ def test_peers_command(recording: Path, tmp_path: Path) -> None:
     assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {one["name"] for one in made["versus"]}
     assert "dsq at no greater mean and final harm" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--peers", "gzip"])
-    assert refused.exit_code == 2 and "'gzip' is not one of excp" in words(refused.output)
+    assert refused.exit_code == 2 and "'gzip' is not one of excp" in unwrap_text(refused.output)

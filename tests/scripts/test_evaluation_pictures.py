@@ -12,7 +12,7 @@ from evaluation import along, overview, report
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -103,7 +103,7 @@ def test_report_together(tmp_path) -> None:
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     none = ["report", str(RESULTS / "oneshot.json"), "--together", str(tmp_path / "none.png")]
     result = CliRunner().invoke(app, none)
-    assert result.exit_code == 2 and "holds results of offline or peers" in words(result.output)
+    assert result.exit_code == 2 and "holds results of offline or peers" in unwrap_text(result.output)
 
 
 def test_report_side_by_side(tmp_path) -> None:
@@ -114,4 +114,4 @@ def test_report_side_by_side(tmp_path) -> None:
     assert width > 2 * height  # two panels
     none = ["report", *files, str(RESULTS / "coder-2-core-amd-epyc.json"), "--side-by-side", str(tmp_path / "none.png")]
     result = CliRunner().invoke(app, none)
-    assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)
+    assert result.exit_code == 2 and "nothing that can be drawn" in unwrap_text(result.output)

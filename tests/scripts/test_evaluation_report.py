@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "evaluate.py"]
@@ -103,7 +103,7 @@ def test_report_of_online_results(tmp_path) -> None:
         assert status or (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "none.json").write_text(json.dumps({"measured": "online", "rows": ROWS[-1:]}))
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
-    assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)
+    assert result.exit_code == 2 and "nothing that can be drawn" in unwrap_text(result.output)
 
 
 def options() -> dict[str, dict[str, str]]:
@@ -124,7 +124,7 @@ def test_systems_are_named_in_one_way() -> None:
     for name in ("offline", "online", "rework"):
         required = ["--json", "x.json"] if name == "offline" else []
         result = CliRunner().invoke(app, [name, "gpt-tiny", "--systems", "dsq,qsd", *required])
-        assert result.exit_code == 2 and "'qsd' is not one of" in words(result.output)
+        assert result.exit_code == 2 and "'qsd' is not one of" in unwrap_text(result.output)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

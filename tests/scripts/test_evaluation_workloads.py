@@ -19,7 +19,7 @@ from evaluation.recording import GRADIENT_WEIGHT, GradientAverage, default_direc
 from evaluation.workloads import NO_TARGET, Plan, cache_directory
 from typer.testing import CliRunner
 
-from tests.helpers.commands import words
+from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -284,7 +284,7 @@ def test_command_line(recording: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [f"{recording} is complete", str(recording)]
     result = CliRunner().invoke(app, ["record", "gtp"])
-    assert result.exit_code == 2 and "'gtp' is not one of gpt" in words(result.output)
+    assert result.exit_code == 2 and "'gtp' is not one of gpt" in unwrap_text(result.output)
 
 
 def test_default_directory_is_in_the_cache(monkeypatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.report.searches import format_chosen
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.training import loss_of, train, trained
+from tests.helpers.training import compute_loss, train, train_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -23,23 +23,23 @@ EVERY = 5
 
 def compressor_of(model, optimizer, **search):
     config = {**COARSE, "search": {**COARSE["search"], **search}}
-    return dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(model))
+    return dsq_ckpt.Compressor(model, optimizer, config, lambda: compute_loss(model))
 
 
 def changes_of_a_run(directory, restores, **search):
     """Return the relative change of the loss at each restore, by a process that remembers nothing; and the records."""
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor = compressor_of(model, optimizer, **search)
     changes, records = [], []
     for number in range(restores):
         path = directory / str(number)
         compressor.save(path)
-        before = loss_of(model)
+        before = compute_loss(model)
         dsq_ckpt.forget()
-        model, optimizer = trained(0)
+        model, optimizer = train_model(0)
         compressor = compressor_of(model, optimizer, **search)
         compressor.load(path)
-        changes.append(abs(loss_of(model) / before - 1))
+        changes.append(abs(compute_loss(model) / before - 1))
         records.append(Manifest.read(path).quality)
         train(model, optimizer, 60 + EVERY * number, 60 + EVERY * (number + 1))
     return changes, records
@@ -58,7 +58,7 @@ def test_restores_together_cost_what_the_run_may_lose(tmp_path):
 
 
 def test_a_run_that_has_lost_its_share_is_stored_exactly(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor_of(model, optimizer).save(tmp_path / "a")
     strict = compressor_of(model, optimizer, max_run_loss=1e-4)
     strict.load(tmp_path / "a")
@@ -70,26 +70,26 @@ def test_a_run_that_has_lost_its_share_is_stored_exactly(tmp_path):
         manifest = Manifest.read(tmp_path / name)
         assert not any(group.startswith("weights/") for group in manifest.groups) and manifest.lossy
         assert re.search(spent, manifest.quality["reason"]) and not manifest.quality["satisfied"]
-        exact = loss_of(model)
+        exact = compute_loss(model)
         strict.load(tmp_path / name)
-        assert loss_of(model) == exact
+        assert compute_loss(model) == exact
         assert strict.quality["run_lost"] == manifest.quality["run_lost"] > 0, "an exact restore costs nothing"
 
 
 def test_no_refinement_is_fine_enough(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor = compressor_of(model, optimizer, max_run_loss=1e-9)
     with pytest.warns(UserWarning, match=r"no refinement of 8 bits keeps to search.max_run_loss; .* stored exactly"):
         saved = compressor.save(tmp_path / "a")
     assert saved.degradation is None and not {"predicted_bytes", "refinement_bits"} & saved.quality.keys()
     assert format_chosen(Manifest.read(tmp_path / "a")) == "none: exact"
-    exact = loss_of(model)
+    exact = compute_loss(model)
     compressor.load(tmp_path / "a")
-    assert loss_of(model) == exact
+    assert compute_loss(model) == exact
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_exact(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     config = {"search": {"max_run_loss": 0.005}}
     compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: float("nan"))
     with pytest.warns(UserWarning, match="the weights of this checkpoint are stored exactly"):
@@ -101,15 +101,15 @@ def test_an_evaluation_that_fails_leaves_the_weights_exact(tmp_path):
 @pytest.mark.parametrize("measured", [True, False])
 def test_what_a_restore_has_cost_is_what_was_loaded(tmp_path, measured):
     """The base layer alone costs its degradation; what no search has measured, all that a run may lose."""
-    model, optimizer = trained(60)
-    evaluate = (lambda: loss_of(model)) if measured else None
+    model, optimizer = train_model(60)
+    evaluate = (lambda: compute_loss(model)) if measured else None
     first = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, evaluate)
     for name in "ab":
         first.save(tmp_path / name)
-    exact = loss_of(model)
+    exact = compute_loss(model)
     later = compressor_of(model, optimizer, max_run_loss=0.5)
     later.load(tmp_path / "a", refinement="auto")
-    changed = loss_of(model) / exact - 1
+    changed = compute_loss(model) / exact - 1
     if measured:
         later.save(tmp_path / "c")
         assert later.quality["run_lost"] == pytest.approx(changed, abs=1e-6) and later.quality["satisfied"]
@@ -129,7 +129,7 @@ def test_settings_that_bound_nothing_are_refused(key, value, named):
 
 
 def test_restores_that_no_search_was_told_of_count_as_unmeasured(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor = compressor_of(model, optimizer, max_run_loss=0.5)
     compressor.save(tmp_path / "a")
     dsq_ckpt.load(compressor.state(), tmp_path / "a")
@@ -143,7 +143,7 @@ def test_restores_that_no_search_was_told_of_count_as_unmeasured(tmp_path):
 
 
 def test_saves_that_measure_nothing_are_refused(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     search = {"max_run_loss": 0.005}
     with pytest.raises(dsq_ckpt.DSQError, match="is set, and no search measures what a restore"):
         dsq_ckpt.Compressor(model, optimizer, {"search": search}).save(tmp_path / "a")

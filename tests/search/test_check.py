@@ -9,9 +9,9 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import printed
+from tests.helpers.commands import dsq_stdout
 from tests.helpers.states import relative_error
-from tests.helpers.training import Net, loss_of, train, trained
+from tests.helpers.training import Net, compute_loss, train, train_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -34,25 +34,25 @@ def restored_loss(path, refinement, alone=False):
     state = other.state_dict()
     dsq_ckpt.load(state if alone else {"model": state}, path, refinement=refinement)
     other.load_state_dict(state)
-    return loss_of(other, OTHER)
+    return compute_loss(other, OTHER)
 
 
 @pytest.mark.parametrize("system, seed, epsilon", [
     ("dsq", 0, 0.05), ("dsq", 1, 0.02), ("dsq", 2, 0.1), ("uniform", 0, 0.02), ("kmeans", 1, 0.02),
 ])
 def test_what_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon):
-    model, optimizer = trained(150)
-    exact, config = loss_of(model, OTHER), {"system": system, "search": {"epsilon": epsilon}}
+    model, optimizer = train_model(150)
+    exact, config = compute_loss(model, OTHER), {"system": system, "search": {"epsilon": epsilon}}
     alone = dsq_ckpt.Compressor(model, optimizer, config, overfitted(model, seed))
     alone.save(tmp_path / "alone" / "a")
     assert alone.quality["satisfied"]
     assert restored_loss(tmp_path / "alone" / "a", False) / exact - 1 > epsilon, "else this test shows nothing"
     checked = dsq_ckpt.Compressor(
-        model, optimizer, config, overfitted(model, seed), check=lambda: loss_of(model, OTHER)
+        model, optimizer, config, overfitted(model, seed), check=lambda: compute_loss(model, OTHER)
     )
     for number in range(3):  # by the exhaustive search and by the neighbourhood
         train(model, optimizer, 150 + 10 * number, 160 + 10 * number)
-        exact = loss_of(model, OTHER)
+        exact = compute_loss(model, OTHER)
         path = tmp_path / "checked" / str(number)
         checked.save(path)
         quality = Manifest.read(path).quality
@@ -69,31 +69,32 @@ def test_what_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon
 
 
 def test_a_check_that_nothing_keeps_is_said(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 
     def check():
         found = model.state_dict()
         return 1.0 + any(relative_error(value, found[name]) > 1e-3 for name, value in exact.items())
 
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model), check=check)
     with pytest.warns(UserWarning, match="no configuration keeps .* by `evaluate` and by `check`.*most conservative"):
         compressor.save(tmp_path / "a")
     assert not compressor.quality["satisfied"] and compressor.quality["chosen"] is None
     with pytest.warns(UserWarning, match="stored exactly"):
         result = dsq_ckpt.compress(
-            model, tmp_path / "b", evaluate=lambda: loss_of(model), check=check, max_degradation=0.05
+            model, tmp_path / "b", evaluate=lambda: compute_loss(model), check=check, max_degradation=0.05
         )
     assert not result["quality"]["satisfied"]
-    assert restored_loss(tmp_path / "b", "auto", alone=True) == loss_of(model, OTHER)
+    assert restored_loss(tmp_path / "b", "auto", alone=True) == compute_loss(model, OTHER)
 
 
 def test_a_snapshot_keeps_its_bound_by_both(tmp_path):
-    model, _ = trained(60)
+    model, _ = train_model(60)
     result = dsq_ckpt.compress(
-        model, tmp_path / "a", evaluate=overfitted(model, 0), check=lambda: loss_of(model, OTHER), max_degradation=0.03
+        model, tmp_path / "a", evaluate=overfitted(model, 0), check=lambda: compute_loss(model, OTHER),
+        max_degradation=0.03,
     )
-    lost = restored_loss(tmp_path / "a", "auto", alone=True) / loss_of(model, OTHER) - 1
+    lost = restored_loss(tmp_path / "a", "auto", alone=True) / compute_loss(model, OTHER) - 1
     assert result["quality"]["satisfied"] and lost <= 0.03
     assert lost == pytest.approx(result["quality"]["check_degradation"], abs=1e-6)
 
@@ -101,9 +102,9 @@ def test_a_snapshot_keeps_its_bound_by_both(tmp_path):
 def test_two_evaluations_more_and_the_same_choice_where_both_agree(tmp_path):
     qualities = []
     for name, given in (("without", {}), ("with", {"check": True})):
-        model, optimizer = trained(100)
-        check = {"check": lambda model=model: loss_of(model)} if given else {}
-        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda model=model: loss_of(model), **check)
+        model, optimizer = train_model(100)
+        check = {"check": lambda model=model: compute_loss(model)} if given else {}
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda model=model: compute_loss(model), **check)
         found = []
         for number in range(6):
             train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
@@ -122,15 +123,15 @@ def test_two_evaluations_more_and_the_same_choice_where_both_agree(tmp_path):
 
 
 def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor = dsq_ckpt.Compressor(
-        model, optimizer, evaluate=overfitted(model, 3), check=lambda: loss_of(model, OTHER)
+        model, optimizer, evaluate=overfitted(model, 3), check=lambda: compute_loss(model, OTHER)
     )
     compressor.save(tmp_path / "a")
     before = compressor.quality["check_metric"]
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     resumed = dsq_ckpt.Compressor(
-        model, optimizer, evaluate=lambda: loss_of(model), check=lambda: loss_of(model, OTHER)
+        model, optimizer, evaluate=lambda: compute_loss(model), check=lambda: compute_loss(model, OTHER)
     )
     resumed.load(tmp_path / "a")
     train(model, optimizer, 60, 90)
@@ -138,7 +139,7 @@ def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
     gained = before - resumed.quality["check_metric"]
     assert resumed.quality["search"] == "neighbourhood" and resumed.quality["checks"] <= 4, "no probes again"
     assert gained > 0 and resumed.quality["restore_may_lose"] >= 0.99 * 0.05 * gained
-    text = printed("inspect", tmp_path / "b")
+    text = dsq_stdout("inspect", tmp_path / "b")
     assert "as check gives it" in text and "check degradation" in text and "calls of check" in text
 
 
@@ -147,7 +148,7 @@ def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
     ("blind", "`check` gave 1 for the model and for one whose weights are nearly gone"),
 ])
 def test_a_check_that_tells_nothing(tmp_path, bad, says):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def check():
@@ -155,27 +156,27 @@ def test_a_check_that_tells_nothing(tmp_path, bad, says):
             raise RuntimeError("no more data")
         return math.nan if bad == "nan" else 1.0
 
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model), check=check)
     with pytest.warns(UserWarning, match=f"{says}.*most conservative"):
         compressor.save(tmp_path / "a")
     assert compressor.quality["reason"].startswith(says) and not compressor.quality["satisfied"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     if bad != "blind":
         with pytest.warns(UserWarning), pytest.raises(dsq_ckpt.DSQError, match=says):
-            dsq_ckpt.compress(model, tmp_path / "b", evaluate=lambda: loss_of(model), check=check)
+            dsq_ckpt.compress(model, tmp_path / "b", evaluate=lambda: compute_loss(model), check=check)
 
 
 def test_a_check_that_changes_the_model(tmp_path):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     before = model.hidden.weight.detach().clone()
 
     def check():
-        loss = loss_of(model, OTHER)
+        loss = compute_loss(model, OTHER)
         with torch.no_grad():
             model.hidden.weight.mul_(0.5)
         return loss
 
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model), check=check)
     with pytest.raises(dsq_ckpt.DSQError, match=r"`check` changed .hidden\.weight."):
         compressor.save(tmp_path / "a")
     assert torch.equal(model.hidden.weight, before)

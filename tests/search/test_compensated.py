@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dsq_ckpt
-from tests.helpers.states import loaded
+from tests.helpers.states import load_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_smaller_and_is_what_was_measured(tmp_path):
     found = dsq_ckpt.compress(model, tmp_path / "found", evaluate=model.loss, max_degradation=0.01)
     assert plain["quality"].get("compensated") is None and found["quality"]["compensated"] == 1
     assert found["bytes_kept"] < 0.85 * plain["bytes_kept"]
-    model.load_state_dict(loaded(tmp_path / "found", model.state_dict()))
+    model.load_state_dict(load_copy(tmp_path / "found", model.state_dict()))
     assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
     assert found["by_kind"]["weights"]["bytes_base"] == pytest.approx(found["quality"]["predicted_bytes"], rel=0.1)
 
@@ -88,7 +88,7 @@ def test_a_bound_that_nothing_keeps_where_nothing_can_be_looked_into(tmp_path):
     with pytest.warns(UserWarning, match="stored exactly"):
         found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=1e-12)
     assert not found["quality"]["satisfied"]
-    read = loaded(tmp_path / "a", exact)
+    read = load_copy(tmp_path / "a", exact)
     assert all(torch.equal(read[name], value) for name, value in exact.items())
 
 
@@ -116,7 +116,7 @@ def test_weights_beside_the_model(tmp_path, granularity):
         config={"quantize": {"granularity": granularity}},
     )
     assert found["quality"].get("compensated") == (None if granularity == "layer" else 1)
-    read = loaded(tmp_path / "a", {"average": average})
+    read = load_copy(tmp_path / "a", {"average": average})
     for name, value in average.items():
         assert float((read["average"][name] - value).norm() / value.norm()) < 0.5, name
 
@@ -132,7 +132,7 @@ def test_scaled_tensors_of_one_group(tmp_path):
         model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01, config={"quantize": {"granularity": "layer"}},
     )
     assert found["quality"]["compensated"] == 1
-    model.load_state_dict(loaded(tmp_path / "a", model.state_dict()))
+    model.load_state_dict(load_copy(tmp_path / "a", model.state_dict()))
     assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_small_weights_have_steps_and_small_moments_stay(tmp_path):
     state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
     dsq_ckpt.compress(state, tmp_path / "b", model=model, evaluate=loss, max_degradation=0.05)
     moments = optimizer.state_dict()["state"][0]
-    read = loaded(tmp_path / "b", state)["optimizer"]["state"][0]
+    read = load_copy(tmp_path / "b", state)["optimizer"]["state"][0]
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.allclose(read[name], moments[name], rtol=0.004), name
 
@@ -182,7 +182,7 @@ def test_tied_weights_and_transposed_ones(tmp_path):
     model = Tied()
     exact = model.loss()
     found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.05)
-    model.load_state_dict(loaded(tmp_path / "a", model.state_dict()))
+    model.load_state_dict(load_copy(tmp_path / "a", model.state_dict()))
     assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
 
 
@@ -191,6 +191,6 @@ def test_a_refinement_layer_is_of_the_values_themselves(tmp_path):
     config = {"quantize": {"weights": {"refinement_bits": 8}}}
     found = dsq_ckpt.compress(model, tmp_path / "a", config=config, evaluate=model.loss, max_degradation=0.01)
     assert "compensated" not in found["quality"]
-    read = loaded(tmp_path / "a", model.state_dict())
+    read = load_copy(tmp_path / "a", model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.allclose(read[name], value, atol=2e-3 * float(value.std())), name

@@ -9,7 +9,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.training import Net, batch, loss_of, train, trained
+from tests.helpers.training import Net, compute_loss, make_batch, train, train_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -22,7 +22,7 @@ def accuracy_of(model: Net) -> float:
     """Share of targets among the 64 likeliest of 128 tokens: half by chance, so that nothing improves it much."""
     model.eval()
     with torch.no_grad():
-        tokens, targets = batch(10_000)
+        tokens, targets = make_batch(10_000)
         return float((model(tokens).topk(64).indices == targets[:, None]).any(-1).float().mean())
 
 
@@ -45,7 +45,7 @@ def base(path) -> Net:
 
 @pytest.mark.parametrize("steps", [20, 150])
 def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_path, steps):
-    model, optimizer = trained(steps)
+    model, optimizer = train_model(steps)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))
     for number in range(3):
         exact = accuracy_of(model)
@@ -59,7 +59,7 @@ def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_pat
 
 @pytest.mark.parametrize("bound", [0.01, 0.05])
 def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
-    model, _ = trained(60)
+    model, _ = train_model(60)
     exact = accuracy_of(model)
     with pytest.warns(UserWarning, match=WRONG):
         dsq_ckpt.compress(
@@ -72,7 +72,7 @@ def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
 
 def test_an_accuracy_is_said_once_there_is_something_to_lose(tmp_path):
     """A model that has learned nothing is as good with other signs; one that has is asked about again."""
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
@@ -95,13 +95,13 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
         for weight in (model.embed.weight, model.hidden.weight, model.head.weight):
             weight.mul_(scale)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         for number, steps in enumerate((0, 1, 4, 20, 60, 60, 10)):
             train(model, optimizer, 100 * number, 100 * number + steps)
             compressor.save(tmp_path / str(number))
-        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
         compressor.load(tmp_path / str(number))
         compressor.save(tmp_path / "resumed")
     assert not said(recorded), [str(one.message) for one in recorded]
@@ -110,15 +110,15 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
         for weight in (zeros.embed.weight, zeros.hidden.weight, zeros.head.weight):
             weight.zero_()
     first = Manifest.read(tmp_path / "0").quality["metric"]
-    assert scale == 1.0 or loss_of(zeros) < 0.9 * first, "else this test shows nothing"
+    assert scale == 1.0 or compute_loss(zeros) < 0.9 * first, "else this test shows nothing"
 
 
 @pytest.mark.parametrize("config, metric, expected", [
-    ({}, loss_of, [1, 1, 0, 0, 0]), (HIGHER, accuracy_of, [1, 0, 0, 0, 0]),
+    ({}, compute_loss, [1, 1, 0, 0, 0]), (HIGHER, accuracy_of, [1, 0, 0, 0, 0]),
 ])
 def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, expected):
     """A loss that fell while it was asked about is settled, and so is a metric that is said to be an accuracy."""
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     ruined, exact = [], {}
 
     def evaluate() -> float:
@@ -141,25 +141,25 @@ def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, exp
 
 def test_an_evaluation_that_only_a_ruined_model_fails_is_none_that_failed(tmp_path):
     """As where scales have to be positive: no checkpoint has other signs."""
-    model, optimizer = trained(0)
+    model, optimizer = train_model(0)
     with torch.no_grad():
         model.hidden.weight.abs_()
 
     def evaluate() -> float:
         if (model.hidden.weight < 0).any():
             raise ValueError("scales have to be positive")
-        return loss_of(model)
+        return compute_loss(model)
 
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message=".* holds next to nothing of the weights")  # which are untrained
         compressor.save(tmp_path / "0")
-    assert compressor.quality["satisfied"] and loss_of(base(tmp_path / "0")) <= 1.05 * loss_of(model)
+    assert compressor.quality["satisfied"] and compute_loss(base(tmp_path / "0")) <= 1.05 * compute_loss(model)
 
 
 def test_a_loss_that_is_said_to_be_an_accuracy_is_found_out(tmp_path):
-    model, optimizer = trained(150)
-    compressor = dsq_ckpt.Compressor(model, optimizer, HIGHER, evaluate=lambda: loss_of(model))
+    model, optimizer = train_model(150)
+    compressor = dsq_ckpt.Compressor(model, optimizer, HIGHER, evaluate=lambda: compute_loss(model))
     with pytest.warns(UserWarning, match=r"improve the metric by \d+%.* unset search.higher_is_better"):
         compressor.save(tmp_path / "0")

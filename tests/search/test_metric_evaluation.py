@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from tests.helpers.training import Net, batch, loss_of, train, trained
+from tests.helpers.training import Net, compute_loss, make_batch, train, train_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -21,7 +21,7 @@ CHANCE = "is not deterministic: of the same weights it gave"
 
 
 def loss_on(model: Net, step: int) -> float:
-    return loss_of(model, 20_000 + step)
+    return compute_loss(model, 20_000 + step)
 
 
 def metrics(model: Net, kind: str):
@@ -29,7 +29,7 @@ def metrics(model: Net, kind: str):
     numbers, own = itertools.count(), np.random.default_rng(0)
     if kind == "dropout":
         def with_dropout() -> float:
-            tokens, targets = batch(10_000)
+            tokens, targets = make_batch(10_000)
             model.train()
             with torch.no_grad():
                 return float(nn.functional.cross_entropy(model(tokens), targets))
@@ -48,7 +48,7 @@ def said(recorded: list[warnings.WarningMessage]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["dropout", "torch", "numpy", "python", "its own", "next batch"])
 def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=metrics(model, kind))
     state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
     found = []
@@ -64,16 +64,16 @@ def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
 
 @pytest.mark.parametrize("function", ["evaluate", "check"])
 def test_a_snapshot_by_a_metric_that_is_chance_is_said(tmp_path, function):
-    model, _ = trained(60)
-    functions = {"evaluate": lambda: loss_of(model), function: metrics(model, "torch")}
+    model, _ = train_model(60)
+    functions = {"evaluate": lambda: compute_loss(model), function: metrics(model, "torch")}
     with pytest.warns(UserWarning, match=f"`{function}` {CHANCE}.* a bound of this search is 0.1 %"):
         dsq_ckpt.compress(model, tmp_path / "a", max_degradation=0.001, probes=0, **functions)
 
 
 def test_noise_that_no_bound_notices_is_not_said(tmp_path):
     """Without a refinement layer there is no bound on restores, and a base layer may cost 5 %."""
-    model, optimizer = trained(60)
-    functions = {"fixed batches": lambda: loss_of(model), "a little": lambda: loss_of(model) * (1 + noise())}
+    model, optimizer = train_model(60)
+    functions = {"fixed batches": lambda: compute_loss(model), "a little": lambda: compute_loss(model) * (1 + noise())}
 
     def noise() -> float:
         return float(torch.rand(())) / 100
@@ -89,11 +89,11 @@ def test_noise_that_no_bound_notices_is_not_said(tmp_path):
 
 def test_a_bound_that_is_used_up_is_not_kept_by_chance(tmp_path):
     """Weights are stored exactly then, whatever a GPU's order of sums does to the last bits of a metric."""
-    model, optimizer = trained(60)
+    model, optimizer = train_model(60)
     dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "1")
     sign = itertools.cycle((1, -1))
     compressor = dsq_ckpt.Compressor(
-        model, optimizer, {"search": {"max_run_loss": 0.005}}, lambda: loss_of(model) * (1 + 1e-7 * next(sign))
+        model, optimizer, {"search": {"max_run_loss": 0.005}}, lambda: compute_loss(model) * (1 + 1e-7 * next(sign))
     )
     compressor.load(tmp_path / "1")
     with pytest.warns(UserWarning, match="are stored exactly") as recorded:
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path):
     """So that ranks that draw alike, as for the length of a batch, go on to draw alike."""
     drawn = []
     for name in "ab":
-        model, optimizer = trained(20)
+        model, optimizer = train_model(20)
         train(model, optimizer, 20, 21)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(7)
@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path):
 
         def evaluate(model=model) -> float:
             drawn[-1].append((torch.rand(()).item(), np.random.rand(), random.random()))
-            return loss_of(model)
+            return compute_loss(model)
 
         dsq_ckpt.compress(model, tmp_path / name, evaluate=evaluate, max_degradation=0.05, probes=0)
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 2, "one trial has others"

@@ -14,7 +14,7 @@ from dsq_ckpt.core.checksums import _weighted_sum, checksum
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.storage.manifest import is_complete
 from tests.helpers.peak_memory import PeakMemory
-from tests.helpers.training import Net, batch, loss_of, train
+from tests.helpers.training import Net, compute_loss, make_batch, train
 
 
 class Packed(torch.Tensor):
@@ -138,7 +138,7 @@ def test_what_evaluate_changes_is_named(tmp_path, change, name, at):
         calls.append(1)
         if len(calls) == at:
             change(model, optimizer)
-        return loss_of(model)
+        return compute_loss(model)
 
     parameters = {name: (parameter, parameter.data_ptr(), parameter.detach().clone()) for name, parameter in
                   model.named_parameters()}
@@ -163,9 +163,9 @@ def test_an_optimizer_that_is_changed_fails_the_save(tmp_path, change, function)
 
     def changes():
         change(model, optimizer)
-        return loss_of(model)
+        return compute_loss(model)
 
-    functions = {"evaluate": lambda: loss_of(model), function: changes}
+    functions = {"evaluate": lambda: compute_loss(model), function: changes}
     compressor = dsq_ckpt.Compressor(model, optimizer, **functions)
     with pytest.raises(SaveFailed, match=f"`{function}` changed the optimizer"):
         compressor.save(tmp_path / "a")
@@ -183,9 +183,9 @@ def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
     kept = {"seen": model.seen, "mean": model.norm.running_mean.clone()}
 
     def evaluate():
-        loss_of(model)
+        compute_loss(model)
         model.train()
-        nn.functional.cross_entropy(model(batch(7)[0]), batch(7)[1]).backward()
+        nn.functional.cross_entropy(model(make_batch(7)[0]), make_batch(7)[1]).backward()
         model.requires_grad_(False)
         model.cache, model.seen = torch.zeros(len(model.cache) + 1), model.seen + 1
         with torch.no_grad():  # weights that are swapped for others and put back
@@ -193,7 +193,7 @@ def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
             model.head.weight.mul_(0.5)
             model.head.weight.copy_(own)
         random.random(), np.random.rand(), torch.rand(1)
-        return loss_of(model)
+        return compute_loss(model)
 
     states = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
     dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate).save(tmp_path / "a")

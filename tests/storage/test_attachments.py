@@ -15,7 +15,7 @@ from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from tests.helpers.commands import document, dsq, error, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, run_dsq
 from tests.helpers.saving import save_parts
 
 FILE = "mp_rank_00_model_states.pt"
@@ -64,14 +64,14 @@ def test_no_export_is_empty(bare, tmp_path, form, part):
 
 def test_the_command_says_it_too_and_in_its_document(mixed, bare, tmp_path):
     with pytest.warns(UserWarning, match=MORE.format("exported")):  # which the program prints on stderr
-        result = dsq("export", mixed, tmp_path / "out.safetensors")
+        result = run_dsq("export", mixed, tmp_path / "out.safetensors")
     assert result.exit_code == 0 and result.stdout.count("\n") == 1 and FILE not in result.stdout
     head = (tmp_path / "out.safetensors").read_bytes()
     size = int.from_bytes(head[:8], "little")
     assert json.loads(json.loads(head[8 : 8 + size])["__metadata__"]["left_out"]) == [FILE]
     with pytest.warns(UserWarning, match=MORE.format("exported")):
-        assert document("export", mixed, tmp_path / "out.pt")["left_out"] == [FILE]
-    assert "by name" in error("export", bare, tmp_path / "none.safetensors")
+        assert dsq_json("export", mixed, tmp_path / "out.pt")["left_out"] == [FILE]
+    assert "by name" in dsq_error("export", bare, tmp_path / "none.safetensors")
 
 
 def test_what_is_read_or_compressed_is_not_all(mixed, bare, tmp_path):
@@ -106,17 +106,17 @@ def test_files_as_they_are_count_as_uncompressed(mixed, bare):
     """So a ratio compares the same things, and a run of which nothing is compressed is not 2 MiB of 0 B."""
     assert dsq_ckpt.describe(mixed)["bytes_logical"] == WEIGHT.nbytes + 400_000
     assert dsq_ckpt.describe(bare)["bytes_logical"] == 400_000
-    log = printed("log", bare.parent)
+    log = dsq_stdout("log", bare.parent)
     assert "uncompressed" in log.splitlines()[1] and " 0 B" not in log and "391 KiB" in log
-    assert document("log", bare.parent)["total"]["everything"]["ratio_written"] > 0.98
-    assert "uncompressed" not in printed("log", mixed.parent).splitlines()[1]
-    shown = printed("inspect", mixed)
+    assert dsq_json("log", bare.parent)["total"]["everything"]["ratio_written"] > 0.98
+    assert "uncompressed" not in dsq_stdout("log", mixed.parent).splitlines()[1]
+    shown = dsq_stdout("inspect", mixed)
     assert next(line for line in shown.splitlines() if "own files" in line).split()[3:7] == ["391", "KiB", "391", "KiB"]
 
 
 def test_what_has_no_base_layer_is_exact(tmp_path):
     dsq_ckpt.save({"weight": WEIGHT}, tmp_path / "exact", config="exact")
     dsq_ckpt.save({"weight": WEIGHT}, tmp_path / "lossy")
-    assert printed("export", tmp_path / "exact", tmp_path / "a.pt").endswith(", torch, exact\n")
+    assert dsq_stdout("export", tmp_path / "exact", tmp_path / "a.pt").endswith(", torch, exact\n")
     options = ("--refinement", "base")
-    assert printed("export", tmp_path / "lossy", tmp_path / "b.pt", *options).endswith(", base layer alone\n")
+    assert dsq_stdout("export", tmp_path / "lossy", tmp_path / "b.pt", *options).endswith(", base layer alone\n")

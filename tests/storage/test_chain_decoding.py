@@ -13,7 +13,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage import shard
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.states import bits, loaded, tensors
+from tests.helpers.states import flat_tensors, load_copy, to_bytes
 from tests.storage.format import independent_reader as independent
 
 CODERS = {"lists": ChangesCoder.fit, "lanes": RansCoder.fit, "huffman": HuffmanCoder.fit}
@@ -51,8 +51,8 @@ def test_every_mix_of_coders(tmp_path, chain, block):
             assert checkpoint.manifest.depth == number
         reader = independent.Reader(path)
         for refinement in ("auto", False):
-            for fqn, value in tensors(loaded(path, state, refinement=refinement)).items():
-                assert reader.tensor(fqn, refinement == "auto") == bits(value), (number, fqn)
+            for fqn, value in flat_tensors(load_copy(path, state, refinement=refinement)).items():
+                assert reader.tensor(fqn, refinement == "auto") == to_bytes(value), (number, fqn)
     assert found == [{"rans"}, *({{"lists": "changes", "lanes": "rans"}.get(how, how)} for how in chain)]
 
 

@@ -11,9 +11,9 @@ import dsq_ckpt
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage import checkpoint_copy
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import alter, document, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit
 from tests.helpers.small_run import NAMES
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 ORPHAN = "0123456789abcdef-00000.dsq"
 
@@ -39,15 +39,15 @@ def test_a_run_takes_as_much_room_as_before(trained, run, tmp_path):
     (run / NAMES[1] / ORPHAN).write_text("x")
     os.mkfifo(run / "pipe")
     copy = tmp_path / "elsewhere" / "copy"
-    found = document("cp", run, copy)
+    found = dsq_json("cp", run, copy)
     assert found["checkpoints"] == 3 and found["links"] == 3
     assert sorted(found["left_out"]) == [str(run / "aborted"), str(run / "pipe")]
     expected = on_disk(run)
     assert on_disk(copy) == (expected[0] - 3, expected[1] - 2)  # two leftovers and the pipe
     assert os.readlink(copy / "latest") == NAMES[2] and (copy / "log" / "train.txt").read_text() == "a line"
     assert (copy / NAMES[2] / "config.json").exists()
-    assert document("verify", copy)["ok"]
-    assert differences(loaded(copy / NAMES[2], trained[1]), loaded(run / NAMES[2], trained[1])) == []
+    assert dsq_json("verify", copy)["ok"]
+    assert find_differences(load_copy(copy / NAMES[2], trained[1]), load_copy(run / NAMES[2], trained[1])) == []
     assert os.stat(copy / NAMES[0] / "manifest.json").st_mtime == os.stat(run / NAMES[0] / "manifest.json").st_mtime
     assert os.listdir(tmp_path / "elsewhere") == ["copy"]
 
@@ -63,16 +63,16 @@ def _linked_copy(written):
 
 
 def test_a_checkpoint_alone(run, tmp_path):
-    assert "1 checkpoint(s)" in printed("cp", run / NAMES[2], tmp_path / "one")
-    assert document("verify", tmp_path / "one")["ok"]
+    assert "1 checkpoint(s)" in dsq_stdout("cp", run / NAMES[2], tmp_path / "one")
+    assert dsq_json("verify", tmp_path / "one")["ok"]
     assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "one")
 
 
 def test_an_altered_file_leaves_no_copy(run, tmp_path):
-    alter(owned(run / NAMES[1]))
+    flip_bit(find_file(run / NAMES[1]))
     for source in (run, run / NAMES[1]):
-        message = error("cp", source, tmp_path / "copy")
-        assert owned(run / NAMES[1]).name in message and "it was altered" in message
+        message = dsq_error("cp", source, tmp_path / "copy")
+        assert find_file(run / NAMES[1]).name in message and "it was altered" in message
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten(run, tmp_path):
     with pytest.raises(SaveFailed, match="lies in"):
         checkpoint_copy.copy_checkpoints(run, run / "copy")
     assert os.listdir(tmp_path / "there") == []
-    assert "is not a directory" in error("cp", tmp_path / "nowhere", tmp_path / "copy")
+    assert "is not a directory" in dsq_error("cp", tmp_path / "nowhere", tmp_path / "copy")
 
 
 def test_a_refinement_that_training_drops_meanwhile(run, tmp_path, monkeypatch):
@@ -103,5 +103,5 @@ def test_a_refinement_that_training_drops_meanwhile(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_copy._LocalCopy, "_copy_file", after_the_drop)
     checkpoint_copy.copy_checkpoints(path, tmp_path / "copy")
-    assert dropped and document("verify", tmp_path / "copy")["ok"]
+    assert dropped and dsq_json("verify", tmp_path / "copy")["ok"]
     assert dsq_ckpt.describe(tmp_path / "copy")["refinement"] == "dropped"

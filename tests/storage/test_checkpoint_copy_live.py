@@ -13,7 +13,7 @@ from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
-from tests.helpers.commands import alter, document, error, owned, printed
+from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit
 from tests.helpers.small_run import NAMES
 from tests.storage.test_remote_removal import chain
 
@@ -50,17 +50,17 @@ def _removed(path):
 def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run, tmp_path, at_file, how, role, number):
     """Whichever it is, when it is copied itself."""
     path = run / NAMES[number]
-    file = owned(path, role)
+    file = find_file(path, role)
 
     def happens():
         how(path)
         file.unlink(missing_ok=True)
 
     done = at_file(happens, lambda source: source == file)
-    found = document("cp", run, tmp_path / "copy")
+    found = dsq_json("cp", run, tmp_path / "copy")
     assert done and found["removed"] == [str(path)] and found["checkpoints"] == 2
     assert sorted(os.listdir(tmp_path / "copy")) == [name for name in NAMES if name != path.name]
-    result = document("verify", tmp_path / "copy")
+    result = dsq_json("verify", tmp_path / "copy")
     assert result["ok"] and len(result["checkpoints"]) == 2
     files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / "copy").rglob("*") if one.is_file()}
     assert (found["files"], found["bytes"]) == (len(files), sum(files.values()))
@@ -70,30 +70,30 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run, tmp_path, at_fi
 def test_one_that_goes_before_its_turn(run, tmp_path, at_file, number):
     path = run / NAMES[number]
     at_file(lambda: shutil.rmtree(path), lambda source: True)
-    text = printed("cp", run, tmp_path / "copy")
+    text = dsq_stdout("cp", run, tmp_path / "copy")
     assert f"left out: {path}: it was removed while the others were copied" in text
-    assert document("verify", tmp_path / "copy")["ok"]
+    assert dsq_json("verify", tmp_path / "copy")["ok"]
 
 
 def test_files_that_are_lost_are_damage(run, tmp_path, at_file):
     """As long as the manifest that names them is there."""
-    file = owned(run / NAMES[1])
+    file = find_file(run / NAMES[1])
     at_file(file.unlink, lambda source: source == file)
-    assert file.name in error("cp", run, tmp_path / "copy")
+    assert file.name in dsq_error("cp", run, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_damage_that_is_seen_while_another_goes(run, tmp_path, at_file):
-    alter(owned(run / NAMES[2]))
+    flip_bit(find_file(run / NAMES[2]))
     at_file(lambda: shutil.rmtree(run / NAMES[0]), lambda source: source.parent.name == NAMES[0])
-    assert "it was altered" in error("cp", run, tmp_path / "copy")
+    assert "it was altered" in dsq_error("cp", run, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_the_only_one_that_was_named(run, tmp_path, at_file):
     path = run / NAMES[2]
     at_file(lambda: shutil.rmtree(path), lambda source: True)
-    assert "No such file" in error("cp", path, tmp_path / "copy")
+    assert "No such file" in dsq_error("cp", path, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
@@ -119,7 +119,7 @@ def test_object_stores(kinds, store, tmp_path, monkeypatch):
     assert done and found.removed == [paths[1]] and found.checkpoints == 2
     assert [path.name for path, _ in iter_checkpoints(target)] == ["step-1", "step-3"]
     assert not get_storage(target).list_entries(target / "step-2")
-    assert document("verify", target)["ok"]
+    assert dsq_json("verify", target)["ok"]
 
 
 def test_all_go_from_an_object_store(store, tmp_path, monkeypatch):
@@ -140,5 +140,5 @@ def test_all_go_from_an_object_store(store, tmp_path, monkeypatch):
 
 def test_a_manifest_that_does_not_parse_is_damage(run, tmp_path):
     (run / NAMES[1] / MANIFEST).write_text("{}")
-    assert NAMES[1] in error("cp", run, tmp_path / "copy")
+    assert NAMES[1] in dsq_error("cp", run, tmp_path / "copy")
     assert Manifest.read(run / NAMES[0])

@@ -17,8 +17,8 @@ from dsq_ckpt.storage.chain_decoding import ChainRecord
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import owned
-from tests.helpers.states import bits, tensors
+from tests.helpers.commands import find_file
+from tests.helpers.states import flat_tensors, to_bytes
 
 BLOCK, STEPS = 1024, 3
 LATTICE = {"storage": {"block_elements": BLOCK, "fsync": False}, "quantize": {"min_elements": 100}}
@@ -55,17 +55,17 @@ def load(path, state, threads):
 
 def flat(state):
     """The tensors of a state by name, and zeros in their place."""
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors(state).items()}
+    return {name: torch.zeros_like(tensor) for name, tensor in flat_tensors(state).items()}
 
 
 def test_any_number_of_threads_decodes_the_same(run):
     path, state = run
-    expected = {name: bits(tensor) for name, tensor in load(path, flat(state), 1).items()}
+    expected = {name: to_bytes(tensor) for name, tensor in load(path, flat(state), 1).items()}
     for threads in (2, 5):
-        assert {name: bits(tensor) for name, tensor in load(path, flat(state), threads).items()} == expected
+        assert {name: to_bytes(tensor) for name, tensor in load(path, flat(state), threads).items()} == expected
     with Checkpoint(path) as checkpoint, Workers(3, BLOCK) as workers:  # each chunk by itself, with nothing known
         for key, ref in checkpoint.iter_chunks():
-            assert bits(checkpoint.decode_tensor(ref, True, workers)) == expected[key.fqn], key
+            assert to_bytes(checkpoint.decode_tensor(ref, True, workers)) == expected[key.fqn], key
 
 
 def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
     with Checkpoint(path) as checkpoint:
         ref = checkpoint.find_record("model.w0", (0, 0))
         offset, size, _ = checkpoint.read_record(ref)["blocks"][2]
-    file = owned(path)
+    file = find_file(path)
     held = file.read_bytes()
     file.write_bytes(held[:offset] + bytes(byte ^ 255 for byte in held[offset : offset + size]) + held[offset + size :])
     decode, writes = chunk_load.decode_coded, []
@@ -88,12 +88,12 @@ def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
     targets = flat(state)
     with pytest.raises(torch.distributed.checkpoint.CheckpointException) as raised:
         load(path, targets, 4)
-    ended, found = time.monotonic(), {name: bits(tensor) for name, tensor in targets.items()}
+    ended, found = time.monotonic(), {name: to_bytes(tensor) for name, tensor in targets.items()}
     [error] = raised.value.failures.values()
     assert isinstance(error[0], dsq_ckpt.CorruptCheckpoint) and file.name in str(error[0])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dsq_")]
     assert writes and max(writes) <= ended
-    assert found == {name: bits(tensor) for name, tensor in targets.items()}
+    assert found == {name: to_bytes(tensor) for name, tensor in targets.items()}
 
 
 @pytest.mark.timeout(60)
@@ -131,7 +131,7 @@ def test_blocks_that_wait_for_second_moments_of_a_damaged_one_fail(tmp_path):
         first = checkpoint.read_record(checkpoint.find_record("optimizer.state.w.exp_avg", (0, 0)))
         assert first["root"] == "optimizer.state.w.exp_avg_sq" and not first.get("protected_count")
         offset = first["blocks"][3][0]
-    file = owned(tmp_path / "1")
+    file = find_file(tmp_path / "1")
     held = bytearray(file.read_bytes())
     held[offset] ^= 255
     file.write_bytes(held)
@@ -174,7 +174,7 @@ def test_names_with_the_same_memory_are_written_one_after_the_other(run):
         targets = flat(state)
         targets[names[1]] = targets[names[0]]
         load(path, targets, 4)
-        assert bits(targets[names[0]]) in {bits(single[name]) for name in names}
+        assert to_bytes(targets[names[0]]) in {to_bytes(single[name]) for name in names}
 
 
 def test_views_with_gaps_and_other_dtypes_are_filled(run):
@@ -183,7 +183,7 @@ def test_views_with_gaps_and_other_dtypes_are_filled(run):
     wide = {name: torch.zeros(*tensor.shape, 2, dtype=tensor.dtype) for name, tensor in expected.items()}
     load(path, {name: tensor[..., 0] for name, tensor in wide.items()}, 3)
     for name, tensor in wide.items():
-        assert bits(tensor[..., 0]) == bits(expected[name]) and not tensor[..., 1].any()
+        assert to_bytes(tensor[..., 0]) == to_bytes(expected[name]) and not tensor[..., 1].any()
     reader = dsq_ckpt.DSQStorageReader(path, threads=3, allow_cast=True, history=dsq_ckpt.SaveHistory())
     double = {name: tensor.double() * 0 for name, tensor in expected.items()}
     torch.distributed.checkpoint.load(double, storage_reader=reader, no_dist=True)

@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import Kept, differences, loaded, mixed_state, moved, relative_error
+from tests.helpers.states import DecodedCheckpoints, find_differences, load_copy, mixed_state, perturb, relative_error
 
 SEED = 20240229
 
@@ -23,7 +23,7 @@ SEED = 20240229
 def failure(path, like, **options):
     """The error that loading raises, None if it loads; anything but a clear error of ours is raised again."""
     try:
-        loaded(path, like, **options)
+        load_copy(path, like, **options)
     except (dsq_ckpt.CorruptCheckpoint, dsq_ckpt.CheckpointNotFound, dsq_ckpt.UnsupportedFormat) as error:
         return error
     return None
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     config = {"storage": {"block_elements": 1 << 11, "fsync": False}}
     for number in range(3):
         dsq_ckpt.save(state, root / str(number), config=config, pinned=number == 0)
-        state = moved(state, number)
+        state = perturb(state, number)
     dsq_ckpt.forget()
     return root, state
 
@@ -50,7 +50,7 @@ def damaged(run, tmp_path):
     shutil.copytree(root / "2", tmp_path / "x")
     assert failure(tmp_path / "x", state) is None
     dsq_ckpt.forget()
-    return tmp_path / "x", state, loaded(root / "2", state)
+    return tmp_path / "x", state, load_copy(root / "2", state)
 
 
 def each_file(path):
@@ -109,7 +109,7 @@ def test_flipped_bits(damaged):
             bit = 1 << rng.randrange(8)
             file.write_bytes(held[:place] + bytes([held[place] ^ bit]) + held[place + 1 :])
             if failure(path, state) is None:
-                assert differences(loaded(path, state), values) == [], (SEED, file.name, place, bit)
+                assert find_differences(load_copy(path, state), values) == [], (SEED, file.name, place, bit)
                 missed.append((file.name, place, bit, held[max(0, place - 10) : place + 10]))
             assert verify_finds(path), (SEED, file.name, place, bit)
         file.write_bytes(held)
@@ -138,7 +138,7 @@ def test_swapped_files(damaged):
                 shutil.copyfile(b, a)
                 assert failure(path, state), (a, b)
                 a.write_bytes(held)
-    assert differences(loaded(path, state), values) == []
+    assert find_differences(load_copy(path, state), values) == []
 
 
 def test_foreign_files(damaged):
@@ -204,7 +204,7 @@ def test_no_pickle_is_read(damaged, monkeypatch):
 def test_damage_stays_in_its_checkpoint(run, damaged):
     """The other checkpoints of a run do not notice, though files are shared by hard links until one is replaced."""
     root, state = run
-    kept = Kept(state, *(root / str(number) for number in range(3)))
+    kept = DecodedCheckpoints(state, *(root / str(number) for number in range(3)))
     path, _, _ = damaged
     for file in each_file(path):
         file.write_bytes(b"damaged")
@@ -215,8 +215,8 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
     root, state = run
     for number in range(3):
         shutil.copytree(root / str(number), tmp_path / "r" / str(number))
-    kept = Kept(state, *(tmp_path / "r" / str(number) for number in range(2)))
-    loaded(tmp_path / "r" / "2", state)
+    kept = DecodedCheckpoints(state, *(tmp_path / "r" / str(number) for number in range(2)))
+    load_copy(tmp_path / "r" / "2", state)
     dsq_ckpt.forget()  # its codes must be read from the files
     refused: list[str] = []
     keyframes: list[str] = []
@@ -235,7 +235,7 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
             else:
                 assert file.suffix == ".refinement" and Manifest.read(tmp_path / "r" / "next").depth == 3
             assert relative_error(
-                state["lossy"]["conv.weight"], loaded(tmp_path / "r" / "next", state)["lossy"]["conv.weight"]
+                state["lossy"]["conv.weight"], load_copy(tmp_path / "r" / "next", state)["lossy"]["conv.weight"]
             ) < 0.015
             dsq_ckpt.forget()
             shutil.rmtree(tmp_path / "r" / "next")

@@ -15,8 +15,8 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef, reference_place
 from dsq_ckpt.storage.removal import remove_checkpoint
-from tests.helpers.commands import owned
-from tests.helpers.states import bits, loaded, mixed_state, tensors
+from tests.helpers.commands import find_file
+from tests.helpers.states import flat_tensors, load_copy, mixed_state, to_bytes
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import edit_contents
 
@@ -56,9 +56,9 @@ def save(number: int, run: Path, **arguments: Any) -> Path:
 
 
 def check(path: Path, state: dict[str, Any]) -> None:
-    back = loaded(path, state)
-    for fqn, value in tensors(state).items():
-        assert bits(tensors(back)[fqn]) == bits(value), fqn
+    back = load_copy(path, state)
+    for fqn, value in flat_tensors(state).items():
+        assert to_bytes(flat_tensors(back)[fqn]) == to_bytes(value), fqn
 
 
 def written(path: Path) -> int:
@@ -80,7 +80,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
         check(path, state_at(number))
         reader = independent.Reader(path)  # as docs/format.md has it
         for fqn in ("small 7", "count", "complex", "odd", "mask") if number == 5 else ():
-            assert reader.tensor(fqn, True) == bits(tensors(state_at(number))[fqn]), fqn
+            assert reader.tensor(fqn, True) == to_bytes(flat_tensors(state_at(number))[fqn]), fqn
     assert chains(path)["w"] > 1 and chains(path)["bias"] > 1 and chains(path)["complex"] > 1
     assert written(path) < 0.5 * written(tmp_path / "step-000")
 
@@ -89,10 +89,10 @@ def test_mixed_state(tmp_path: Path) -> None:
     """Lossy tensors beside exact ones: both chains in one file."""
     for number in range(3):
         dsq_ckpt.save(mixed_state(number), tmp_path / str(number))
-        back = tensors(loaded(tmp_path / str(number), mixed_state(number)))
-        for fqn, value in tensors(mixed_state(number)).items():
+        back = flat_tensors(load_copy(tmp_path / str(number), mixed_state(number)))
+        for fqn, value in flat_tensors(mixed_state(number)).items():
             if not fqn.startswith("lossy"):
-                assert bits(back[fqn]) == bits(value), fqn
+                assert to_bytes(back[fqn]) == to_bytes(value), fqn
 
 
 def test_places_of_a_chain() -> None:
@@ -330,7 +330,7 @@ def second_of(run: Path, forged: Any) -> Path:
     """The second checkpoint of a run, whose contents were forged."""
     for number in range(2):
         path = save(number, run)
-    own, ancestor = owned(path, "own"), owned(path, "ancestor")
+    own, ancestor = find_file(path, "own"), find_file(path, "ancestor")
     ancestor.rename(run / "aside")
     edit_contents(path, lambda contents: forged(contents, own.name))
     (run / "aside").rename(ancestor)
@@ -357,7 +357,7 @@ def test_merges_and_saves_of_packs_that_do_not_fit(tmp_path: Path, forged: Any) 
 def test_packs_that_do_not_fit_are_refused(tmp_path: Path, forged: Any) -> None:
     path = second_of(tmp_path, forged)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=path.name):
-        loaded(path, state_at(1))
+        load_copy(path, state_at(1))
     if forged is not strange_place:  # which readers do not need
         with pytest.raises((independent.Refused, IndexError, ValueError)):
             independent.Reader(path).tensor("w")

@@ -24,7 +24,7 @@ from dsq_ckpt.storage.gc import collect_garbage, find_garbage, find_skipped, is_
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES, small_run
-from tests.helpers.states import differences, loaded
+from tests.helpers.states import find_differences, load_copy
 
 SAVE = "0123456789abcdef"
 TEMPORARY = (
@@ -92,8 +92,8 @@ def test_exactly_the_orphans_go(trained, run, later):
     kept = [f"{NAMES[1]}/{name}" for name in FOREIGN] + [f"foreign/{name}" for name in FOREIGN]
     kept += ["foreign", "mixed", *(f"mixed/{name}" for name in (*DATA, *FOREIGN))]
     assert listing(run) == sorted(before + kept)
-    assert differences(
-        loaded(run / NAMES[-1], trained[1]), loaded(trained[0] / NAMES[-1], trained[1])
+    assert find_differences(
+        load_copy(run / NAMES[-1], trained[1]), load_copy(trained[0] / NAMES[-1], trained[1])
     ) == []
 
 
@@ -153,7 +153,7 @@ def test_a_dropped_refinement_whose_unlink_was_lost(trained, run, later):
         run / NAMES[-1], exclusive=False, fsync=False
     )
     assert [orphan.path.name for orphan in collect_garbage(run)] == names
-    loaded(run / NAMES[-1], trained[1])
+    load_copy(run / NAMES[-1], trained[1])
 
 
 def test_a_save_that_was_killed(tmp_path, monkeypatch, later):

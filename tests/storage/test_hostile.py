@@ -19,8 +19,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import error, printed
-from tests.helpers.states import differences, loaded, same
+from tests.helpers.commands import dsq_error, dsq_stdout
+from tests.helpers.states import find_differences, is_equal, load_copy
 from tests.storage.format.rewriting import edit_contents, edit_index
 
 CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
@@ -52,23 +52,23 @@ def test_what_is_no_file_is_refused_at_once(saved, kind):
         else:
             file.mkdir()
         with pytest.raises(dsq_ckpt.DSQError, match=file.name):
-            loaded(saved, state())
+            load_copy(saved, state())
         assert dsq_ckpt.latest(saved.parent) is None or file.name != "manifest.json"
         if kind == "directory":
             file.rmdir()
         else:
             file.unlink()
         file.write_bytes(held)
-    assert differences(loaded(saved, state()), loaded(saved, state())) == []
+    assert find_differences(load_copy(saved, state()), load_copy(saved, state())) == []
 
 
 def test_links_to_files_are_followed(saved, tmp_path):
     """As stores of files make them; every byte is compared with its checksum all the same."""
-    values = loaded(saved, state())
+    values = load_copy(saved, state())
     for file in sorted(saved.iterdir()):
         file.rename(tmp_path / file.name)
         file.symlink_to(tmp_path / file.name)
-    assert differences(loaded(saved, state()), values) == []
+    assert find_differences(load_copy(saved, state()), values) == []
 
 
 def test_manifests_are_nested_and_long_as_far_as_is_sensible(saved):
@@ -105,7 +105,7 @@ def test_a_value_above_other_values(saved):
         with pytest.raises(dsq_ckpt.LoadFailed, match=r"'n' and 'list\.0' cannot both be in one state dict"):
             read()
     dsq_ckpt.load(found := {"w": torch.zeros(40, 60)}, saved)
-    assert same(found["w"], loaded(saved, {"w": torch.zeros(40, 60)})["w"])
+    assert is_equal(found["w"], load_copy(saved, {"w": torch.zeros(40, 60)})["w"])
 
 
 def test_a_name_without_a_value_is_told(saved):
@@ -149,7 +149,7 @@ def test_commands_and_loads_do_without_the_configuration(saved, config):
     ):
         _with(saved, config=config, quality=quality)
         for command in (["inspect", saved], ["inspect", saved, "--tensors"], ["log", saved.parent], ["verify", saved]):
-            printed(*command)
+            dsq_stdout(*command)
         found = state(1)
         dsq_ckpt.load(found, saved)
         assert found["n"] == 5
@@ -162,7 +162,7 @@ def test_commands_and_loads_do_without_the_configuration(saved, config):
 def test_what_a_search_measured_are_numbers(saved, quality):
     _with(saved, quality={**SEARCH, **quality})
     (name,) = quality
-    assert f"'{name}' is " in error("inspect", saved)
+    assert f"'{name}' is " in dsq_error("inspect", saved)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"manifest.json.*'{name}' is "):
         dsq_ckpt.load(state(), saved)
 
@@ -183,7 +183,7 @@ def test_sizes_that_no_file_can_hold(saved, record):
 
     edit_contents(saved, claim)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq"):
-        loaded(saved, state())
+        load_copy(saved, state())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)
 
 
@@ -212,10 +212,10 @@ def test_few_files_are_open_at_a_time(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
-    values = loaded(last, state())
+    values = load_copy(last, state())
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 40, limits[1]))
-        assert differences(loaded(last, state()), values) == []
+        assert find_differences(load_copy(last, state()), values) == []
         regular_files._close_idle_files(0)
         taken = []
         with pytest.raises(OSError, match="Too many open files"):
@@ -232,7 +232,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
 def test_descriptors_are_given_back(saved):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        loaded(saved, state())
+        load_copy(saved, state())
     with Checkpoint(saved) as checkpoint, Workers(2, 1 << 10) as workers:
         for _, ref in checkpoint.iter_chunks():
             checkpoint.decode_tensor(ref, True, workers)
@@ -253,8 +253,8 @@ def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "prepare_load", overwriting)
     with pytest.raises(dsq_ckpt.LoadFailed, match="load again"):
-        loaded(saved, state())
-    assert same(loaded(saved, state())["list"][0], torch.ones(3))
+        load_copy(saved, state())
+    assert is_equal(load_copy(saved, state())["list"][0], torch.ones(3))
 
 
 def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch):
@@ -278,13 +278,13 @@ def test_every_name_has_a_path_or_none_has(tmp_path):
     with pytest.raises(dsq_ckpt.LoadFailed, match="does not tell how"):
         dsq_ckpt.load({}, tmp_path / "a")
     dsq_ckpt.load(found := {"w": torch.zeros(3)}, tmp_path / "a")
-    assert same(found["w"], torch.ones(3))
+    assert is_equal(found["w"], torch.ones(3))
 
 
 def test_copies_and_fixtures_stay_readable(saved, tmp_path):
-    values = loaded(saved, state())
+    values = load_copy(saved, state())
     shutil.copytree(saved, tmp_path / "copy")
-    assert differences(loaded(tmp_path / "copy", state()), values) == []
+    assert find_differences(load_copy(tmp_path / "copy", state()), values) == []
     assert all(entry["contents"] for entry in json.loads((saved / "manifest.json").read_text())["files"]
                if entry["role"] in ("own", "refinement"))
 

@@ -19,7 +19,7 @@ from tests.fixtures import make_format_v4 as v4
 from tests.fixtures import make_format_v5 as v5
 from tests.fixtures import make_format_v6 as v6
 from tests.fixtures import make_format_v7 as v7
-from tests.helpers.states import bits, flat, loaded, relative_error, tensors
+from tests.helpers.states import flat_tensors, flatten, load_copy, relative_error, to_bytes
 from tests.storage.format import independent_reader as independent
 
 EXPECTED = json.loads((v1.HERE / "expected.json").read_text())
@@ -38,8 +38,8 @@ def check(path, like, expected, version):
         assert [problem for _, _, problem in checkpoint.verify() if problem] == []
         assert checkpoint.manifest.version == version
     assert Manifest.read(path).depth == expected["depth"] and Manifest.read(path).refinement == expected["refinement"]
-    assert v1.digests(loaded(path, like)) == expected["full"]
-    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
+    assert v1.digests(load_copy(path, like)) == expected["full"]
+    assert v1.digests(load_copy(path, like, refinement=False)) == expected["base"]
 
 
 @pytest.mark.parametrize("number", sorted(EXPECTED))
@@ -49,7 +49,7 @@ def test_version_1(number):
     check(path, like, expected, 1)
     for fqn in LOSSY:  # and what was promised to be there is close to what was saved
         limit = 0.06 if Manifest.read(path).refinement == "kept" and fqn != "embed.weight" else 0.3
-        assert relative_error(like["model"][fqn], loaded(path, like)["model"][fqn]) < limit, fqn
+        assert relative_error(like["model"][fqn], load_copy(path, like)["model"][fqn]) < limit, fqn
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED_2))
@@ -59,7 +59,7 @@ def test_version_2(name):
     check(path, like, expected, 2)
     for fqn, value in like["model"].items():
         limit = 0.08 if name == "lc-merged" else 0.02 if "sums" in name else 0.2
-        assert relative_error(value, loaded(path, like)["model"][fqn]) < limit, fqn
+        assert relative_error(value, load_copy(path, like)["model"][fqn]) < limit, fqn
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED_3))
@@ -106,9 +106,9 @@ def test_version_6(name):
         contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
         assert ("changes" in {group["coder"] for group in contents["groups"].values()}) == (name == "1")
         assert all(len(pack) == 3 for pack in contents["packs"])
-    back = flat(loaded(path, v6.state_at(int(name))))
-    for fqn, value in flat({"exact": v6.state_at(int(name))["exact"]}).items():
-        assert bits(back[fqn]) == bits(value), fqn
+    back = flatten(load_copy(path, v6.state_at(int(name))))
+    for fqn, value in flatten({"exact": v6.state_at(int(name))["exact"]}).items():
+        assert to_bytes(back[fqn]) == to_bytes(value), fqn
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED_7))
@@ -135,9 +135,9 @@ def test_the_page_describes_them(path):
     else:
         like = {v1.HERE: v1, v6.HERE: v6, v7.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
     for refinement in ("auto", False):
-        for fqn, value in tensors(loaded(path, like, refinement=refinement)).items():
+        for fqn, value in flat_tensors(load_copy(path, like, refinement=refinement)).items():
             if fqn in reader.index["tensors"]:
-                assert reader.tensor(fqn, refinement == "auto") == bits(value), fqn
+                assert reader.tensor(fqn, refinement == "auto") == to_bytes(value), fqn
 
 
 def kinds_of_records(paths):
@@ -177,7 +177,7 @@ def test_version_1_is_a_parent(tmp_path):
     like = v1.state_at(3)
     dsq_ckpt.save(like, tmp_path / "3", parent=v1.HERE / "2", config=v1.config(2))
     assert Manifest.read(tmp_path / "3").depth == EXPECTED["2"]["depth"] + 1
-    back = flat(loaded(tmp_path / "3", like))
+    back = flatten(load_copy(tmp_path / "3", like))
     assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.06
 
 
@@ -189,7 +189,7 @@ def test_versions_3_to_5_are_parents(tmp_path, version):
     config["quantize"]["weights"]["codebook"]["step"] = 0.64  # of larger units than the parent's, so cells are as wide
     dsq_ckpt.save(like, tmp_path / "2", parent=version.HERE / "1", config=config)
     assert Manifest.read(tmp_path / "2").depth == 2
-    back = flat(loaded(tmp_path / "2", like))
+    back = flatten(load_copy(tmp_path / "2", like))
     assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.5  # one bit of refinement
 
 
@@ -198,7 +198,7 @@ def test_version_2_is_a_parent(tmp_path):
     for name, number in (("sums-2", 2), ("sums-merged", 3)):
         dsq_ckpt.save(like, tmp_path / name, parent=v2.HERE / name, config=v2.config("sums", number))
         assert Manifest.read(tmp_path / name).depth == EXPECTED_2[name]["depth"] + 1
-        back = flat(loaded(tmp_path / name, like))
+        back = flatten(load_copy(tmp_path / name, like))
         assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.01
 
 
@@ -224,9 +224,9 @@ def test_version_6_is_a_parent_of_exact_data(tmp_path):
         contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
         [((file, _), place)] = [pack[3:] for pack in contents["packs"] if len(pack) > 3]
         assert file.startswith(Manifest.read(v6.HERE / "1").save_id) and place == 1
-    back = flat(loaded(tmp_path / "2", like))
-    for fqn, value in flat({"exact": like["exact"]}).items():
-        assert bits(back[fqn]) == bits(value), fqn
+    back = flatten(load_copy(tmp_path / "2", like))
+    for fqn, value in flatten({"exact": like["exact"]}).items():
+        assert to_bytes(back[fqn]) == to_bytes(value), fqn
 
 
 def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
@@ -240,7 +240,7 @@ def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
             contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
             assert len(contents["packs"][contents["scales"][0]]) == 3
         independent.Reader(tmp_path / name)
-    assert v1.digests(loaded(tmp_path / "merged", like)) == EXPECTED_7["1"]["full"]
+    assert v1.digests(load_copy(tmp_path / "merged", like)) == EXPECTED_7["1"]["full"]
     paths = (v7.HERE / "1", tmp_path / "merged")
     told = [sum(kind.base for kind in Manifest.read(path).kinds.values()) for path in paths]
     stored = [payload(path) for path in paths]

@@ -10,7 +10,7 @@ import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
-from tests.helpers.commands import error
+from tests.helpers.commands import dsq_error
 
 MODEL_STATES, ZERO_STATES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 FILE = r"is a file, and .* is a directory; torch\.load .* safetensors\.torch\.load_file .* `dsq compress`"
@@ -51,8 +51,8 @@ def test_a_load_says_what_lies_at_the_path(others, name):
 
 def test_commands_say_the_same(others):
     for command in ("inspect", "verify"):
-        assert "is a file, and a dsq_ckpt checkpoint is a directory" in error(command, others / "model.pt")
-    assert "is a tag that DeepSpeed wrote" in error("inspect", others / "zero")
+        assert "is a file, and a dsq_ckpt checkpoint is a directory" in dsq_error(command, others / "model.pt")
+    assert "is a tag that DeepSpeed wrote" in dsq_error("inspect", others / "zero")
 
 
 @pytest.mark.parametrize("name", ["cut", "zero", "tag"])

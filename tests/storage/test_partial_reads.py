@@ -18,8 +18,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.chain_decoding import ChainRecord
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import decode_all
-from tests.helpers.commands import owned
-from tests.helpers.states import bits, loaded, tensors
+from tests.helpers.commands import find_file
+from tests.helpers.states import flat_tensors, load_copy, to_bytes
 
 BLOCK, STEPS = 1024, 4
 CONFIG = {"storage": {"block_elements": BLOCK, "fsync": False}}
@@ -44,7 +44,7 @@ def run(request, tmp_path_factory):
     for number, state in enumerate(states(torch.bfloat16 if request.param == "bfloat16" else torch.float32)):
         dsq_ckpt.save(state, root / str(number), config=KMEANS if request.param == "protected" else CONFIG)
     dsq_ckpt.forget()
-    return request.param, root / str(STEPS - 1), tensors(loaded(root / str(STEPS - 1), state))
+    return request.param, root / str(STEPS - 1), flat_tensors(load_copy(root / str(STEPS - 1), state))
 
 
 def read(path, fqn, offsets, lengths, like):
@@ -69,7 +69,7 @@ def test_values_are_those_of_the_whole(run):
         first = [data.draw(st.integers(0, size - 1)) for size in whole.shape]
         lengths = [data.draw(st.integers(0, size - at)) for size, at in zip(whole.shape, first, strict=True)]
         box = whole[tuple(slice(at, at + size) for at, size in zip(first, lengths, strict=True))]
-        assert bits(read(path, fqn, first, lengths, whole)) == bits(box)
+        assert to_bytes(read(path, fqn, first, lengths, whole)) == to_bytes(box)
 
     check()
 
@@ -101,13 +101,13 @@ def test_what_is_not_needed_may_be_damaged(run, tmp_path):
         [load] = decode_all([load], workers)
         part = slice(4 * BLOCK, 7 * BLOCK)
         assert (load.codes[part] == checkpoint.decode_codes(ref, workers)[part]).all()
-        assert bits(load.tensor.view(-1)[part]) == bits(expected["model.w"].view(-1)[part])
-    file = owned(path)
+        assert to_bytes(load.tensor.view(-1)[part]) == to_bytes(expected["model.w"].view(-1)[part])
+    file = find_file(path)
     held = file.read_bytes()
     file.write_bytes(held[:offset] + bytes(byte ^ 255 for byte in held[offset : offset + size]) + held[offset + size :])
     try:
         whole = expected["model.w"]
-        assert bits(read(path, "model.w", [50, 0], [20, 100], whole)) == bits(whole[50:70])
+        assert to_bytes(read(path, "model.w", [50, 0], [20, 100], whole)) == to_bytes(whole[50:70])
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
             read(path, "model.w", [0, 0], [20, 100], whole)
     finally:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQStorageReader, DSQStorageWriter
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
-from tests.helpers.commands import dsq, words
+from tests.helpers.commands import run_dsq, unwrap_text
 
 STATE = {"w": torch.zeros(3)}
 REFUSED = {
@@ -36,8 +36,8 @@ def test_a_path_made_of_a_url_is_refused_by_name(tmp_path, monkeypatch, name):
 
 def test_commands_refuse_one_slash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = dsq("log", "s3:/bucket/run")
-    assert result.exit_code == 2 and "path 's3:/bucket/run': expected a URL such as" in words(result.output)
+    result = run_dsq("log", "s3:/bucket/run")
+    assert result.exit_code == 2 and "path 's3:/bucket/run': expected a URL such as" in unwrap_text(result.output)
 
 
 def test_local_paths_are_what_they_were(tmp_path):

@@ -16,7 +16,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, Loa
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
-from tests.helpers.commands import alter, owned
+from tests.helpers.commands import find_file, flip_bit
 
 SHAPE = (40, 25)
 
@@ -116,7 +116,7 @@ def test_a_file_of_another_save(tag):
 
 
 def test_an_altered_checkpoint(tag):
-    alter(owned(tag[0]))
+    flip_bit(find_file(tag[0]))
     with pytest.raises(CorruptCheckpoint):
         load(tag[0] / "x_states.pt")
 

@@ -19,7 +19,7 @@ from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
-from tests.helpers.commands import document, printed
+from tests.helpers.commands import dsq_json, dsq_stdout
 
 
 def state_of(step: int) -> dict:
@@ -102,11 +102,11 @@ def test_the_command(store):
 def _said_of_what_stays(run: str) -> None:
     """Check what the commands say of a run from whose first checkpoint one file stays."""
     for command in ("log", "verify"):
-        assert "removed: step-1: 1 file(s) stay, which other checkpoints need" in printed(command, run)
-        told = document(command, run)
+        assert "removed: step-1: 1 file(s) stay, which other checkpoints need" in dsq_stdout(command, run)
+        told = dsq_json(command, run)
         assert (told["removed"], told["incomplete"]) == ([{"name": "step-1", "files": 1}], [])
     assert "1 file(s) stay, which other checkpoints need" in render(History.read(resolve_checkpoint_path(run)))
-    told = document("gc", "--older-than", "0s", "--dry-run", run)
+    told = dsq_json("gc", "--older-than", "0s", "--dry-run", run)
     assert told["files"] == told["left"] == []
 
 
@@ -117,7 +117,7 @@ def test_what_stays_of_a_removed_checkpoint_is_no_save_that_failed(store):
     with pytest.raises(CheckpointNotFound, match="or was removed"):
         loaded(paths[0])
     put(paths[0] / f"{'0' * 16}-00000.dsq")  # a save under way
-    told = document("verify", f"{store}/run")
+    told = dsq_json("verify", f"{store}/run")
     assert (told["removed"], told["incomplete"]) == ([], ["step-1"])
 
 

@@ -12,8 +12,8 @@ import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef
-from tests.helpers.commands import owned
-from tests.helpers.states import bits, loaded, tensors
+from tests.helpers.commands import find_file
+from tests.helpers.states import flat_tensors, load_copy, to_bytes
 from tests.storage.format import independent_reader as independent
 
 SHAPES = {"up.weight": (300, 80), "down.weight": (80, 300)}
@@ -52,7 +52,7 @@ def save(number: int, run: Path, state: dict[str, Any] | None = None, **argument
 def scales(path: Path) -> tuple[int, list[int], int]:
     """Return the packs of the chain that the scales are decoded from, the numbers, and the bytes of their pack."""
     with Checkpoint(path) as checkpoint:
-        name = owned(path).name
+        name = find_file(path).name
         contents = checkpoint.open_reader(name).contents
         pack = contents["scales"][0]
         numbers = checkpoint.read_scale_numbers(name).tolist()
@@ -62,15 +62,15 @@ def scales(path: Path) -> tuple[int, list[int], int]:
 def codes_of(path: Path) -> int:
     """Return the bytes of all codes in a checkpoint's own file."""
     with Checkpoint(path) as checkpoint:
-        records = checkpoint.open_reader(owned(path).name).contents["records"]
+        records = checkpoint.open_reader(find_file(path).name).contents["records"]
     return sum(block[1] for record in records for block in record.get("blocks", ()) if block is not None)
 
 
 def check(path: Path, state: dict[str, Any]) -> None:
     """Compare what is loaded with the reader that was written from the page."""
     reader = independent.Reader(path)
-    for fqn, value in tensors(loaded(path, state)).items():
-        assert reader.tensor(fqn) == bits(value), fqn
+    for fqn, value in flat_tensors(load_copy(path, state)).items():
+        assert reader.tensor(fqn) == to_bytes(value), fqn
 
 
 def test_scales_are_coded_given_the_parents(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_other_tensors_begin_anew(tmp_path: Path) -> None:
 def test_damage_of_an_earlier_checkpoint(tmp_path: Path) -> None:
     """No values are made of it, verify names the file, and what is saved next is not coded given it."""
     first, second = (save(number, tmp_path) for number in range(2))
-    file = owned(first)
+    file = find_file(first)
     with Checkpoint(first) as checkpoint:
         contents = checkpoint.open_reader(file.name).contents
     (place, size, _), *_ = contents["packs"][contents["scales"][0]]
@@ -133,5 +133,5 @@ def test_merged_chains(tmp_path: Path, keyframe: bool) -> None:
     base = [sum(kind.base for kind in own.values()) for own in kinds]
     told = [scales(own)[2] + codes_of(own) for own in (path, tmp_path / "merged")]
     assert base[1] - base[0] == told[1] - told[0]  # what is said of the kinds is what was written
-    for fqn, value in tensors(loaded(path, state_at(3))).items():
-        assert bits(tensors(loaded(tmp_path / "merged", state_at(3)))[fqn]) == bits(value), fqn
+    for fqn, value in flat_tensors(load_copy(path, state_at(3))).items():
+        assert to_bytes(flat_tensors(load_copy(tmp_path / "merged", state_at(3)))[fqn]) == to_bytes(value), fqn

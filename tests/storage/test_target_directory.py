@@ -19,7 +19,7 @@ from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local_state import LocalState
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, SaveFailed
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from tests.helpers.commands import error, printed
+from tests.helpers.commands import dsq_error, dsq_stdout
 from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES
 
@@ -132,18 +132,18 @@ def test_home_is_expanded_wherever_a_path_comes_from_a_user(tmp_path, monkeypatc
     dsq_ckpt.compress("~/out.pt", "~/small")
     for command in (["log", "~/run"], ["inspect", "~/run/s-1"], ["verify", "~/run"], ["gc", "~/run"],
                     ["export", "~/run/s-1", "~/a.pt"], ["compress", "~/out.pt", "~/b", "--config", "~/c.yaml"]):
-        printed(*command)
+        dsq_stdout(*command)
     assert sorted(os.listdir(home)) == ["a.pt", "b", "c.yaml", "out.pt", "run", "small"]
     assert os.listdir(work) == []
 
 
 def test_an_export_to_an_unknown_suffix(run, tmp_path):
     for name in ("o.xyz", "o.safetensor"):
-        message = error("export", run / NAMES[2], tmp_path / name)
+        message = dsq_error("export", run / NAMES[2], tmp_path / name)
         assert ".safetensors, .pt, .pth, .bin, .ckpt" in message and "--format dcp" in message
     assert not any(entry.name.startswith("o.") for entry in tmp_path.iterdir())
-    printed("export", run / NAMES[2], tmp_path / "v1.5", "--format", "dcp")
-    printed("export", run / NAMES[2], tmp_path / "O.PT")
+    dsq_stdout("export", run / NAMES[2], tmp_path / "v1.5", "--format", "dcp")
+    dsq_stdout("export", run / NAMES[2], tmp_path / "O.PT")
     assert (tmp_path / "v1.5" / ".metadata").exists() and (tmp_path / "O.PT").is_file()
 
 

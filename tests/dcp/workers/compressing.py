@@ -43,9 +43,9 @@ try:
 except SystemExit as ended:
     assert not ended.code, ended
 comm = MPICommunicator()
-contract.check(comm)
+contract.check_communicator(comm)
 comm.limit = 64  # many calls where one would do
-contract.check(comm)
+contract.check_communicator(comm)
 del comm.limit
 partitioner._MIN_PART_BYTES = 1 << 10
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest, is_complete
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.training import Net, compute_loss, train
 
 
 def wrapped(kind: str, size: int, seed: int = 0) -> nn.Module:
@@ -34,14 +34,14 @@ def check(kind: str, system: str, parallel: bool, run: Path, rank: int, size: in
     config = {"system": system, "search": {"parallel_trials": parallel}}
     looked_at = model.module if isinstance(model, DistributedDataParallel) else model
     compressor = dsq_ckpt.Compressor(
-        model, optimizer, config, lambda: loss_of(looked_at), check=lambda: loss_of(looked_at, 10_001 + rank)
+        model, optimizer, config, lambda: compute_loss(looked_at), check=lambda: compute_loss(looked_at, 10_001 + rank)
     )
     for number in range(2):
         train(model, optimizer, 40 * number, 40 * number + 40, rank)
         for buffer in looked_at.buffers():  # each rank has its own, and a restore gives all ranks those of one
             dist.broadcast(buffer, 0)
         before = whole(looked_at.state_dict())
-        metric = loss_of(looked_at, 10_001 + rank)
+        metric = compute_loss(looked_at, 10_001 + rank)
         compressor.save(run / str(number))
         assert all(torch.equal(value, before[name]) for name, value in whole(looked_at.state_dict()).items())
         told = [None] * size
@@ -54,10 +54,10 @@ def check(kind: str, system: str, parallel: bool, run: Path, rank: int, size: in
     fresh = torch.optim.AdamW(other.parameters(), lr=3e-3)
     plain = other.module if isinstance(other, DistributedDataParallel) else other
     resumed = dsq_ckpt.Compressor(
-        other, fresh, config, lambda: loss_of(plain), check=lambda: loss_of(plain, 10_001 + rank)
+        other, fresh, config, lambda: compute_loss(plain), check=lambda: compute_loss(plain, 10_001 + rank)
     )
     resumed.load(run / "1")
-    lost = torch.tensor([loss_of(plain, 10_001 + rank) - metric])
+    lost = torch.tensor([compute_loss(plain, 10_001 + rank) - metric])
     dist.all_reduce(lost)
     bound = manifest.quality.get("restore_may_lose", 0.05 * manifest.quality["metric"])
     assert float(lost) / size <= 1.01 * bound + 1e-6, (lost, manifest.quality)
@@ -75,7 +75,7 @@ def refused(size: int) -> None:
     model = wrapped("fsdp", size)
     fails_everywhere(
         lambda: dsq_ckpt.Compressor(
-            model, config={"search": {"parallel_trials": True}}, evaluate=lambda: loss_of(model)
+            model, config={"search": {"parallel_trials": True}}, evaluate=lambda: compute_loss(model)
         ),
         "ConfigError: search.parallel_trials is true, but the model is sharded",
     )
@@ -90,7 +90,7 @@ def changed_on_one_rank(kind: str, path: Path, rank: int, size: int) -> None:
     train(model, optimizer, 0, 5, rank)
 
     def evaluate() -> float:
-        loss = loss_of(looked_at)
+        loss = compute_loss(looked_at)
         if rank == 1:
             for module in looked_at.modules():
                 if isinstance(module, FSDPModule):
@@ -113,10 +113,10 @@ def functions_on_one_rank(path: Path, rank: int, size: int) -> None:
     assert isinstance(inner, nn.Module)
 
     def confirm() -> float:
-        return loss_of(inner, 1)
+        return compute_loss(inner, 1)
 
     for name, evaluate, check in (
-        ("check", lambda: loss_of(inner), confirm if rank == 1 else None),
+        ("check", lambda: compute_loss(inner), confirm if rank == 1 else None),
         ("evaluate", confirm if rank == 1 else None, None),
     ):
         compressor = dsq_ckpt.Compressor(model, evaluate=evaluate, check=check)
@@ -138,9 +138,9 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
         calls.append(1)
         if rank == 1 and len(calls) == 4:
             raise RuntimeError("no more data")
-        return loss_of(inner, 1)
+        return compute_loss(inner, 1)
 
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(inner), check=confirm)
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: compute_loss(inner), check=confirm)
     compressor.save(path)
     quality = Manifest.read(path).quality
     line = confirm.__code__.co_firstlineno + 3

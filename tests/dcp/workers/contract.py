@@ -19,10 +19,10 @@ from tests.helpers.source_files import plain_state
 out = Path(sys.argv[1])
 dist.init_process_group("gloo")
 comm = TorchCommunicator()
-contract.check(comm)
+contract.check_communicator(comm)
 group = dist.new_group(list(reversed(range(comm.size)))[: comm.size - 1])  # its rank 0 is not that of the world
 if comm.rank:
-    contract.check(TorchCommunicator(group))
+    contract.check_communicator(TorchCommunicator(group))
 partitioner._MIN_PART_BYTES = 1 << 10
 result = dsq_ckpt.compress(plain_state(), out, communicator=comm)
 assert comm.gather(result) == [dsq_ckpt.describe(out) | {"quality": None}] * comm.size

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
-from tests.helpers.gradients import Net, Recorded, tokens
+from tests.helpers.gradients import Net, RecordedGradients, make_tokens
 
 STEPS = 3
 MICRO = 2
@@ -29,11 +29,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def reference(size: int, clip: bool = False) -> dict[str, torch.Tensor]:
     """Averages of one process that sees the batches of all ranks."""
     model = Net()
-    optimizer, recorded = optimizer_of(model), Recorded(model)
+    optimizer, recorded = optimizer_of(model), RecordedGradients(model)
     for step in range(STEPS):
         for rank in range(size):
             for part in range(MICRO):
-                (model(tokens(100 * step + 10 * rank + part)) / (size * MICRO)).backward()
+                (model(make_tokens(100 * step + 10 * rank + part)) / (size * MICRO)).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         recorded.add()
@@ -50,7 +50,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, clip: b
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(last)
             with model.no_sync() if not last and hasattr(model, "no_sync") else nullcontext():
-                (model(tokens(100 * step + 10 * rank + part)) / MICRO).backward()
+                (model(make_tokens(100 * step + 10 * rank + part)) / MICRO).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
@@ -164,7 +164,7 @@ def tensor_parallel(mesh: DeviceMesh, rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
     model.load_state_dict(whole.state_dict())
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    recorded, average = Recorded(whole), GradientAverage(get_named_parameters(model))
+    recorded, average = RecordedGradients(whole), GradientAverage(get_named_parameters(model))
     optimizers = [optimizer_of(model), optimizer_of(whole)]
     average.attach(optimizers[0])
     for step in range(STEPS):

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import dsq_ckpt
-from tests.helpers.states import Kept, mixed_state, moved
+from tests.helpers.states import DecodedCheckpoints, mixed_state, perturb
 
 
 def main() -> None:
@@ -18,8 +18,8 @@ def main() -> None:
     run, limits = Path(sys.argv[1]), [int(text) for text in sys.argv[2:]]
     state = mixed_state()
     dsq_ckpt.save(state, run / "0", pinned=True)
-    dsq_ckpt.save(moved(state, 1), run / "1", pinned=True)
-    kept = Kept(state, run / "0", run / "1")
+    dsq_ckpt.save(perturb(state, 1), run / "1", pinned=True)
+    kept = DecodedCheckpoints(state, run / "0", run / "1")
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
     outcomes = []
     for number, limit in enumerate(limits):
@@ -27,7 +27,7 @@ def main() -> None:
             path = run / f"limited-{number}-{parent}"
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
             try:
-                dsq_ckpt.save(moved(state, 2), path, parent=parent)
+                dsq_ckpt.save(perturb(state, 2), path, parent=parent)
                 outcomes.append("saved")
             except BaseException as error:
                 assert "File too large" in str(error), error

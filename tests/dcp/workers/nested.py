@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.convert.export import read
-from tests.helpers.training import Net, loss_of
+from tests.helpers.training import Net, compute_loss
 
 
 def keys(root: Path, rank: int, size: int) -> None:
@@ -51,7 +51,7 @@ def early(root: Path, rank: int) -> None:
 
     def evaluate() -> float:
         calls.append(1)
-        return loss_of(model)
+        return compute_loss(model)
 
     compressor = dsq_ckpt.Compressor(model, torch.optim.AdamW(model.parameters()), evaluate=evaluate)
     compressor.save(root / "a")
@@ -102,7 +102,7 @@ def own_values(root: Path, rank: int) -> None:
     model = Net()
     compressor = dsq_ckpt.Compressor(model, torch.optim.SGD(model.parameters()))
     searching = dsq_ckpt.Compressor(
-        model, torch.optim.SGD(model.parameters()), evaluate=lambda: loss_of(model)
+        model, torch.optim.SGD(model.parameters()), evaluate=lambda: compute_loss(model)
     )
 
     def in_background(stage: str) -> Callable[..., object]:

@@ -17,10 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
 from dsq_ckpt.integrations.training_state import TrainingState
-from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, Window, leaves, stepped
+from tests.helpers.odd_optimizers import (
+    CountingAdamW,
+    GlobalStateSGD,
+    GradientWindow,
+    HookedSGD,
+    leaves,
+    train_on_noise,
+)
 
 
-class Sharing(Counting):
+class Sharing(CountingAdamW):
     """One whose own part has tensors that are sharded as its parameters."""
 
     def step(self, closure: Any = None) -> Any:
@@ -37,7 +44,7 @@ def made(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int
     else:
         model = DistributedDataParallel(model)
     optimizer = kind(model.parameters())
-    stepped(model, optimizer, steps, seed)
+    train_on_noise(model, optimizer, steps, seed)
     return model, optimizer
 
 
@@ -57,23 +64,23 @@ def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
         TrainingState(after[:1], after[1:]).restore(root / "b")
         assert leaves(after[1].state_dict()) == expected, kind
     for one in (before, after):
-        stepped(*one, 2, 3)
+        train_on_noise(*one, 2, 3)
     assert leaves(after[1].state_dict()) == leaves(before[1].state_dict())
     done(f"{kind.__name__} {sharded}")
 
 
 def unknown(root: Path) -> None:
     """A tensor that the new optimizer does not have yet, of another shape than the parameter, may be sharded or not."""
-    dsq_ckpt.Compressor(*made(Window, True, 5, 0)).save(root / "a")
+    dsq_ckpt.Compressor(*made(GradientWindow, True, 5, 0)).save(root / "a")
     says = "has 'unset' in the optimizer's state of 'bias', which this optimizer does not have, so that nothing tells"
-    fails_everywhere(lambda: dsq_ckpt.Compressor(*made(Window, True, 0, 1)).load(root / "a"), says)
+    fails_everywhere(lambda: dsq_ckpt.Compressor(*made(GradientWindow, True, 0, 1)).load(root / "a"), says)
     done("unknown")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world():
-        kinds: tuple[Callable[..., Any], ...] = (Counting, Sharing, Hooked, OfNone, Window)
+        kinds: tuple[Callable[..., Any], ...] = (CountingAdamW, Sharing, HookedSGD, GlobalStateSGD, GradientWindow)
         for kind in kinds:
             for sharded in (False, True):
                 dsq_ckpt.forget()

@@ -22,7 +22,7 @@ from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.engine.test_tied import Tied
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.training import Net, compute_loss, train
 
 
 def owners(path: Path) -> dict[str, int]:
@@ -38,7 +38,7 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
     model = Net()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
-    manager = ConfigManager(model, lambda: loss_of(model))
+    manager = ConfigManager(model, lambda: compute_loss(model))
     truths: list[dict[str, torch.Tensor]] = []
     generator = torch.Generator().manual_seed(rank)
     for number in range(3):

@@ -14,13 +14,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
+from tests.helpers.lc import CONFIG, algorithm_1, make_config, make_walk
 
 STEPS = 4
 TRUTH = {
-    "rows.weight": walk(101, 64, steps=STEPS, seed=1), "columns.weight": walk(96, 64, steps=STEPS, seed=2),
-    "replica.weight": walk(90, 64, steps=STEPS, seed=3), "empty.weight": walk(1, 80, 80, steps=STEPS, seed=4),
-    "plain.weight": walk(88, 64, steps=STEPS, seed=5), "short.weight": walk(2, 4000, steps=STEPS, seed=6),
+    "rows.weight": make_walk(101, 64, steps=STEPS, seed=1), "columns.weight": make_walk(96, 64, steps=STEPS, seed=2),
+    "replica.weight": make_walk(90, 64, steps=STEPS, seed=3), "empty.weight": make_walk(1, 80, 80, steps=STEPS, seed=4),
+    "plain.weight": make_walk(88, 64, steps=STEPS, seed=5), "short.weight": make_walk(2, 4000, steps=STEPS, seed=6),
 }
 
 
@@ -83,7 +83,7 @@ def continued(run: Path, size: int) -> None:
 def parts(run: Path, size: int) -> None:
     """Parts of every rank's chunks take turns."""
     fresh()
-    config = with_fit(fit="partition", parts=3)
+    config = make_config(fit="partition", parts=3)
     for step in (0, 1, 1, 1):
         dsq_ckpt.save(state_at(step, size), run / f"{len(list(run.glob('*')))}", config=config)
         dist.barrier()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dsq_ckpt
 from dsq_ckpt.quantization import restored_values
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import symbols
+from tests.helpers.states import read_bits
 
 
 def state_of(size: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def loaded_by_one(run: Path, rank: int) -> None:
         for tensor in state.values():
             dist.broadcast(tensor, reader)
         dsq_ckpt.save(state, second)
-        assert symbols(second)["state.w.exp_avg"] == 8, reader
+        assert read_bits(second)["state.w.exp_avg"] == 8, reader
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from tests.helpers import forks
-from tests.helpers.processes import ROOT, environment_of
+from tests.helpers.processes import ROOT, make_environment
 
 _RELAY = f"""
 import os, sys
@@ -30,7 +30,7 @@ def start(path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
     if "forkserver" not in text or forks.VARIABLE not in os.environ:
         return _exec(path, arguments, files)
     text = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import prepare; prepare(); {text}"
-    with mock.patch.dict(os.environ, environment_of({})):  # that of the servers of forks
+    with mock.patch.dict(os.environ, make_environment({})):  # that of the servers of forks
         return _exec(path, [sys.executable, "-S", "-c", _RELAY, text, *map(str, files)], files)
 
 

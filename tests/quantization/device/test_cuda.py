@@ -13,7 +13,7 @@ from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
+from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
 from tests.quantization.device.test_device import codes_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,14 +38,14 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
     monkeypatch.setattr(transfer, "IN_FLIGHT", bound)
     monkeypatch.setattr(transfer, "MOST", bound)
     first = mixed_state()
-    states = [first, moved(first, 1), moved(moved(first, 1), 2, scale=1e-5)]
+    states = [first, perturb(first, 1), perturb(perturb(first, 1), 2, scale=1e-5)]
     keep = {"refinement": {"keep_last": 3}, "storage": {"stage": "quantize"}}
     stream = torch.cuda.stream(torch.cuda.Stream()) if side else contextlib.nullcontext()
     with stream:
         for number, state in enumerate(states):
             there = to_cuda(state)
             pending = dsq_ckpt.async_save(there, tmp_path / "gpu" / str(number), config=keep)
-            for value in tensors(there).values():
+            for value in flat_tensors(there).values():
                 value.zero_()
             pending.result()
     dsq_ckpt.forget()
@@ -55,13 +55,13 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
     for number in range(3):
         mine, theirs = (tmp_path / place / str(number) for place in ("gpu", "host"))
         assert codes_of(mine) == codes_of(theirs)
-        assert differences(loaded(mine, first), loaded(theirs, first)) == []
+        assert find_differences(load_copy(mine, first), load_copy(theirs, first)) == []
 
 
 @pytest.mark.parametrize("stage", ["copy", "quantize", None])
 def test_on_the_host_the_same_is_stored(tmp_path, stage):
     """By `storage.on_device: false`, in a synchronous save too."""
-    states = [mixed_state(), moved(mixed_state(), 1)]
+    states = [mixed_state(), perturb(mixed_state(), 1)]
     for name, on_device in (("host", False), ("gpu", True)):
         for number, state in enumerate(states):
             there, path = to_cuda(state), tmp_path / name / str(number)
@@ -74,7 +74,7 @@ def test_on_the_host_the_same_is_stored(tmp_path, stage):
         one, other = (tmp_path / name / str(number) for name in ("host", "gpu"))
         assert codes_of(one) == codes_of(other)
         assert Manifest.read(one).sum_bytes("refinement") == Manifest.read(other).sum_bytes("refinement")
-        assert differences(loaded(one, state), loaded(other, state)) == []
+        assert find_differences(load_copy(one, state), load_copy(other, state)) == []
 
 
 def test_device_memory_of_a_save(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.device import coding, transfer
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache, decode
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
+from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOST: set[str] = set()
@@ -74,8 +74,8 @@ def chain_of(run: Path, states: list[dict[str, Any]], save: Any) -> list[Path]:
 
 def states() -> list[dict[str, Any]]:
     first = mixed_state()
-    second = moved(first, 1)
-    third = moved(second, 2, scale=1e-5)  # few codes change: these travel one by one
+    second = perturb(first, 1)
+    third = perturb(second, 2, scale=1e-5)  # few codes change: these travel one by one
     return [first, second, third, copy.deepcopy(third)]
 
 
@@ -83,14 +83,14 @@ def states() -> list[dict[str, Any]]:
 def by_the_host(tmp_path_factory) -> list[tuple[dict[str, bytes], dict[str, Any]]]:
     """The codes that the host stores of each of `states()`, and the state that a load gives."""
     far = chain_of(tmp_path_factory.mktemp("host"), states(), dsq_ckpt.save)
-    return [(codes_of(path), loaded(path, states()[0])) for path in far]
+    return [(codes_of(path), load_copy(path, states()[0])) for path in far]
 
 
 def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None:
     """An asynchronous save whose state is gone as soon as the call returns, as codes: so are states on a GPU staged."""
     state = copy.deepcopy(state)
     response = dsq_ckpt.async_save(state, path, config={**config, "storage": {"stage": "quantize"}})
-    for value in tensors(state).values():
+    for value in flat_tensors(state).values():
         value.zero_()
     response.result()
 
@@ -100,7 +100,7 @@ def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
     near = chain_of(tmp_path, states(), save)
     for path, (codes, values) in zip(near, by_the_host, strict=True):
         assert codes_of(path) == codes
-        assert differences(loaded(path, states()[0]), values) == []
+        assert find_differences(load_copy(path, states()[0]), values) == []
 
 
 @pytest.mark.parametrize("together", [1 << 28, 30_000], ids=["all", "some"])
@@ -128,7 +128,7 @@ def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkey
     assert max(served) >= least and (min(served) >= least) == (together > 30_000)
     for path, (codes, values) in zip(near, by_the_host, strict=True):
         assert codes_of(path) == codes
-        assert differences(loaded(path, states()[0]), values) == []
+        assert find_differences(load_copy(path, states()[0]), values) == []
 
 
 def test_trials_of_a_search_change_the_model_itself(here, tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_values_that_memory_holds_negated(here, tmp_path, monkeypatch, place):
     for number in range(2):
         mine, theirs = tmp_path / "negated" / str(number), tmp_path / "plain" / str(number)
         assert codes_of(mine) == codes_of(theirs) and codes_of(mine)
-        assert differences(loaded(mine, plain), loaded(theirs, plain)) == []
+        assert find_differences(load_copy(mine, plain), load_copy(theirs, plain)) == []
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_without_room_the_same_is_stored(by_the_host, here, tmp_path, monkeypatc
     near = chain_of(tmp_path, states(), dsq_ckpt.save)
     for path, (codes, values) in zip(near, by_the_host, strict=True):
         assert codes_of(path) == codes
-        assert differences(loaded(path, states()[0]), values) == []
+        assert find_differences(load_copy(path, states()[0]), values) == []
 
 
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
@@ -216,7 +216,7 @@ def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "device" / "0")
     dsq_ckpt.forget()
-    loaded(tmp_path / "device" / "0", first)
+    load_copy(tmp_path / "device" / "0", first)
     dsq_ckpt.save(second, tmp_path / "device" / "1")
     assert not dsq_ckpt.describe(tmp_path / "device" / "1")["keyframe"]
     monkeypatch.setattr(device, "DEVICES", HOST)
@@ -237,10 +237,10 @@ def test_a_failed_save_leaves_the_run_usable(here, tmp_path, monkeypatch):
             dsq_ckpt.save(second, tmp_path / "1")
     dsq_ckpt.save(third, tmp_path / "2")
     assert dsq_ckpt.describe(tmp_path / "2")["depth"] == 1
-    near = loaded(tmp_path / "2", first)
+    near = load_copy(tmp_path / "2", first)
     monkeypatch.setattr(device, "DEVICES", HOST)
     _, path = chain_of(tmp_path / "host", [first, third], dsq_ckpt.save)
-    assert differences(near, loaded(path, first)) == []
+    assert find_differences(near, load_copy(path, first)) == []
 
 
 def test_codes_past_a_table_fail_the_save(here, tmp_path):

@@ -26,7 +26,7 @@ import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.coding import ChangesCoder, RansCoder
 from dsq_ckpt.storage import shard
-from tests.helpers.states import blank, differences
+from tests.helpers.states import find_differences, make_blank
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import Tree
 
@@ -58,7 +58,7 @@ class Original(NamedTuple):
 def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint gives a state dict."""
     dsq_ckpt.forget()
-    state = blank(like)
+    state = make_blank(like)
     dsq_ckpt.load(state, path, no_dist=True)
     return state
 
@@ -85,7 +85,7 @@ def outcome(original: Original, path: Path) -> Outcome:
         return Outcome("refused" if named else "crashed", error)
     except Exception as error:
         return Outcome("crashed", error)
-    return Outcome("other" if differences(found, original.values) else "same")
+    return Outcome("other" if find_differences(found, original.values) else "same")
 
 
 def commands(path: Path) -> Outcome:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import dsq_ckpt
 from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy
-from tests.helpers.odd_optimizers import Counting, Hooked, OfNone, leaves
+from tests.helpers.odd_optimizers import CountingAdamW, GlobalStateSGD, HookedSGD, leaves
 from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
 
 RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -124,7 +124,7 @@ def changes(directory: Path) -> None:
 
 def told(directory: Path) -> None:
     """All that an optimizer tells comes back, on these ranks and for one device."""
-    for kind in (Counting, Hooked, OfNone):
+    for kind in (CountingAdamW, HookedSGD, GlobalStateSGD):
         class Own(Sharded):
             def configure_optimizers(self, kind: Any = kind) -> Any:
                 return kind(self.parameters())
