@@ -87,5 +87,5 @@ def test_a_history_without_weights_is_said(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             compressor.save(tmp_path / f"{constant}" / "1")
-        said = [one for one in caught if "holds next to nothing of the weights" in str(one.message)]
-        assert bool(said) is (constant > 0)
+        messages = [one for one in caught if "holds next to nothing of the weights" in str(one.message)]
+        assert bool(messages) is (constant > 0)

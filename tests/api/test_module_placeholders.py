@@ -177,8 +177,8 @@ def test_a_module_is_given_its_extra_state_as_it_was_saved(tmp_path, way, name, 
     given, before = EXTRA[name]
     saved, target = Remembering(given), Remembering(copy.deepcopy(before))
     save(way, wrapped(saved), tmp_path / "a")
-    said = warned(way, wrapped(target), tmp_path / "a")
-    assert "not loaded" not in said
+    messages = warned(way, wrapped(target), tmp_path / "a")
+    assert "not loaded" not in messages
     assert find_differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
     assert torch.equal(target.weight, saved.weight)
 
@@ -322,8 +322,8 @@ class Metric(nn.Module):
 def test_a_metric_is_given_all_that_it_has_seen(tmp_path, way, lengths):
     saved, target = (nn.ModuleDict({"linear": nn.Linear(4, 4), "metric": Metric(length)}) for length in lengths)
     save(way, saved, tmp_path / "a")
-    said = warned(way, target, tmp_path / "a")
-    assert "not loaded" not in said
+    messages = warned(way, target, tmp_path / "a")
+    assert "not loaded" not in messages
     assert find_differences({"seen": target["metric"].seen}, {"seen": saved["metric"].seen}) == []
 
 
@@ -339,8 +339,8 @@ def test_what_a_module_with_code_of_its_own_does_not_take_is_told(tmp_path, way,
     saved, target = make(3), make(2)
     save(way, saved, tmp_path / "a")
     lacking = saved.state_dict().keys() - target.state_dict().keys()
-    said = warned(way, target, tmp_path / "a")
-    assert all(name in said for name in lacking) and "was not loaded, since the module does not have it" in said
+    messages = warned(way, target, tmp_path / "a")
+    assert all(name in messages for name in lacking) and "was not loaded, since the module does not have it" in messages
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in target.state_dict().items())
 
 

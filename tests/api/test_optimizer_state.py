@@ -67,9 +67,9 @@ def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
     weights, moments = get_state_dict(model, optimizer)
     dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
     model_too, restored = made(CountingAdamW, 1, seed=1)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
-    assert [str(one.message).partition(", as it was")[0] for one in told] == [
+    assert [str(one.message).partition(", as it was")[0] for one in caught] == [
         f"'{tmp_path / 'a'}' has no 'own', 'steps' of the optimizer, whose state_dict() has it"
     ]
     assert restored.own["steps"] == 1 and model_too.weight.equal(model.weight)

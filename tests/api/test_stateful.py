@@ -115,10 +115,10 @@ def test_objects_are_told_of_once_and_pickled_once(tmp_path):
     own = Once()
     state = {"w": torch.ones(3), "own": own, "files": [pathlib.PurePosixPath(str(n)) for n in range(100)]}
     state["many"] = {str(n): pathlib.PurePosixPath(str(n)) for n in range(100)}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "a")
-    assert own.times == 1 and 1 <= len([one for one in told if "not into an empty dict" in str(one.message)]) <= 3
+    assert own.times == 1 and 1 <= len([one for one in caught if "not into an empty dict" in str(one.message)]) <= 3
 
 
 def test_nothing_is_said_of_plain_data(tmp_path):
@@ -128,11 +128,11 @@ def test_nothing_is_said_of_plain_data(tmp_path):
         "counts": collections.Counter("ab"),
     }
     found = {}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "a")
         dsq_ckpt.load(found, tmp_path / "a")
-    assert found.keys() == state.keys() and not [str(one.message) for one in told if "plain data" in str(one.message)]
+    assert found.keys() == state.keys() and not [str(one.message) for one in caught if "plain data" in str(one.message)]
 
 
 def test_a_module_among_the_values_is_the_model(tmp_path):

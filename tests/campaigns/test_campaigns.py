@@ -72,16 +72,16 @@ class Mixed(Campaign):
 
 def test_every_outcome_is_counted(tmp_path: Path) -> None:
     """Crashes and hangs of a trial are counted, and those after it still run; a trial is the same when it is alone."""
-    said: list[str] = []
-    tally = harness.run(Mixed(3, tmp_path), range(14), 2, said.append)
+    messages: list[str] = []
+    tally = harness.run(Mixed(3, tmp_path), range(14), 2, messages.append)
     assert dict(tally.total) == {"unchanged": 2, "detected": 2, "wrong": 2, "crashed": 6, "hung": 2}
     assert {kind: dict(row) for kind, row in tally.rows.items()} == {
         "fine": {"unchanged": 2}, "found": {"detected": 2}, "wrong": {"wrong": 2}, "raises": {"crashed": 2},
         "dies": {"crashed": 2}, "hangs": {"hung": 2}, "large": {"crashed": 2},
     }
-    assert not tally.good and len(said) == len(tally.failures) == 10
-    assert any("ValueError: no error of ours" in line for line in said)
-    assert any("MemoryError" in line for line in said)
+    assert not tally.good and len(messages) == len(tally.failures) == 10
+    assert any("ValueError: no error of ours" in line for line in messages)
+    assert any("MemoryError" in line for line in messages)
     assert tally.as_json()["rows"]["hangs"]["hung"] == 2 and "wrong" in tally.table("mixed")
-    alone = harness.run(Mixed(3, tmp_path), [9], 1, said.append)
+    alone = harness.run(Mixed(3, tmp_path), [9], 1, messages.append)
     assert alone.failures == [failure for failure in tally.failures if failure["number"] == 9]

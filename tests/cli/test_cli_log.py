@@ -168,8 +168,8 @@ def test_a_directory_of_runs_names_one(trained, tmp_path):
         (tmp_path / name).symlink_to(run)
     (tmp_path / "0").mkdir()
     assert "directories in it do, such as 'a'" in dsq_error("log", tmp_path)
-    told = dsq_stdout("gc", tmp_path)
-    assert "nothing to delete" in told and "directories in it do, such as 'a': name one" in told
+    text = dsq_stdout("gc", tmp_path)
+    assert "nothing to delete" in text and "directories in it do, such as 'a': name one" in text
     for path in (run, tmp_path / "0"):
         assert "directories in it" not in dsq_stdout("gc", path)
 

@@ -199,8 +199,8 @@ def test_rm_says_that_no_refinement_is_left(tmp_path, json):
     for name in NAMES:
         dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 1}})
     assert "no checkpoint with a refinement" not in run_dsq("rm", tmp_path / NAMES[0], *json).stdout
-    said = run_dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
-    assert f"'{tmp_path}' would have no checkpoint with a refinement layer any more" in said
+    text = run_dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
+    assert f"'{tmp_path}' would have no checkpoint with a refinement layer any more" in text
     found = run_dsq("rm", tmp_path / NAMES[2], *json)
     assert (f"'{tmp_path}' has no checkpoint with a refinement" in found.stdout) is not bool(json)
     assert found.exit_code == 0 and Manifest.read(tmp_path / NAMES[1]).refinement == "dropped"
@@ -221,12 +221,12 @@ def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
     paths = [run / name for name in names]
     tried = dsq_json("rm", "--dry-run", *paths)
     before, manifests = on_disk(run), sum((path / "manifest.json").stat().st_size for path in paths)
-    said = dsq_stdout("rm", "--dry-run", *paths)
+    text = dsq_stdout("rm", "--dry-run", *paths)
     done = dsq_json("rm", *paths)
     assert sum(one["bytes"] for one in done) + manifests == before - on_disk(run)
     assert [{**one, "dry_run": False} for one in tried] == done
     linked = [len(one["linked"]) for one in done]
-    told = re.findall(r"; the bytes of (\d+) file\(s\) stay, by links elsewhere", said)
+    told = re.findall(r"; the bytes of (\d+) file\(s\) stay, by links elsewhere", text)
     assert [int(count) for count in told] == [count for count in linked if count]
     assert linked[-1] == last
 
@@ -249,8 +249,8 @@ def test_gc_tells_the_space_that_is_free_then(run):
         os.link(keyframe, run / name / keyframe.name)
         if name != "failed":
             os.link(orphan, run / name / orphan.name)
-    said = dsq_stdout("gc", run, "--older-than", "0s", "--dry-run")
-    assert "would delete 5 file(s), 3.00 KiB; the bytes of 3 file(s) stay, by links elsewhere" in said
+    text = dsq_stdout("gc", run, "--older-than", "0s", "--dry-run")
+    assert "would delete 5 file(s), 3.00 KiB; the bytes of 3 file(s) stay, by links elsewhere" in text
     found = dsq_json("gc", run, "--older-than", "0s")
     assert found["bytes"] == 3072 and len(found["files"]) == 5
     assert found["linked"] == sorted(str(run / name / keyframe.name) for name in names)

@@ -307,3 +307,15 @@ def test_values_of_another_kind(tree, says):
         DSQConfig.create(tree)
     first, *lines = str(caught.value).split("\n")
     assert first == "configuration: 1 problem(s)" and lines[0].endswith(says) and len(lines) == 1
+
+
+@pytest.mark.parametrize("tree, says", [
+    ({"delta": {"against": "values"}}, "second moments"),
+    ({"quantize": {"weights": {"codebook": {"fit": "partition"}}}}, "delta.against"),
+    ({"quantize": {"groups": {"linear": {"codebook": {"fit": "partition"}}}}}, r"groups\.linear"),
+    ({"delta": {"against": "states"}}, "against"),
+    ({"quantize": {"weights": {"codebook": {"fit": "partition", "parts": 0}}}}, "parts"),
+])
+def test_settings_that_value_deltas_refuse(tree, says):
+    with pytest.raises(dsq_ckpt.ConfigError, match=says):
+        dsq_ckpt.DSQConfig.create(tree)

@@ -269,10 +269,10 @@ def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
     with pytest.warns(UserWarning, match="^'rng' of .*a' is not loaded, since extra does not name it"):
         compressor.load(tmp_path / "a", extra={"step": 0})
     for alone in (compressor, dsq_ckpt.Compressor(NET)):
-        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' is not loaded, since") as told:
+        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' is not loaded, since") as caught:
             alone.load(tmp_path / "a")
-        assert told[0].filename == __file__
-        assert ("'optimizer'" in str(told[0].message)) == (alone is not compressor)
+        assert caught[0].filename == __file__
+        assert ("'optimizer'" in str(caught[0].message)) == (alone is not compressor)
 
 
 @pytest.mark.parametrize("run", [None, 3, STATE])

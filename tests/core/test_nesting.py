@@ -303,10 +303,10 @@ def test_a_malformed_nesting(tmp_path, change):
     edit_index(tmp_path / "a", change)
     for target in ({}, {"m": {}}):
         before = copy.deepcopy(target)
-        with pytest.raises((CorruptCheckpoint, LoadFailed)) as told:
+        with pytest.raises((CorruptCheckpoint, LoadFailed)) as caught:
             dsq_ckpt.load(target, tmp_path / "a")
         assert target == before
-        assert isinstance(told.value, CorruptCheckpoint) or "is an empty dict" in str(told.value)
+        assert isinstance(caught.value, CorruptCheckpoint) or "is an empty dict" in str(caught.value)
     with pytest.raises(CorruptCheckpoint, match="not as documented"):
         dsq_ckpt.load({}, tmp_path / "a")
 

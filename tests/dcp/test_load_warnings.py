@@ -129,13 +129,13 @@ def test_a_partial_load_that_fills_nothing_of_a_model_is_told_of(tmp_path, grown
             state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"),
             planner=dcp.DefaultLoadPlanner(allow_partial_load=True), no_dist=True,
         )
-    said = [str(one.message) for one in caught if "is loaded from" in str(one.message)]
-    assert len(said) == (not grown)
+    messages = [str(one.message) for one in caught if "is loaded from" in str(one.message)]
+    assert len(messages) == (not grown)
     says = (
         r"nothing below 'model' is loaded from '.*a': it has none of the 4 tensors there, such as 'model\.0\.weight', "
         r"and 4 of other names, such as 'model\._orig_mod\..*'; it was saved with '_orig_mod' of torch\.compile"
     )
-    assert grown or re.match(says, said[0])
+    assert grown or re.match(says, messages[0])
 
 
 def _said(path, state, through_dcp):

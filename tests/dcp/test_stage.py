@@ -266,11 +266,11 @@ def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, q
     left = iter((1000, 1001, 1002, 1003))
     monkeypatch.setattr(copies, "available_memory", lambda: next(left))
     monkeypatch.setattr(copies, "_warned_hosts", set())
-    with pytest.warns(UserWarning, match=r"has 9\.31e-07 GiB of memory left, .*storage\.stage: quantize") as told:
+    with pytest.warns(UserWarning, match=r"has 9\.31e-07 GiB of memory left, .*storage\.stage: quantize") as caught:
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "a").result()
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "b").result()
     assert quantizing == ["training"] * 2
-    assert [one.filename for one in told if "memory left" in str(one.message)] == [__file__]
+    assert [one.filename for one in caught if "memory left" in str(one.message)] == [__file__]
 
 
 def test_memory_of_a_copy_of_another_state_is_not_counted_on(tmp_path):

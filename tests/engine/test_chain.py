@@ -385,26 +385,3 @@ def test_frozen_tensors_cost_nothing_in_a_delta(tmp_path):
     key, delta = (dsq_ckpt.describe(tmp_path / name)["by_kind"]["weights"] for name in "ab")
     assert delta["bytes_base"] < 0.01 * key["bytes_base"], (key, delta)
     assert find_differences(load_copy(tmp_path / "a", state), load_copy(tmp_path / "b", state)) == []
-
-
-def test_a_run_that_is_reached_through_links_is_one_run(tmp_path):
-    """As where the home of a cluster has several paths."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to("disk")
-    real, link = tmp_path / "disk" / "run", tmp_path / "link" / "run"
-    state = mixed_state()
-    paths = [real / "0", link / "1", link / ".." / "run" / "2", real / "3"]
-    for number, path in enumerate(paths):
-        dsq_ckpt.save(perturb(state, number), path, config=KEEP_ONE)
-    assert depths(paths) == [0, 1, 2, 3]
-    manifests = [Manifest.read(path) for path in paths]
-    assert [manifest.previous_name for manifest in manifests] == [None, "0", "1", "2"]
-    assert [manifest.refinement for manifest in manifests] == ["dropped"] * 3 + ["kept"]
-    dsq_ckpt.save(state, link / "3", overwrite=True, config=KEEP_ONE)
-    assert Manifest.read(real / "3").previous == manifests[2].save_id
-    dsq_ckpt.load(state, link / "1", refinement=False)
-    dsq_ckpt.save(state, real / "4")
-    assert Manifest.read(real / "4").previous_name == "1"
-    dsq_ckpt.forget(real / "4")
-    dsq_ckpt.save(state, link / "5")
-    assert Manifest.read(real / "5").depth == 0

@@ -97,9 +97,9 @@ def test_a_dropped_refinement_is_said(tmp_path):
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dsq_ckpt.load(state, tmp_path / "1")
-    [said] = caught
-    text = str(said.message)
-    assert said.filename == __file__ and "from its base layer alone" in text
+    [message] = caught
+    text = str(message.message)
+    assert message.filename == __file__ and "from its base layer alone" in text
     [error] = (100 * report.relative_error for report in Manifest.read(tmp_path / "1").groups.values())
     assert f"weights by up to {error:.2g} %" in text and "'3', '2'" in text
     for way_out in ("refinement.keep_last", "pinned=True", "refinement=False", "Compressor.load", "DSQStorageReader"):

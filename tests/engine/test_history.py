@@ -14,6 +14,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.saving import save_parts
+from tests.helpers.states import KEEP_ONE, mixed_state, perturb
 
 CONFIG = {"storage": {"fsync": False}}
 
@@ -122,3 +123,26 @@ def test_codebooks_are_kept_of_few_checkpoints(tmp_path):
         dsq_ckpt.save(state, tmp_path / str(number) / "checkpoint", history=history)
     assert [one.model is not None for one in history.checkpoints()] == [True] * 4 + [False] * 2
     assert dsq_ckpt.save(state, tmp_path / "0" / "next", history=history).depth == 1
+
+
+def test_a_run_that_is_reached_through_links_is_one_run(tmp_path):
+    """As where the home of a cluster has several paths."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    real, link = tmp_path / "disk" / "run", tmp_path / "link" / "run"
+    state = mixed_state()
+    paths = [real / "0", link / "1", link / ".." / "run" / "2", real / "3"]
+    for number, path in enumerate(paths):
+        dsq_ckpt.save(perturb(state, number), path, config=KEEP_ONE)
+    manifests = [Manifest.read(path) for path in paths]
+    assert [manifest.depth for manifest in manifests] == [0, 1, 2, 3]
+    assert [manifest.previous_name for manifest in manifests] == [None, "0", "1", "2"]
+    assert [manifest.refinement for manifest in manifests] == ["dropped"] * 3 + ["kept"]
+    dsq_ckpt.save(state, link / "3", overwrite=True, config=KEEP_ONE)
+    assert Manifest.read(real / "3").previous == manifests[2].save_id
+    dsq_ckpt.load(state, link / "1", refinement=False)
+    dsq_ckpt.save(state, real / "4")
+    assert Manifest.read(real / "4").previous_name == "1"
+    dsq_ckpt.forget(real / "4")
+    dsq_ckpt.save(state, link / "5")
+    assert Manifest.read(real / "5").depth == 0

@@ -156,13 +156,13 @@ def test_too_many_resumes_make_exact_checkpoints(tmp_path, state, save, changes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             SAVES[save](state, path, config=config)
-        said = [str(warning.message) for warning in caught if "max_lossy_resumes" in str(warning.message)]
+        messages = [str(warning.message) for warning in caught if "max_lossy_resumes" in str(warning.message)]
         manifest = Manifest.read(path)
         exact = manifest.lossy_resumes >= 2
-        assert len(said) == exact
+        assert len(messages) == exact
         back = load_copy(path, state)  # counts, where it is lossy
         if exact:
-            assert "2 time(s)" in said[0] and "stored exactly" in said[0]
+            assert "2 time(s)" in messages[0] and "stored exactly" in messages[0]
             assert not manifest.lossy and manifest.refinement == "none" and manifest.depth == 0
             assert set(manifest.kinds) == {"exact"} and manifest.groups == {}
             assert find_differences(back, state) == []

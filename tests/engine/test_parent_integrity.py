@@ -33,14 +33,14 @@ def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
     assert saves(tmp_path, 3, save) == []
     damaged = data_file(tmp_path / "00")
     flip(damaged)
-    said = saves(tmp_path, CHECK_PERIOD + 1, save, first=3)
-    assert len(said) == 1
-    assert damaged.name in said[0] and "writing a keyframe" in said[0] and "no intact copy" in said[0]
+    messages = saves(tmp_path, CHECK_PERIOD + 1, save, first=3)
+    assert len(messages) == 1
+    assert damaged.name in messages[0] and "writing a keyframe" in messages[0] and "no intact copy" in messages[0]
     last = 3 + CHECK_PERIOD
     depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, last + 1)]
     found = depths.index(0)
     assert depths[found:] == list(range(len(depths) - found))
-    named = [name for name in ("'00'", "'01'", "'02'") if name in said[0]]
+    named = [name for name in ("'00'", "'01'", "'02'") if name in messages[0]]
     assert named == ["'00'", "'01'", "'02'"]
     dsq_ckpt.forget()
     assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, last + 1)]
@@ -62,8 +62,8 @@ def test_a_save_does_not_wait_for_the_check(tmp_path, monkeypatch, save):
     flip(data_file(tmp_path / "00"))
     assert saves(tmp_path, 1, save, first=2) == []
     answered.set()
-    [said] = saves(tmp_path, 1, save, first=3)
-    assert "'00', '01', '02' cannot be read any more" in said
+    [message] = saves(tmp_path, 1, save, first=3)
+    assert "'00', '01', '02' cannot be read any more" in message
     assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(4)] == [0, 1, 2, 0]
 
 
@@ -95,9 +95,9 @@ def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeyp
     damaged = data_file(tmp_path / "00")
     flip(damaged)
     assert saves(tmp_path, 1, first=1) == []
-    [said] = saves(tmp_path, 1, first=2, **options)
-    assert damaged.name in said and "this save does not need them" in said
-    assert "'00', '01' cannot be read any more" in said
+    [message] = saves(tmp_path, 1, first=2, **options)
+    assert damaged.name in message and "this save does not need them" in message
+    assert "'00', '01' cannot be read any more" in message
     assert saves(tmp_path, 2, first=3) == []
     assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 0, 1, 2]
 
@@ -114,8 +114,8 @@ def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load
     flip(damaged)
     with pytest.raises((dsq_ckpt.DSQError, CheckpointException), match=damaged.name):
         load(weights(), tmp_path / name)
-    [said] = saves(tmp_path, 1, first=3)
-    assert damaged.name in said and "writing a keyframe" in said
+    [message] = saves(tmp_path, 1, first=3)
+    assert damaged.name in message and "writing a keyframe" in message
     assert saves(tmp_path, 1, first=4) == []
     assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 0, 1]
 
@@ -126,8 +126,8 @@ def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
     saves(tmp_path, 2, config=config)
     flip(tmp_path / "01" / data_file(tmp_path / "00").name)
     assert saves(tmp_path, 1, first=2, config=config) == []
-    [said] = saves(tmp_path, 1, first=3, config=config)
-    assert "restored in '01' from the intact copy in '00'" in said
+    [message] = saves(tmp_path, 1, first=3, config=config)
+    assert "restored in '01' from the intact copy in '00'" in message
     dsq_ckpt.forget()
     assert readable(tmp_path) == ["00", "01", "02", "03"]
 
@@ -140,9 +140,10 @@ def test_a_damaged_copy_that_the_parent_does_not_share_costs_no_keyframe(tmp_pat
     damaged = tmp_path / "01" / data_file(tmp_path / "00").name
     flip(damaged)
     assert saves(tmp_path, 1, first=2, config=config) == []
-    [said] = saves(tmp_path, 1, first=3, config=config)
-    assert f"'{damaged}' has checksum" in said and f"'{tmp_path / '02'}" not in said and "the parent" not in said
-    assert "restored in '01' from the intact copy in '00'" in said
+    [message] = saves(tmp_path, 1, first=3, config=config)
+    assert f"'{damaged}' has checksum" in message and "the parent" not in message
+    assert f"'{tmp_path / '02'}" not in message
+    assert "restored in '01' from the intact copy in '00'" in message
     assert saves(tmp_path, 1, first=4, config=config) == []
     assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 3, 4]
 
@@ -156,8 +157,8 @@ def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch
     [check] = parent_integrity._pending_checks
     assert check.wait()
     shutil.rmtree(tmp_path / "01")
-    [said] = saves(tmp_path, 1, first=3, config=config)
-    assert "no checkpoint that is left has this copy" in said
+    [message] = saves(tmp_path, 1, first=3, config=config)
+    assert "no checkpoint that is left has this copy" in message
     assert Manifest.read(tmp_path / "03").depth == 3
 
 
@@ -182,9 +183,9 @@ def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch
     [check] = parent_integrity._pending_checks
     check.wait()
     monkeypatch.undo()
-    [said] = saves(tmp_path, 1, first=3)
-    assert "writing a keyframe" in said
-    assert ("could not be checked" in said and "out of memory" in said) or "has checksum" in said
+    [message] = saves(tmp_path, 1, first=3)
+    assert "writing a keyframe" in message
+    assert ("could not be checked" in message and "out of memory" in message) or "has checksum" in message
     assert Manifest.read(tmp_path / "03").depth == 0
 
 
@@ -213,8 +214,8 @@ def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
         saves(tmp_path, 1, first=3)
     assert check._thread.is_alive()
     answered.set()
-    [said] = saves(tmp_path, 1, first=3)
-    assert "'00', '01', '02' cannot be read any more" in said
+    [message] = saves(tmp_path, 1, first=3)
+    assert "'00', '01', '02' cannot be read any more" in message
 
 
 def test_every_file_is_due_once_in_so_many_saves():
@@ -238,8 +239,8 @@ def test_all_files_are_checked_before_they_are_decoded(tmp_path):
     saves(tmp_path, 4)
     flip(data_file(tmp_path / "02"))
     dsq_ckpt.forget()
-    said = saves(tmp_path, 1, first=4, parent=tmp_path / "03")
-    assert len(said) == 1 and data_file(tmp_path / "02").name in said[0]
+    messages = saves(tmp_path, 1, first=4, parent=tmp_path / "03")
+    assert len(messages) == 1 and data_file(tmp_path / "02").name in messages[0]
     assert Manifest.read(tmp_path / "04").depth == 0
 
 
@@ -248,8 +249,8 @@ def test_a_parent_whose_tables_are_damaged(tmp_path, kind):
     saves(tmp_path, 2)
     [path] = (tmp_path / "01").glob(f"*{kind}")
     flip(path)
-    said = saves(tmp_path, 2, first=2)
-    assert len(said) == 1 and path.name in said[0] and "writing a keyframe" in said[0]
+    messages = saves(tmp_path, 2, first=2)
+    assert len(messages) == 1 and path.name in messages[0] and "writing a keyframe" in messages[0]
     assert [Manifest.read(tmp_path / name).depth for name in ("02", "03")] == [0, 1]
 
 
@@ -263,12 +264,12 @@ def test_what_makes_a_save_fail_is_looked_for_before_the_next(tmp_path):
     number = 3
     while True:
         try:
-            said = saves(tmp_path, 1, first=number)
+            messages = saves(tmp_path, 1, first=number)
             break
         except dsq_ckpt.DSQError as error:
             assert parent.name in str(error)
             number += 1
-    assert number <= 4 and parent.name in said[0]
+    assert number <= 4 and parent.name in messages[0]
     assert Manifest.read(tmp_path / f"{number:02d}").depth == 0
 
 
@@ -294,8 +295,8 @@ def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
     whole = [load_copy(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
     flip(tmp_path / "03" / keyframe)
     dsq_ckpt.forget()
-    said = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
-    assert len(said) == 1 and "restored in '01', '03' from the intact copy in '00'" in said[0]
+    messages = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
+    assert len(messages) == 1 and "restored in '01', '03' from the intact copy in '00'" in messages[0]
     assert len({os.stat(tmp_path / name / keyframe).st_ino for name in ("00", "01", "02", "03")}) == 2
     for number in range(4):
         again = load_copy(tmp_path / f"{number:02d}", weights(), refinement=False)

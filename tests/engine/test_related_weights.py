@@ -42,7 +42,7 @@ def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool, 
     """One training after the other, or by turns."""
     order = [(fold, number) for fold in range(3) for number in range(5)]
     trainings = [training(fold) for fold in range(3)]
-    with pytest.warns(UserWarning, match="nothing in common with those of .*SaveHistory") as told:
+    with pytest.warns(UserWarning, match="nothing in common with those of .*SaveHistory") as caught:
         for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
             step(*trainings[fold])
             model, optimizer = trainings[fold]
@@ -51,7 +51,7 @@ def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool, 
                 dsq_ckpt.save(state, path)
             else:
                 dsq_ckpt.async_save(state, path, config={"storage": {"stage": stage}}).result()
-    assert sum("nothing in common" in str(one.message) for one in told) == 1
+    assert sum("nothing in common" in str(one.message) for one in caught) == 1
     for fold in range(3):
         assert kept(tmp_path, f"fold{fold}")[-KEPT:] == [2, 3, 4]
     if not turns:

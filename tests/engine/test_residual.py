@@ -376,18 +376,6 @@ def test_tools(run, tmp_path):
     assert not dsq_json("verify", root, code=1)["ok"]
 
 
-@pytest.mark.parametrize("tree, says", [
-    ({"delta": {"against": "values"}}, "second moments"),
-    ({"quantize": {"weights": {"codebook": {"fit": "partition"}}}}, "delta.against"),
-    ({"quantize": {"groups": {"linear": {"codebook": {"fit": "partition"}}}}}, r"groups\.linear"),
-    ({"delta": {"against": "states"}}, "against"),
-    ({"quantize": {"weights": {"codebook": {"fit": "partition", "parts": 0}}}}, "parts"),
-])
-def test_settings_that_cannot_be(tree, says):
-    with pytest.raises(dsq_ckpt.ConfigError, match=says):
-        dsq_ckpt.DSQConfig.create(tree)
-
-
 def test_systems_that_are_made_of_it(tmp_path):
     for system in ("lc", "topn", "scar"):
         states = [state_of(state) for state in make_walk(70, 80, steps=3)]

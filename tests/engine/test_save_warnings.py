@@ -32,11 +32,11 @@ def net(*sizes: int) -> nn.Sequential:
 ])
 def test_a_model_of_other_names_is_told_of(tmp_path, state, model, warned):
     """Its frozen weights and buffers were lossy, without a word."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):  # a delta has nothing to add
             dsq_ckpt.save({**state, "step": number}, tmp_path / str(number), model=model)
-    found = [str(one.message) for one in told if "has nothing of what is saved" in str(one.message)]
+    found = [str(one.message) for one in caught if "has nothing of what is saved" in str(one.message)]
     assert len(found) == warned
 
 
@@ -59,22 +59,22 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_p
     for name, more, expected in (
         ("none", {}, 1), ("model", {"model": model}, 0), ("rule", {"config": rule}, 0), ("exact", {"config": exact}, 0),
     ):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             history = dsq_ckpt.SaveHistory()
             for number in range(2):
                 dsq_ckpt.save(state, tmp_path / name / str(number), history=history, **more)
-        found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", told)
+        found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
         assert len(found) == expected, name
-        assert not told_of("has its shape", told)
+        assert not told_of("has its shape", caught)
     with pytest.warns(UserWarning, match=f"'{key}.0.weight' is stored exactly, as state of an optimizer"):
         dsq_ckpt.save(model.state_dict(), tmp_path / "flat")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")
         moments = {name: torch.randn_like(one) for name, one in net(128, 128).state_dict().items()}
         dsq_ckpt.save({"model": net(128, 128).state_dict(), "opt_state": {"mu": moments}}, tmp_path / "by_name")
-    assert not told_of("stored exactly, as state", told)
+    assert not told_of("stored exactly, as state", caught)
 
 
 def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -94,12 +94,12 @@ def test_data_that_comes_later_is_told_of(tmp_path):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer)
     units = torch.logspace(-5, 0, 20)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(5):
             compressor.save(tmp_path / str(number), extra={"replay": torch.randn(150 * min(number, 2), 20) * units})
-            assert len(told_of("'replay' lies beside the model", told)) == (number >= 3)  # exact, until it changes
-            assert len(told_of("columns of replay", told)) == (number >= 3)
+            assert len(told_of("'replay' lies beside the model", caught)) == (number >= 3)  # exact, until it changes
+            assert len(told_of("columns of replay", caught)) == (number >= 3)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -108,7 +108,7 @@ def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer)
     table = (torch.randn(90, 90) > 0).float()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(5):
             if number >= 2:
@@ -116,7 +116,7 @@ def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
             saved = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
             if background:
                 saved.result()
-            assert len(told_of("'table' lies beside the model", told)) == (number >= 2)
+            assert len(told_of("'table' lies beside the model", caught)) == (number >= 2)
 
 
 @pytest.mark.parametrize("how", ["names", "numbers"])
@@ -129,7 +129,7 @@ def test_what_the_optimizer_does_not_know_is_exact_or_told_of(tmp_path, how):
     model.append(nn.Linear(64, 200).requires_grad_(False))
     model.register_buffer("queue", torch.randn(80, 70))
     late = torch.randn(100, 99)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(6):
             weights, by_name = get_state_dict(model, optimizer)
@@ -148,7 +148,7 @@ def test_what_the_optimizer_does_not_know_is_exact_or_told_of(tmp_path, how):
                 one += 0.01 * torch.randn_like(one)
         dsq_ckpt.save(state, tmp_path / "with a model", model=model, parent=None)
         dsq_ckpt.save({"model": weights}, tmp_path / "without an optimizer", parent=None)
-    assert [one.split(" is quantized")[0] for one in told_of("no state of the optimizer", told)] == [
+    assert [one.split(" is quantized")[0] for one in told_of("no state of the optimizer", caught)] == [
         "'model.queue'", "'late'",
     ]
 
@@ -180,12 +180,12 @@ def test_data_beside_the_model_is_told_of(tmp_path, searched):
     compressor = dsq_ckpt.Compressor(
         model, optimizer, evaluate=(lambda: float(model(batch).detach().square().mean())) if searched else None
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
             compressor.save(tmp_path / str(number), extra=extra)
             extra["replay"]["seen"] += 1 - number
-    found = [str(one.message) for one in told if "lies beside the model" in str(one.message)]
+    found = [str(one.message) for one in caught if "lies beside the model" in str(one.message)]
     assert len(found) == 1 and found[0].startswith("'replay.seen' lies")
     back = {"replay": {}}
     dsq_ckpt.load(back, tmp_path / "1")

@@ -79,9 +79,9 @@ def _check_failures(comm: Communicator, culprit: int) -> None:
         run_on_all_ranks(comm, bug)
     # It is an error of the one thing that was done.
     for kind, other in ((SaveFailed, LoadFailed), (LoadFailed, SaveFailed)):
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as failure:
             run_on_all_ranks(comm, bug, kind)
-        assert not isinstance(told.value, other)
+        assert not isinstance(failure.value, other)
     # What the status cannot carry, the consensus around it does.
     says = "^wrong$" if mine else f"^rank {culprit} failed: ConfigError: wrong$"
     with pytest.raises(ConfigError if mine else FailedElsewhere, match=says):

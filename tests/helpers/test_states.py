@@ -33,21 +33,21 @@ def lineage(run, *names):
 
 
 def test_another_state_keeps_its_refinement_and_its_chain(tmp_path):
-    said = told_by(
+    messages = told_by(
         tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1),
         g3=state_of("gen", 2), d3=state_of("disc", 2),
     )
     assert lineage(tmp_path, "g1", "g2", "g3") == [(None, 0, "dropped"), ("g1", 1, "dropped"), ("g2", 2, "kept")]
     assert lineage(tmp_path, "d1", "d2", "d3") == [(None, 0, "dropped"), ("d1", 1, "dropped"), ("d2", 2, "kept")]
-    assert len(said) == 1 and "'g1'" in said[0]
+    assert len(messages) == 1 and "'g1'" in messages[0]
     for name, like in (("g3", state_of("gen", 2)), ("d3", state_of("disc", 2))):
         load_copy(tmp_path / name, like, refinement=True)
 
 
 def test_equal_names_of_other_shapes_are_another_state(tmp_path):
-    said = told_by(tmp_path, a=state_of("model"), b=state_of("model", shape=(90, 80)), a2=state_of("model", 1))
+    messages = told_by(tmp_path, a=state_of("model"), b=state_of("model", shape=(90, 80)), a2=state_of("model", 1))
     assert lineage(tmp_path, "a", "b", "a2") == [(None, 0, "dropped"), (None, 0, "kept"), ("a", 1, "kept")]
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_loads_tell_which_chains_go_on_after_a_restart(tmp_path):
@@ -64,11 +64,11 @@ def test_loads_tell_which_chains_go_on_after_a_restart(tmp_path):
 
 def test_a_model_that_grows_goes_on_and_a_part_of_it_does_not_replace_it(tmp_path):
     whole = {**state_of("a"), **state_of("b"), **state_of("c")}
-    said = told_by(tmp_path, s1={**state_of("a"), **state_of("b")}, s2=whole, part=state_of("a"), s3=whole)
+    messages = told_by(tmp_path, s1={**state_of("a"), **state_of("b")}, s2=whole, part=state_of("a"), s3=whole)
     assert lineage(tmp_path, "s1", "s2", "part", "s3") == [
         (None, 0, "dropped"), ("s1", 1, "dropped"), (None, 0, "kept"), ("s2", 2, "kept"),
     ]
-    assert len(said) == 1
+    assert len(messages) == 1
     load_copy(tmp_path / "s3", whole, refinement=True)
 
 

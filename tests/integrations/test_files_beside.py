@@ -82,8 +82,8 @@ def test_rm_leaves_files_of_others_and_says_so(run):
     shutil.move(directory / "chat", elsewhere)
     (directory / "chat").symlink_to(elsewhere)
     for dry, word in (("--dry-run",), "would stay"), ((), "stay"):
-        said = dsq_error("rm", *dry, directory)
-        assert f"2 other file(s) {word} in '{directory}', such as 'chat': delete them by hand" in said
+        text = dsq_error("rm", *dry, directory)
+        assert f"2 other file(s) {word} in '{directory}', such as 'chat': delete them by hand" in text
     assert below(directory) == ["mine/notes.txt"] and (elsewhere / "long.jinja").exists()
 
 

@@ -132,8 +132,8 @@ def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path
         saved(tmp_path / str(number), model, optimizer, config={"refinement": {"keep_last": 1}})
     with pytest.warns(UserWarning, match="base layer alone") as caught:
         TrainingState([model], [optimizer]).restore(tmp_path / "0")
-    told = [str(one.message) for one in caught if "base layer" in str(one.message)]
-    assert len(told) == 1 and "refinement=False" not in told[0]
+    messages = [str(one.message) for one in caught if "base layer" in str(one.message)]
+    assert len(messages) == 1 and "refinement=False" not in messages[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

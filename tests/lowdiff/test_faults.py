@@ -60,7 +60,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
     """One after the other; training goes on, and in the end everything is there."""
     resource = pytest.importorskip("resource")
     loop, losses = Loop(CASE), []
-    with warnings.catch_warnings(record=True) as told, loop.log(tmp_path, queue=3, batch=4) as log:
+    with warnings.catch_warnings(record=True) as caught, loop.log(tmp_path, queue=3, batch=4) as log:
         warnings.simplefilter("always", UserWarning)
 
         def steps(count):
@@ -82,7 +82,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
         steps(2)
         assert goes_on.is_set() and log._require_client().waited > 0, "no more than the queue holds"
         steps(5)
-        assert log.logging and not told
+        assert log.logging and not caught
 
         for what in ("was killed by signal 9", "File too large"):
             log._require_client().wait("saved", 30)
@@ -97,8 +97,8 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
             losses += train(log, loop, lambda: log.logging, pause=0.02)
             assert log._require_client().pid != pid
             steps(3)
-        assert [what in str(one.message) for one, what in zip(told, ("signal 9", "too large"), strict=True)] == [1, 1]
-        assert all("Training goes on" in str(one.message) for one in told)
+        assert [what in str(one.message) for one, what in zip(caught, ("signal 9", "too large"), strict=True)] == [1, 1]
+        assert all("Training goes on" in str(one.message) for one in caught)
     check(tmp_path, loop, log.steps_done)
     alone = Loop(CASE)
     assert losses == [alone.step(number) for number in range(len(losses))]
@@ -154,7 +154,7 @@ def test_disk_full(tmp_path, monkeypatch, what):
     """The log goes on with a snapshot as soon as there is room; until then what was logged before can be recovered."""
     disk, loop = Disk(monkeypatch), Loop(CASE)
     options = {"batch": 2} if what == "a segment" else {"batch": 1000, "snapshot_every": 8}
-    with loop.log(tmp_path, **options) as log, warnings.catch_warnings(record=True) as told:
+    with loop.log(tmp_path, **options) as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         train(log, loop, lambda: log.steps_done == 6)
         time.sleep(0.1)
@@ -162,8 +162,8 @@ def test_disk_full(tmp_path, monkeypatch, what):
         train(log, loop, lambda: not log.logging)
         starts = log._starts
         train(log, loop, lambda: log._starts > starts + 2, pause=0.005)
-        assert "No space left" in str(told[0].message)
-        assert len({str(one.message) for one in told}) == len(told) <= 3, "each is said once"
+        assert "No space left" in str(caught[0].message)
+        assert len({str(one.message) for one in caught}) == len(caught) <= 3, "each is said once"
         disk.full = False
         train(log, loop, lambda: log.logging and not log._require_client().saving and log._failures == 0, pause=0.005)
         train(log, loop, lambda last=log.steps_done + 4: log.steps_done == last)
@@ -210,7 +210,7 @@ def test_the_directory_is_moved(tmp_path, monkeypatch, link):
         there.mkdir()
         run.symlink_to(there)
     loop = Loop(CASE)
-    with loop.log(run) as log, warnings.catch_warnings(record=True) as told:
+    with loop.log(run) as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         train(log, loop, lambda: log.steps_done == 3)
         if link:
@@ -227,7 +227,7 @@ def test_the_directory_is_moved(tmp_path, monkeypatch, link):
             there.rename(run)
         train(log, loop, lambda: log.logging, pause=0.01)
         train(log, loop, lambda last=log.steps_done + 2: log.steps_done == last)
-    texts = [str(one.message) for one in told]
+    texts = [str(one.message) for one in caught]
     expected = "run/log' is not there any more: its run was moved or removed.* until it is there again"
     assert len([text for text in texts if re.search(expected, text)]) == 1 and len(texts) <= 2, texts
     check(run, loop, log.steps_done)

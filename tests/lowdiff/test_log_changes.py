@@ -160,12 +160,12 @@ def test_what_the_optimizer_does_not_have_is_changed(tmp_path, change, says):
 
 def test_a_buffer_of_a_log_that_changes_its_shape_always_is_told_once(tmp_path):
     loop = Loop(OTHERS)
-    with warnings.catch_warnings(record=True) as told, loop.log(tmp_path, compressor="none") as log:
+    with warnings.catch_warnings(record=True) as caught, loop.log(tmp_path, compressor="none") as log:
         warnings.simplefilter("always", UserWarning)
         for size in range(3, 8):
             loop.model[1].seen = torch.ones(size)
             train(log, loop, 1)
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_the_comparison_does_no_operation_on_tensors():
@@ -187,11 +187,11 @@ def test_steps_that_are_missing_at_the_end_are_told(tmp_path, done):
     loop = Loop(ADAM)
     log = loop.log(tmp_path, compressor="none")
     train(log, loop, 2)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         loop.model[1].register_parameter("extra", nn.Parameter(torch.ones(5), requires_grad=False))
         train(log, loop, 1)
         log.__exit__(*((None,) * 3 if done else (ValueError, ValueError(), None)))
-    texts = [str(one.message) for one in told]
+    texts = [str(one.message) for one in caught]
     assert any("step 3 is not in the log" in text for text in texts) == (not done), texts
     again = Loop(ADAM, seed=1)
     again.model[1].register_parameter("extra", nn.Parameter(torch.zeros(5), requires_grad=False))

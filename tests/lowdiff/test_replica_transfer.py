@@ -287,7 +287,7 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
 def test_no_room_on_disk(tmp_path):
     """One warning, once; training and the replica go on, and it is saved again when there is room."""
     loop = Loop(CASE)
-    with warnings.catch_warnings(record=True) as told, replica_of(loop, tmp_path) as replica:
+    with warnings.catch_warnings(record=True) as caught, replica_of(loop, tmp_path) as replica:
         warnings.simplefilter("always", UserWarning)
         train(loop, replica, 3)
         replica._require_client().wait("saved", 60)
@@ -302,7 +302,7 @@ def test_no_room_on_disk(tmp_path):
         assert replica.logging and replica._require_client().pid == pid
         assert snapshots.list_snapshots(tmp_path)[0][0] >= newest
         train(loop, replica, 2)
-        texts = [str(one.message) for one in told]
+        texts = [str(one.message) for one in caught]
         assert len(texts) == 1 and os.strerror(errno.EFBIG) in texts[0] and "Training goes on" in texts[0], texts
 
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -311,7 +311,7 @@ def test_no_room_on_disk(tmp_path):
         while int(snapshots.list_snapshots(tmp_path)[0][0].name[5:]) <= room:
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.01)
-        assert len(told) == 1
+        assert len(caught) == 1
         replica._leave_process()
         steps = replica.steps_done
     until(lambda: listens(tmp_path))
@@ -336,7 +336,7 @@ def test_no_room_on_disk_when_training_is_done(tmp_path):
 def test_the_process_is_killed(tmp_path):
     """One warning; it is started again, and the replica is right afterwards."""
     loop = Loop(CASE)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         replica = replica_of(loop, tmp_path)
         train(loop, replica, 3)
@@ -346,7 +346,7 @@ def test_the_process_is_killed(tmp_path):
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.02)
         train(loop, replica, 3)
-        assert [("signal 9" in str(one.message), "Training goes on" in str(one.message)) for one in told] == [
+        assert [("signal 9" in str(one.message), "Training goes on" in str(one.message)) for one in caught] == [
             (True, True)
         ]
     replica._leave_process()

@@ -37,7 +37,7 @@ def lost(kind, state, path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, path)
-    told = [str(one.message) for one in caught if "a factor of 2^100" in str(one.message)]
+    messages = [str(one.message) for one in caught if "a factor of 2^100" in str(one.message)]
     found = {}
     dsq_ckpt.load(found, path)
     own, loaded = (
@@ -45,8 +45,8 @@ def lost(kind, state, path):
         else {name: moment["momentum_buffer"] for name, moment in one["optimizer"]["state"].items()}
         for one in (state, found)
     )
-    assert all(own[name].equal(loaded[name]) for name in NAMES if name in "".join(told)), told
-    return {name: relative_error(own[name].double(), loaded[name].double()) for name in NAMES}, told
+    assert all(own[name].equal(loaded[name]) for name in NAMES if name in "".join(messages)), messages
+    return {name: relative_error(own[name].double(), loaded[name].double()) for name in NAMES}, messages
 
 
 @pytest.mark.parametrize("kind", ["weights", "momentum"])

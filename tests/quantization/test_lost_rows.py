@@ -135,8 +135,9 @@ def test_needed_rows_come_back_exactly(tmp_path: Path, state: str, names: str) -
                 path = tmp_path / str(needed) / str(number)
                 dsq_ckpt.save(saved, path)
                 assert load_copy(path, saved)["model.poses.weight"].equal(table) is needed
-        said = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
-        assert len(said) == needed and all("model.poses.weight" in one and "stored exactly" in one for one in said)
+        messages = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
+        assert len(messages) == needed
+        assert all("model.poses.weight" in one and "stored exactly" in one for one in messages)
 
 
 def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:

@@ -114,11 +114,11 @@ def test_a_bound_that_the_bits_cannot_keep_is_said(tmp_path) -> None:
     """Once for a run, though the error differs from save to save."""
     said = r"next update in 'exp_avg/linear/update' by \d+%, more than the 25%.*refinement_bits, which is 1"
     for run in ("run", "another"):
-        with pytest.warns(UserWarning, match=said) as told:
+        with pytest.warns(UserWarning, match=said) as caught:
             for seed in range(3):
                 few = {"quantize": {"exp_avg": {"refinement_bits": 1}}}
                 dsq_ckpt.save(state(seed), tmp_path / run / str(seed), config=few)
-        assert len([one for one in told if "next update in" in str(one.message)]) == 1
+        assert len([one for one in caught if "next update in" in str(one.message)]) == 1
 
 
 def test_what_quantization_by_size_alone_does_to_such_moments(tmp_path) -> None:
@@ -325,8 +325,8 @@ def test_first_moments_too_large_for_their_units_are_not_called_infinite(tmp_pat
     own = moments()
     own["exp_avg"][0, 0], own["exp_avg_sq"][0, 0] = 1e25, 1e-36
     dsq_ckpt.save({"state": {"w": own}}, tmp_path / "a", config={"quantize": {"nonfinite": "error"}})
-    [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
-    assert ": state.w.exp_avg;" in said and "units of Adam's update" in said and "Inf" not in said
+    [message] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+    assert ": state.w.exp_avg;" in message and "units of Adam's update" in message and "Inf" not in message
     assert torch.equal(restored(tmp_path / "a", {"state": {"w": own}})["exp_avg"], own["exp_avg"])
     own["exp_avg"][1, 1] = float("nan")
     with pytest.warns(UserWarning, match="hold NaN or Inf: state.w.exp_avg;"):
@@ -358,8 +358,8 @@ def test_float64_beyond_float32_is_stored_exactly(tmp_path, recwarn, size: float
     got = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
     dsq_ckpt.load(got, tmp_path / "0")
     assert torch.equal(got[name], value)
-    said = [str(warning.message) for warning in recwarn]
-    assert len(shape) == 1 or any(name in one and "float32" in one for one in said), said
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(shape) == 1 or any(name in one and "float32" in one for one in messages), messages
 
 
 def test_tensors_of_subnormal_numbers_are_stored_exactly(tmp_path, recwarn) -> None:
@@ -377,8 +377,8 @@ def test_tensors_of_subnormal_numbers_are_stored_exactly(tmp_path, recwarn) -> N
         dsq_ckpt.load(got, tmp_path / "run" / str(number))
         assert all(torch.equal(got[name], saved[name]) for name in names)
         assert not got["zeros.weight"].any() and not torch.equal(got["mixed.weight"], saved["mixed.weight"])
-        [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
-        assert all(name in said for name in names) and "4 tensor(s)" in said
+        [message] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+        assert all(name in message for name in names) and "4 tensor(s)" in message
         recwarn.clear()
 
 

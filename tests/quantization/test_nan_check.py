@@ -35,10 +35,10 @@ def test_it_is_told_of_and_older_refinement_stays(tmp_path, others):
     config = {"refinement": {"keep_last": 2}, "quantize": RULES}
     for step in range(6):
         state = {"linear.weight": weights + 0.01 * step, **(others if step < 3 else with_nan(others))}
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.save(state, tmp_path / str(step), history=history, config=config)
-        found = [str(one.message) for one in told if "not quantized hold NaN" in str(one.message)]
+        found = [str(one.message) for one in caught if "not quantized hold NaN" in str(one.message)]
         assert len(found) == (step >= 3)
         manifest = Manifest.read(tmp_path / str(step))
         assert len(manifest.nonfinite) == (step >= 3) and all(name in found[0] for name in manifest.nonfinite)

@@ -206,8 +206,8 @@ def test_rounded_weights_are_exact_and_a_warning_says_so_once(
     restored = load_copy(tmp_path / "2", state)
     same = {f"model.{name}" for name, one in model.state_dict().items() if torch.equal(restored["model"][name], one)}
     assert same >= KEPT and "model.3.weight" not in same
-    said = [str(one.message) for one in recwarn if "the model rounds" in str(one.message)]
-    assert len(said) == 1 and all(name in said[0] for name in KEPT) and "model.3" not in said[0]
+    messages = [str(one.message) for one in recwarn if "the model rounds" in str(one.message)]
+    assert len(messages) == 1 and all(name in messages[0] for name in KEPT) and "model.3" not in messages[0]
 
 
 def test_a_rule_has_the_last_word(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

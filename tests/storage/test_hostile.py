@@ -262,9 +262,9 @@ def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch)
         raise ValueError("something")
 
     monkeypatch.setattr(dsq_ckpt.api.loading, "require_checkpoint_path", fail)
-    with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as told:
+    with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as caught:
         dsq_ckpt.load(state(), saved)
-    assert not isinstance(told.value, dsq_ckpt.SaveFailed)
+    assert not isinstance(caught.value, dsq_ckpt.SaveFailed)
 
 
 def test_every_name_has_a_path_or_none_has(tmp_path):

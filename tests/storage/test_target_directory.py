@@ -210,9 +210,10 @@ def test_latest_of_a_run_that_has_not_begun(run, tmp_path):
             (tmp_path / "exp-18" / name).write_text("")
         for name in ("logs", "exp-17/run", "exp-18", "elsewhere", "exp-16/run/step", "a/b/c"):
             assert dsq_ckpt.latest(tmp_path / name) is None
-    with pytest.warns(UserWarning, match=f"'{tmp_path / 'exp-16' / 'run'}' holds checkpoints: was that meant") as told:
+    target = tmp_path / "exp-16" / "run"
+    with pytest.warns(UserWarning, match=f"'{target}' holds checkpoints: was that meant") as caught:
         assert dsq_ckpt.latest(tmp_path / "epx-16" / "run") is None
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("names", [
@@ -243,9 +244,9 @@ def test_latest_tells_of_a_typing_error(trained, tmp_path, monkeypatch, there, m
         shutil.copytree(trained[0] / NAMES[0], tmp_path / first / NAMES[0])
         with pytest.warns(UserWarning, match=re.escape(f"'{tmp_path / first}' holds checkpoints: was that meant?")):
             assert dsq_ckpt.latest(tmp_path / second) is None
-        with monkeypatch.context() as launched, warnings.catch_warnings(record=True) as told:
+        with monkeypatch.context() as launched, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             launched.setenv("RANK", "1")
             assert dsq_ckpt.latest(tmp_path / second) is None
-        assert not told
+        assert not caught
         shutil.rmtree(tmp_path / first)

@@ -33,7 +33,7 @@ def damage(path: Path) -> None:
 
 def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> None:
     mesh = init_device_mesh("cpu", (size,))
-    said: list[str] = []
+    messages: list[str] = []
     for number in range(3 + CHECK_PERIOD):
         if number == 2 and rank == 0:
             [name] = [f.name for f in Manifest.read(run / "0").files if f.name.endswith(f"-{culprit:05d}.dsq")]
@@ -47,11 +47,12 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
                 dsq_ckpt.async_save(state, run / str(number)).result()
             else:
                 dsq_ckpt.save(state, run / str(number))
-        said += [str(one.message) for one in caught if "is damaged" in str(one.message)]
+        messages += [str(one.message) for one in caught if "is damaged" in str(one.message)]
     counts: list[int] = [0] * size
-    dist.all_gather_object(counts, len(said))
+    dist.all_gather_object(counts, len(messages))
     assert counts == [1, *[0] * (size - 1)], counts
-    assert rank or (f"-{culprit:05d}.dsq' has checksum" in said[0] and "writing a keyframe" in said[0]), said
+    text = " ".join(messages)
+    assert rank or (f"-{culprit:05d}.dsq' has checksum" in text and "writing a keyframe" in text), messages
     depths = [depth(run / str(number)) for number in range(3 + CHECK_PERIOD)]
     found = depths.index(0, 1)
     assert depths == [*range(found), *range(3 + CHECK_PERIOD - found)] and found >= 2, depths
@@ -96,8 +97,10 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             save(3)
-    said = [str(one.message) for one in caught if "this save does not need them" in str(one.message)]
-    assert len(said) == (rank == 0) and all(f"-{one:05d}.dsq" in said[0] for one in range(size if said else 0)), said
+    messages = [str(one.message) for one in caught if "this save does not need them" in str(one.message)]
+    assert len(messages) == (rank == 0) and all(
+        f"-{one:05d}.dsq" in messages[0] for one in range(size if messages else 0)
+    ), messages
     assert [depth(run / str(number)) for number in range(4)] == [0, 1, 2, 0]
 
 

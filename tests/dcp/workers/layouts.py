@@ -199,9 +199,9 @@ def small_shards(root: Path, rank: int, size: int) -> None:
             if step or number < 2:
                 assert torch.equal(found[small], weights[small]), (number, step)
             assert error_of(weights, found) < 0.03, (number, step)
-            said = [one for one in caught if "stored exactly" in str(one.message)]
+            messages = [one for one in caught if "stored exactly" in str(one.message)]
             expected = rank == 0 and ((number < 2 and not step) or (number == 3 and step == 1))
-            assert len(said) == expected, (number, step, [str(one.message) for one in said])
+            assert len(messages) == expected, (number, step, [str(one.message) for one in messages])
     done("small shards")
 
 

@@ -84,9 +84,9 @@ def of_a_pipeline(root: Path, rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.load({"model": target}, root / "stages" / "a")
-        said = [str(one.message) for one in caught if "was not loaded" in str(one.message)]
-        assert len(said) == (says and rank == 0), said
-        assert not says or rank or "'model.3.bias', 'model.3.weight' of" in said[0], said
+        messages = [str(one.message) for one in caught if "was not loaded" in str(one.message)]
+        assert len(messages) == (says and rank == 0), messages
+        assert not says or rank or "'model.3.bias', 'model.3.weight' of" in messages[0], messages
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in target.state_dict().items())
     done("stages")
 

@@ -68,9 +68,9 @@ def save_twice(engine: Any, run: Path, kind: str) -> None:
         warnings.simplefilter("always")
         engine.save_checkpoint(str(run))
         engine.save_checkpoint(str(run))
-    told = [str(one.message) for one in caught if "nothing of this engine's tags is compressed" in str(one.message)]
+    messages = [str(one.message) for one in caught if "nothing of this engine's tags is compressed" in str(one.message)]
     first = torch.distributed.get_rank() == 0
-    check(len(told) == first and all(f"with {kind} parallelism" in text for text in told), f"{kind}: told once")
+    check(len(messages) == first and all(f"with {kind} parallelism" in text for text in messages), f"{kind}: told once")
 
 
 def experts(run: Path) -> None:

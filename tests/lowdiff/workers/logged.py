@@ -167,7 +167,7 @@ def on_from_a_snapshot(run: Path) -> None:
 def one_process_dies(run: Path) -> None:
     """That of one rank: all ranks stop together and go on together, with a snapshot."""
     loop = loop_of(CLIPPED)
-    with warnings.catch_warnings(record=True) as told, loop.log(run, compressor="topk:0.05", batch=2) as log:
+    with warnings.catch_warnings(record=True) as caught, loop.log(run, compressor="topk:0.05", batch=2) as log:
         warnings.simplefilter("always", UserWarning)
         train(loop, log, 5)
         last = dist.get_rank() == dist.get_world_size() - 1
@@ -193,7 +193,7 @@ def one_process_dies(run: Path) -> None:
             dist.all_gather_object(both, log.logging)
             state = train(loop, log, 1)[-1]
         steps = log.steps_done
-    texts = [str(one.message) for one in told if one.category is UserWarning]
+    texts = [str(one.message) for one in caught if one.category is UserWarning]
     assert len(texts) == int(last) and all("was killed by signal 9" in text for text in texts), texts
     recovered(CLIPPED, run, steps, state)
 
@@ -220,7 +220,7 @@ def an_edit_in_the_last_step(run: Path) -> None:
     """The log of several ranks ends with a snapshot of it, as that of one does, if one rank sees it or all do."""
     for own, sees in ((run / "all", lambda rank: True), (run / "one", lambda rank: rank == 0)):
         loop = loop_of(PLAIN)
-        with warnings.catch_warnings(record=True) as told, loop.log(own, compressor="none") as log:
+        with warnings.catch_warnings(record=True) as caught, loop.log(own, compressor="none") as log:
             warnings.simplefilter("always", UserWarning)
             train(loop, log, 2)
             loop.step(2, dist.get_rank())
@@ -228,7 +228,7 @@ def an_edit_in_the_last_step(run: Path) -> None:
                 with torch.no_grad():
                     next(loop.model.parameters()).mul_(1.0)  # a version, not another value
             log.step()
-        texts = [str(one.message) for one in told if one.category is UserWarning]
+        texts = [str(one.message) for one in caught if one.category is UserWarning]
         assert len(texts) == sees(dist.get_rank()) and all("by something other" in text for text in texts), texts
         dist.barrier()
         recovered(PLAIN, own, 3, loop.state())
@@ -238,7 +238,7 @@ def an_edit_in_the_last_step(run: Path) -> None:
 def an_edit_in_the_last_step_of_a_rank_that_fails(run: Path) -> None:
     """The others wait for no rank that does not close its log, and each says which step is missing."""
     loop, last = loop_of(PLAIN), dist.get_rank() == dist.get_world_size() - 1
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         log = loop.log(run, compressor="none")
         train(loop, log, 2)
@@ -250,7 +250,7 @@ def an_edit_in_the_last_step_of_a_rank_that_fails(run: Path) -> None:
         started = time.monotonic()
         log.__exit__(*((ValueError, ValueError(), None) if last else (None, None, None)))
         assert time.monotonic() - started < 60
-    text = str(told[-1].message)
+    text = str(caught[-1].message)
     assert ("step 3 is not in the log" if last else "step 3 may not be in the log") in text, text
     dist.barrier()
     recovered(PLAIN, run, 2, kept)
@@ -269,14 +269,14 @@ def parameters_are_added(run: Path) -> None:
 
     loop = Loop(Case(few))
     loop.model = DDP(loop.model)
-    with warnings.catch_warnings(record=True) as told, loop.log(run, compressor="topk:0.05", batch=4) as log:
+    with warnings.catch_warnings(record=True) as caught, loop.log(run, compressor="topk:0.05", batch=4) as log:
         warnings.simplefilter("always", UserWarning)
         train(loop, log, 2)
         loop.optimizer.add_param_group({"params": list(loop.model.module[3].parameters()), "lr": 0.1})
         train(loop, log, 2)
         log._require_client().wait("saved", 60)
         state = train(loop, log, 3)[-1]
-    texts = [str(one.message) for one in told if one.category is UserWarning]
+    texts = [str(one.message) for one in caught if one.category is UserWarning]
     assert len(texts) == 1 and "steps from 3 on are not logged until" in texts[0], texts
     dist.barrier()
     again = Loop(Case(few), 1)
