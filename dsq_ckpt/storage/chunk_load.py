@@ -305,7 +305,8 @@ def _decode_blocks(blocks: list[_BlockTask], workers: Workers) -> None:
     memory = workers.scratch, workers.other
     errors: Sequence[BaseException | None]
     try:
-        errors = decoding_tasks.run_tasks([block.steps(scratch) for block, scratch in zip(blocks, memory, strict=False)])
+        tasks = [block.steps(scratch) for block, scratch in zip(blocks, memory, strict=False)]
+        errors = decoding_tasks.run_tasks(tasks)
     except BaseException as failure:  # of neither block, but threads wait for both
         errors = [failure] * len(blocks)
     for block, error in zip(blocks, errors, strict=True):
