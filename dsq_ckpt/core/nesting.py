@@ -26,8 +26,8 @@ class Nesting(dict[str, Path]):
     """DCP's path of each flat name, with the original keys and the empty dicts that paths do not contain.
 
     Attributes:
-        typed: original keys of dicts, by path of the entry: finite numbers, booleans and None; with `all_keys` of `of`,
-            all keys that are not strings.
+        typed: original keys of dicts, by path of the entry: finite numbers, booleans, None, and tuples of these and of
+            strings; with `all_keys` of `of`, all keys that are not strings.
         empty: paths of dicts without entries; None: not known.
         digests: digests of values that must be equal on all ranks, by place.
         groups: names of the parameters in each group of an optimizer, by flat name of the list; in a global plan, with
@@ -54,8 +54,8 @@ class Nesting(dict[str, Path]):
         for path, key, _ in entries:
             if all_keys and type(key) is not str:
                 typed[path] = key
-            elif (number := _to_plain_number(key)) is not None or key is None:
-                typed[path] = number
+            elif (plain := _to_plain_key(key)) is not None or key is None:
+                typed[path] = plain
         return cls(paths, typed, [path for path, _, value in entries if isinstance(value, Mapping) and not value])
 
     @classmethod
@@ -86,12 +86,13 @@ class Nesting(dict[str, Path]):
         empty = index.get("empty_dicts")
         return cls(
             {name: tuple(path) for name, path in index["planner"].items()},
-            {tuple(entry[0]): entry[1] for entry in index.get("typed_keys") or ()},
+            {tuple(entry[0]): entry[1] for entry in index.get("typed_keys") or ()}
+            | {tuple(entry[0]): tuple(entry[1]) for entry in index.get("tuple_keys") or ()},
             None if empty is None else [tuple(path) for path in empty],
         )
 
     def list_unkept_keys(self, state: Mapping[str, Any]) -> list[tuple[Path, Any]]:
-        """Return paths and keys of the state dict that are converted to strings, such as tuples."""
+        """Return paths and keys of the state dict that are converted to strings, such as sets."""
         return [
             (path, key) for path, key, _ in _iter_entries((), state)
             if not isinstance(key, str) and path not in self.typed
@@ -99,10 +100,12 @@ class Nesting(dict[str, Path]):
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys of the index that `from_json` reads."""
+        tuples = {path: key for path, key in self.typed.items() if isinstance(key, tuple)}
         return {
             "planner": {name: list(path) for name, path in self.items()},
-            "typed_keys": [[list(path), key] for path, key in self.typed.items()],
+            "typed_keys": [[list(path), key] for path, key in self.typed.items() if path not in tuples],
             "empty_dicts": None if self.empty is None else [list(path) for path in self.empty],
+            **({"tuple_keys": [[list(path), list(key)] for path, key in tuples.items()]} if tuples else {}),
         }
 
     def steps(self, path: Path) -> list[Step]:
@@ -141,6 +144,14 @@ class Nesting(dict[str, Path]):
             [steps[depth:] for steps in self.empty or () if steps[:depth] == path and len(steps) > depth],
         )
         return nesting if nesting or nesting.empty or path in (self.empty or ()) else None
+
+
+def _to_plain_key(key: Any) -> int | float | tuple[str | int | float | None, ...] | None:
+    """Return the number, or the tuple of numbers, strings and None, that has the text of a key; else None."""
+    if type(key) is not tuple:
+        return _to_plain_number(key)
+    parts = tuple(part if type(part) is str else _to_plain_number(part) for part in key)
+    return parts if str(parts) == str(key) else None
 
 
 def _to_plain_number(key: Any) -> int | float | None:

@@ -51,7 +51,8 @@ class NestedSavePlanner(DefaultSavePlanner):
         for path, key in self.mappings.list_unkept_keys(state_dict) if is_coordinator else ():
             warn(
                 f"the key {key!r} of '{'.'.join(map(str, path[:-1]))}' is stored as the string {path[-1]!r}, and comes "
-                "back as that from a load into an empty dict: keys of a state dict are strings, numbers or None"
+                "back as that from a load into an empty dict: keys of a state dict are strings, numbers, None, or "
+                "tuples of these"
             )
 
     def create_local_plan(self) -> SavePlan:

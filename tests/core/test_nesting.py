@@ -136,8 +136,24 @@ def test_every_kind_of_key(tmp_path):
     state = {"d": {0: torch.ones(2), -3: 1, True: 2, None: 3, 0.5: 4, "7": 5, float("inf"): 6, (1, 2): 7}, 5: "five"}
     dsq_ckpt.save(state, tmp_path / "a")
     found = read(tmp_path / "a")
-    assert set(found["d"]) == {0, -3, True, None, 0.5, "7", "inf", "(1, 2)"}  # JSON has no infinity, nor tuples
+    assert set(found["d"]) == {0, -3, True, None, 0.5, "7", "inf", (1, 2)}  # JSON has no infinity
     assert [type(key) for key in found["d"]][:5] == [int, int, bool, type(None), float] and found[5] == "five"
+
+
+def test_keys_that_are_tuples(tmp_path):
+    """Tuples of numbers, strings and None come back as they were; others as their text."""
+    keys = [(0, 1), (), ("a", None), (True, 0.5), ("7",), ("\ud800'", -1)]
+    others = [((1, 2), 3), (float("inf"),), (np.float64(2.0),), (b"b",), torch.Size([4])]
+    state = {"d": {key: {"x": place} for place, key in enumerate([*keys, *others])}, "e": {(3, 4): {}}}
+    dsq_ckpt.save(state, tmp_path / "a")
+    found = {}
+    dsq_ckpt.load(found, tmp_path / "a")
+    assert list(map(repr, found["d"])) == [*map(repr, keys), *(repr(str(key)) for key in others)]
+    assert [value["x"] for value in found["d"].values()] == list(range(len(keys + others)))
+    assert found["e"] == {(3, 4): {}}
+    edit_index(tmp_path / "a", lambda index: index.pop("tuple_keys"))  # as written by earlier versions
+    dsq_ckpt.load(found := {}, tmp_path / "a")
+    assert list(found["d"]) == list(map(str, [*keys, *others]))
 
 
 def test_keys_that_are_numbers_of_other_classes(tmp_path):
@@ -286,7 +302,7 @@ def test_keys_at_the_top_that_cannot_be_sorted(tmp_path):
     dsq_ckpt.load(target, tmp_path / "a")
     assert find_differences(target, state) == [] and list(target) == list(state) and target[(1, "a")] == 4
     dsq_ckpt.load(found := {}, tmp_path / "a")
-    assert set(found) == {"w", 5, None, "(1, 'a')"} and found[5] == "five" and is_equal(found[None][2], torch.ones(2))
+    assert set(found) == {"w", 5, None, (1, "a")} and found[5] == "five" and is_equal(found[None][2], torch.ones(2))
     assert is_equal(found["w"], torch.ones(3))
     with pytest.raises(LoadFailed, match="none of it"):
         dsq_ckpt.load({5: "", "none of it": 0}, tmp_path / "a")

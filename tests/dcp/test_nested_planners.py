@@ -94,11 +94,17 @@ def test_a_planner_that_loads_nothing_into_an_empty_dict_is_warned_of(by_dcp, tr
 
 
 def test_keys_that_become_strings_are_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match=r"the key \(1, 2\) of 'd' is stored as the string '\(1, 2\)'"):
-        dsq_ckpt.save({"d": {(1, 2): 4, 3: 5, None: 6, 0.5: 7, True: 8}}, tmp_path / "run" / "1")
+    with pytest.warns(UserWarning, match=r"the key b'1' of 'd' is stored as the string \"b'1'\""):
+        dsq_ckpt.save({"d": {b"1": 4, (1, 2): 8, 3: 5, None: 6, 0.5: 7, True: 8}}, tmp_path / "run" / "1")
     found: dict[str, dict] = {}
     dsq_ckpt.load(found, tmp_path / "run" / "1")
-    assert found == {"d": {"(1, 2)": 4, 3: 5, None: 6, 0.5: 7, True: 8}}
+    assert found == {"d": {"b'1'": 4, (1, 2): 8, 3: 5, None: 6, 0.5: 7, True: 8}}
+
+
+def test_keys_that_come_back_are_not_warned_of(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*is stored as the string")
+        dsq_ckpt.save({"d": {(1, 2): 4, ("a", None): 5, 3: 6}}, tmp_path / "run" / "1")
 
 
 def test_a_list_that_is_shorter_than_the_saved_one_is_warned_of(tmp_path):
