@@ -112,7 +112,7 @@ def check_storable(fqn: str, value: Any) -> Any:
         raise SaveFailed(
             f"'{fqn}' is not initialized, as its module has seen no batch yet: call the model with one before a save"
         )
-    if value.layout is not torch.strided:
+    if value.layout is not torch.strided and not _is_subclass(value):
         raise SaveFailed(f"'{fqn}' has the layout {value.layout}: save its parts, or a dense copy (to_dense())")
     if value.is_nested and type(value) is torch.Tensor:  # torch.jagged has a class of its own
         raise SaveFailed(

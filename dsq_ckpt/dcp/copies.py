@@ -300,7 +300,9 @@ def _iterate_storages(flat: Mapping[str, Any]) -> Iterator[torch.UntypedStorage]
     for value in flat.values():
         if isinstance(value, torch.Tensor) and (tensor := _get_local_tensor(value)) is not None:
             with suppress(Exception):  # a subclass or layout without memory of its own
-                yield tensor.untyped_storage()
+                storage = tensor.untyped_storage()
+                storage.data_ptr()  # raises if there is none
+                yield storage
 
 
 def _get_local_tensor(tensor: Any) -> torch.Tensor | None:

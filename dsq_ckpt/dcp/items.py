@@ -48,6 +48,9 @@ def make_shards(write_items: Iterable[WriteItem], planner: SavePlanner | None = 
         write_items: items of one rank.
         planner: planner by which `LocalShard.load` returns the local tensor or its staged payload; None: shards
             without data.
+
+    Raises:
+        SaveFailed: a shape is not of numbers, as of a nested tensor of the layout torch.jagged; the message names it.
     """
     kind = type(planner)
     is_view = issubclass(kind, DefaultSavePlanner) and all(
@@ -56,12 +59,24 @@ def make_shards(write_items: Iterable[WriteItem], planner: SavePlanner | None = 
     )
     return [
         LocalShard(
-            get_chunk_key(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
+            get_chunk_key(item), _get_shape(item), item.tensor_data.properties.dtype,
             partial(_resolve, planner, item), partial(_resolve_chunk_of, planner, item),
             is_view,
         )
         for item in write_items if item.tensor_data is not None
     ]
+
+
+def _get_shape(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None
+    shape = tuple(item.tensor_data.size)
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        raise SaveFailed(
+            f"'{item.index.fqn}' has the shape {shape}, as a nested tensor of the layout torch.jagged. In a dict, and "
+            "not sharded, it is stored by dsq_ckpt.save, async_save and Compressor; else save the tensors that it "
+            "consists of (values(), offsets())"
+        )
+    return shape
 
 
 def _resolve(planner: SavePlanner | None, item: WriteItem) -> Any:

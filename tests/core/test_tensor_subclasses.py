@@ -232,6 +232,18 @@ def test_through_dcp_a_subclass_is_refused_by_name(tmp_path):
     state = {"one": scaled(0), "two": scaled(1)}
     with pytest.raises(BaseException, match=r"'one' is of class Scaled, or a part .* by dsq_ckpt\.save"):
         dcp.save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True)
+    with pytest.raises(SaveFailed, match=r"^'one' is of class Scaled, or a part .* by dsq_ckpt\.save"):
+        dcp.async_save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True).result()
+
+
+def test_through_dcp_a_jagged_tensor_is_refused_by_name(tmp_path):
+    parts = [torch.ones(3, 70), torch.ones(5, 70)]
+    state = {"inside": {"one": torch.nested.nested_tensor(parts, layout=torch.jagged)}, "good": torch.randn(80, 80)}
+    with pytest.raises(BaseException, match=r"'inside\.one' has the shape \(2, j\d+, 70\), .* by dsq_ckpt\.save"):
+        dcp.save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True)
+    with pytest.raises(SaveFailed, match=r"^'inside\.one' is of class NestedTensor, .* by dsq_ckpt\.save"):
+        dcp.async_save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True).result()
+    assert not (tmp_path / "a" / "manifest.json").exists()
 
 
 REFUSED_DTYPES = {
