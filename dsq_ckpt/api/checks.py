@@ -1,21 +1,26 @@
-"""Checks of the arguments of a `Compressor`, and initialization of optimizer state by a step."""
+"""Checks of the arguments of a `Compressor` and of its optimizer, and initialization of optimizer state by a step."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.optimizer_state import get_parameter_states
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
+from dsq_ckpt.search.trial import ModelChanged
 
+_WRAPPER_LIBRARIES = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+"""Prefixes of modules whose optimizers around others forward their state dicts."""
 
 def check_search(config: DSQConfig, sharded: bool) -> None:
     """Raise an error if the search is incompatible with the rest of the configuration or with a sharded model.
@@ -57,19 +62,40 @@ def check_parameters(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) 
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning, whose `step` and hooks are the relevant ones.
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, whose `step` is the relevant one.
 
-    Such a wrapper has the inner optimizer's state and state dict. An optimizer around another one with a state of its
-    own, such as Lookahead, is not a wrapper.
+    Such a wrapper has the inner optimizer's state and state dict. An optimizer around another one with a state or a
+    state dict of its own, such as Lookahead, is not a wrapper, even if its state dict has nothing more at the moment.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        if getattr(optimizer, "state", None) is not inner.state:
-            break
-        overridden = type(optimizer).state_dict is not Optimizer.state_dict
-        if overridden and optimizer.state_dict().keys() != inner.state_dict().keys():
-            break
+    while (inner := _get_inner(optimizer)) is not None and not _overrides_state_dict(optimizer):
         optimizer = inner
     return optimizer
+
+
+def find_stepping_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the innermost optimizer with the same state, which updates parameters; others may have no step hooks."""
+    while (inner := _get_inner(optimizer)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def _get_inner(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside another one if they share their state."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and getattr(optimizer, "state", None) is inner.state:
+        return inner
+    return None
+
+
+def _overrides_state_dict(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has methods of its own for its state dict, other than those of known wrappers."""
+    kind = type(optimizer)
+    if kind.__module__.startswith(_WRAPPER_LIBRARIES):  # Lightning derives a class from that of the inner optimizer
+        return False
+    return any(
+        method is not original and not method.__module__.startswith(_WRAPPER_LIBRARIES) for method, original in
+        ((kind.state_dict, Optimizer.state_dict), (kind.load_state_dict, Optimizer.load_state_dict))
+    )
 
 
 def check_step(optimizer: Optimizer) -> None:
@@ -91,9 +117,50 @@ def check_step(optimizer: Optimizer) -> None:
         raise ConfigError(_step_failure_message(optimizer))
 
 
+def guard_optimizer(
+    function: Callable[[], float] | None, name: str, optimizer: Optimizer
+) -> Callable[[], float] | None:
+    """Return `function` with a check that it leaves the optimizer unchanged, or it raises `ModelChanged`.
+
+    The check covers hyperparameters and the identities of tensors; `TrialModel` checks the values of tensors.
+    """
+    if function is None:
+        return None
+
+    def guarded() -> float:
+        before = _fingerprint(optimizer)
+        metric = function()
+        if _fingerprint(optimizer) != before:
+            raise ModelChanged(
+                f"`{name}` changed the optimizer, by its hyperparameters or by what is in its state: it must leave the "
+                "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
+                "was not written"
+            )
+        return metric
+
+    return guarded
+
+
+def _fingerprint(optimizer: Optimizer) -> Any:
+    """Return an optimizer's hyperparameters, and the identities of its parameters and of the tensors in its state."""
+    def identity(value: Any) -> Any:
+        if isinstance(value, Mapping):  # the state of a parameter
+            return {key: identity(inner) for key, inner in value.items()}
+        return id(value) if isinstance(value, torch.Tensor) else repr(value)
+
+    return (
+        [{key: identity(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
+        {id(parameter): identity(state) for parameter, state in optimizer.state.items()},
+    )
+
+
 def has_state(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has state of a parameter; other entries may exist before the first step."""
-    return any(isinstance(key, torch.Tensor) for key in optimizer.state)
+    try:
+        return bool(get_parameter_states(optimizer))
+    except Exception:  # raised again when the state is collected
+        return False
 
 
 @contextmanager
@@ -119,12 +186,17 @@ def reset_on_failure(optimizer: Optimizer) -> Iterator[None]:
     The optimizer has no state of parameters before.
     """
     groups = [dict(group) for group in optimizer.param_groups]
-    parameterless = {key: copy.deepcopy(value) for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    optimizers = [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
+    parameterless = [
+        {key: copy.deepcopy(value) for key, value in one.state.items() if not torch.is_tensor(key)}
+        for one in optimizers
+    ]
     try:
         yield
     except BaseException:
-        optimizer.state.clear()
-        optimizer.state.update(parameterless)
+        for one, entries in zip(optimizers, parameterless, strict=True):
+            one.state.clear()
+            one.state.update(entries)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import check_parameters, check_search, check_step, explain_step_failure, unwrap_optimizer
+from dsq_ckpt.api.checks import (
+    check_parameters,
+    check_search,
+    check_step,
+    explain_step_failure,
+    find_stepping_optimizer,
+    guard_optimizer,
+    unwrap_optimizer,
+)
 from dsq_ckpt.api.loading import load_with_modules
 from dsq_ckpt.api.module_placeholders import load_model_state
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
@@ -47,7 +54,6 @@ from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.folds import check_same_functions
 from dsq_ckpt.search.manager import ConfigManager
-from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.refinement import RefinementOption
 
@@ -136,8 +142,8 @@ class Compressor:
         self._hooks = hooks
         self._functions = evaluate, check
         if optimizer is not None:
-            evaluate = _guard_optimizer(evaluate, "evaluate", optimizer)
-            check = _guard_optimizer(check, "check", optimizer)
+            evaluate = guard_optimizer(evaluate, "evaluate", optimizer)
+            check = guard_optimizer(check, "check", optimizer)
         self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:  # after an evaluation the root module keeps its parameters unsharded
@@ -148,12 +154,13 @@ class Compressor:
         if optimizer is not None:
             check_parameters(optimizer, parameters)
         self._average: GradientAverage | None = None
-        if optimizer is not None and _needs_gradients(self.config, optimizer):
+        stepping = None if optimizer is None else find_stepping_optimizer(optimizer)
+        if stepping is not None and _needs_gradients(self.config, stepping):
             self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
             if hooks == "backward":
                 self._average.attach_to_parameters()
             else:
-                self._average.attach(optimizer, capture=hooks)
+                self._average.attach(stepping, capture=hooks)
 
     def __enter__(self) -> Compressor:
         return self
@@ -329,44 +336,6 @@ class Compressor:
         names = get_named_parameters(self.model)
         averages = {name: self._average.average(name) for name in names if name in self._average}
         return {name: average for name, average in averages.items() if average is not None}
-
-
-def _guard_optimizer(
-    function: Callable[[], float] | None, name: str, optimizer: Optimizer
-) -> Callable[[], float] | None:
-    """Return `function` with a check that it leaves the optimizer unchanged, or it raises `ModelChanged`.
-
-    The check covers hyperparameters and the identities of tensors; `TrialModel` checks the values of tensors.
-    """
-    if function is None:
-        return None
-
-    def guarded() -> float:
-        before = _fingerprint(optimizer)
-        metric = function()
-        if _fingerprint(optimizer) != before:
-            raise ModelChanged(
-                f"`{name}` changed the optimizer, by its hyperparameters or by what is in its state: it must leave the "
-                "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
-                "was not written"
-            )
-        return metric
-
-    return guarded
-
-
-def _fingerprint(optimizer: Optimizer) -> Any:
-    """Return an optimizer's hyperparameters, and the identities of its parameters and of the tensors in its state."""
-    def identity(value: Any) -> Any:
-        if isinstance(value, Mapping):  # the state of a parameter
-            return {key: identity(inner) for key, inner in value.items()}
-        return id(value) if isinstance(value, torch.Tensor) else repr(value)
-
-    return (
-        [{key: identity(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
-        {id(parameter): identity(state) for parameter, state in optimizer.state.items()},
-    )
 
 
 def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:

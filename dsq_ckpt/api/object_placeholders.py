@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import initialize_state, reset_on_failure
+from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
@@ -238,7 +238,7 @@ def initialize_subclass_states(objects: Mapping[Any, Any], nesting: Nesting) -> 
     with_subclasses = {str(path[0]) for path in states if find_class_key(path, nesting) is not None}
     uninitialized = [
         value for key, value in objects.items()
-        if str(key) in with_subclasses and isinstance(value, Optimizer) and not value.state
+        if str(key) in with_subclasses and isinstance(value, Optimizer) and not has_state(value)
     ]
     with ExitStack() as stack:
         for optimizer in uninitialized:

@@ -125,6 +125,19 @@ def join_state(torch_state: Mapping[Any, Any], extra: Mapping[Any, Any]) -> Tree
     return {**torch_state, "state": {**torch_state["state"], **extra.pop(PARAMETERLESS_STATE, {})}, **extra}
 
 
+def get_parameter_states(optimizer: Optimizer) -> Tree:
+    """Return the state of an optimizer's parameters, by parameter.
+
+    An optimizer around another one may have none of it in `state`, such as Lookahead of timm: its state dict counts
+    then, which has numbers of parameters.
+
+    Raises:
+        ConfigError: there is no `state`, and the state dict has another form than that of torch's optimizers.
+    """
+    states = {key: value for key, value in optimizer.state.items() if isinstance(key, torch.Tensor)}
+    return states or cast(Tree, _OptimizerProxy(optimizer).state_dict()["state"])
+
+
 class _OptimizerProxy:
     """Proxy of an optimizer that shows torch's functions the part of its state dict that they handle.
 
@@ -151,7 +164,7 @@ class _OptimizerProxy:
     @property
     def state(self) -> Tree:
         """State of parameters; torch initializes the optimizer before a load if it is empty."""
-        return {key: value for key, value in self._optimizer.state.items() if isinstance(key, torch.Tensor)}
+        return get_parameter_states(self._optimizer)
 
     def as_torch_argument(self) -> tuple[Optimizer]:
         """Return a tuple of this proxy: torch checks the class of a single optimizer, but not of several."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import initialize_state, reset_on_failure
+from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
 from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
@@ -106,7 +106,7 @@ class TrainingState:
         comm = communicator(None)
         with ExitStack() as stack:
             for optimizer in self._optimizers.values():
-                if not optimizer.state:
+                if not has_state(optimizer):
                     stack.enter_context(reset_on_failure(optimizer))
             placeholders = run_on_all_ranks(comm, lambda: self._collect_placeholders(directory), LoadFailed)
             for text in () if quiet else placeholders.warnings:
@@ -181,7 +181,7 @@ class TrainingState:
         for name, path in stored_paths.items():
             if (depth := find_class_key(path, nesting)) is not None:
                 optimizer = self._optimizers.get(str(path[0]))
-                if optimizer is not None and not optimizer.state:
+                if optimizer is not None and not has_state(optimizer):
                     initialize_state(optimizer)
                 state = {} if optimizer is None else _get_named_state(optimizer, parameters)["state"]
                 tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None

@@ -10,15 +10,21 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import dsq_ckpt
 from tests.helpers.odd_optimizers import (
     CountingAdamW,
+    ForwardingAdamW,
     GlobalStateSGD,
     GradientWindow,
+    HiddenStateAdamW,
     HookedSGD,
+    SlowWeights,
     leaves,
     train_on_noise,
 )
 from tests.helpers.training import compute_loss, train_model
 
-KINDS = [CountingAdamW, HookedSGD, GlobalStateSGD, GradientWindow, torch.optim.AdamW]
+KINDS = [
+    CountingAdamW, HookedSGD, GlobalStateSGD, GradientWindow, torch.optim.AdamW, ForwardingAdamW, SlowWeights,
+    HiddenStateAdamW,
+]
 
 
 def made(kind, steps=0, seed=0):
@@ -95,6 +101,40 @@ class Around(torch.optim.SGD):
 
     def state_dict(self):
         return {"base": self.optimizer.state_dict(), "rate": 0.5}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, HiddenStateAdamW])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
+    dsq_ckpt.Compressor(*made(kind, 1)).save(tmp_path / "a")
+    model, optimizer = made(kind, steps)
+    optimizer.zero_grad()
+    before = leaves(optimizer.state_dict())
+    with pytest.raises(dsq_ckpt.LoadFailed, match="missing"):
+        dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a", extra={"missing": 0})
+    assert leaves(optimizer.state_dict()) == before
+
+
+def test_gradients_are_averaged_at_the_steps_of_an_inner_optimizer():
+    """The one around it has no hooks."""
+    model, optimizer = made(ForwardingAdamW)
+    config = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "protect": 0.01}}}}
+    with dsq_ckpt.Compressor(model, optimizer, config, every=1) as compressor:
+        train_on_noise(model, optimizer, 1)
+        assert compressor._gradients().keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SlowWeights, ForwardingAdamW])
+def test_wrappers_of_accelerate_and_lightning_are_what_they_wrap(kind):
+    """They step otherwise than the optimizer in them; one that is more than it wraps stays as it is."""
+    accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
+    wrap_for_lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
+    model, optimizer = made(kind)
+    wrapper = accelerated.__new__(accelerated)  # a new one needs a state of the process
+    wrapper.optimizer = optimizer
+    for wrapped in (wrapper, wrap_for_lightning(optimizer), wrap_for_lightning(wrapper)):
+        with dsq_ckpt.Compressor(model, wrapped) as compressor:
+            assert compressor.optimizer is optimizer
 
 
 def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):

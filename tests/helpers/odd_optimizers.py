@@ -95,6 +95,79 @@ class GradientWindow(torch.optim.Optimizer):
             parameter.sub_(sum(state["past"].values()) / len(state["past"]), alpha=0.01)
 
 
+class ForwardingAdamW(torch.optim.Optimizer):
+    """One around another, whose state and state dict it has, and nothing else: neither hooks nor defaults."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr)
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+class SlowWeights(ForwardingAdamW):
+    """One with slow weights and a count beside the state that it shares, which it tells in a state dict as torch's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.slow: dict[int, torch.Tensor] = {}
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        self.slow = self.slow or {number: one.detach().clone() for number, one in enumerate(parameters)}
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for parameter, slow in zip(parameters, self.slow.values(), strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = super().state_dict()
+        state = {number: {**one, "slow": self.slow[number]} for number, one in inner["state"].items()}
+        return {"state": state, "param_groups": [{**group, "steps": self.steps} for group in inner["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        states = {number: dict(one) for number, one in state_dict["state"].items()}
+        self.steps = groups[0]["steps"]
+        for group in groups:
+            del group["steps"]
+        self.slow = {number: one.pop("slow").clone() for number, one in states.items()}
+        super().load_state_dict({"state": states, "param_groups": groups})
+
+
+class HiddenStateAdamW(ForwardingAdamW):
+    """One around another, whose state is in its state dict but not in its attribute, as Lookahead of timm."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.defaults = self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:
+        return {}
+
+
 def train_on_noise(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
     """Train on batches of noise."""
     for step in range(steps):
