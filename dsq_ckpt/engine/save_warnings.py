@@ -21,6 +21,7 @@ from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.lost_rows import RATIO
 from dsq_ckpt.quantization.model_tensors import exclude_parameter_state
 from dsq_ckpt.quantization.plan import QuantizationPlan
+from dsq_ckpt.quantization.update_rules import BETAS
 
 _LOST_ERROR = 0.95
 """Mean squared error of weights, relative to their mean square, above which they count as lost."""
@@ -156,11 +157,18 @@ def _warn_of_update_errors(analysis: Analysis, layout: Layout, warned: set[str],
 
 
 def _warn_of_rounded_moments(rounded: Mapping[str, set[str]], rank: int) -> None:
-    """Warn of first moments that are not quantized because their divisor in the update is unknown."""
-    if rounded:
-        causes = sorted(set[str]().union(*rounded.values()))
+    """Warn of first moments that are not quantized because their divisor is unknown, or lasts shorter than they do."""
+    causes = set[str]().union(*rounded.values())
+    if BETAS in causes:
         warn(
-            f"the optimizer keeps {quote(causes)} beside exp_avg, and may divide exp_avg by that, not by the root of "
+            "the first of the optimizer's betas is larger than the second: exp_avg lasts longer than exp_avg_sq, and "
+            "would keep errors of the units that it is quantized in, the roots of exp_avg_sq. So it is not quantized, "
+            'but rounded to bf16, 2 bytes per element. quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] '
+            "makes it smaller", rank=rank,
+        )
+    if beside := sorted(causes - {BETAS}):
+        warn(
+            f"the optimizer keeps {quote(beside)} beside exp_avg, and may divide exp_avg by that, not by the root of "
             "exp_avg_sq as Adam does; so exp_avg is not quantized, but rounded to bf16, 2 bytes per element. If the "
             'update is like Adam\'s, quantize.rules: [{"pattern": "*.exp_avg", "group": "linear"}] makes it smaller',
             rank=rank,

@@ -32,6 +32,8 @@ _OF_LAPROP, _OF_ADOPT = "exp_avg_lr_1", "clip_exp"
 """State of LaProp, or a setting of its earlier versions, and a setting of timm's ADOPT; unique to these."""
 _FINE = 0.0625
 """Error of momentum that may be the input of a matrix function: inverse root or sign enlarge its small parts."""
+BETAS = "betas"
+"""Setting in `param_groups` of decay rates: of first moments, and of second ones."""
 _GROUPS = ".param_groups."
 _SETTINGS = (
     bool, int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device, torch.layout,
@@ -76,15 +78,28 @@ def find_extra_state(names: Collection[str]) -> dict[str, set[str]]:
 
 
 def find_optimizer_objects(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of objects in optimizers that are neither tensors nor settings, such as a projection.
+    """Return the names of objects in optimizers that show another update rule than Adam's.
+
+    These are neither tensors nor settings, such as a projection; or decay rates by which first moments last longer than
+    second ones. First moments are restored in units of the roots of second moments, which are known by octave, and
+    would be off by that for longer than second moments are.
 
     Args:
         objects: values that are not tensors, by fully qualified name; None if the value is not known.
     """
     return frozenset(
         name for name, value in objects.items()
-        if (kind_of(name) != "weights" or _parse_group_setting(name) is not None) and not _is_setting(value)
+        if (kind_of(name) != "weights" or _parse_group_setting(name) is not None)
+        and (not _is_setting(value) or _do_first_moments_last(name, value))
     )
+
+
+def _do_first_moments_last(name: str, value: Any) -> bool:
+    """Return whether decay rates let first moments last longer than second ones."""
+    setting = _parse_group_setting(name)
+    if setting is None or setting[2] != BETAS or not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(isinstance(rate, int | float) for rate in value) and value[0] > value[1]
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:

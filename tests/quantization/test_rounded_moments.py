@@ -35,6 +35,35 @@ def test_first_moments_of_other_optimizers_are_rounded_and_told_of_at_a_keyframe
         assert got["exp_inf"].equal(own["exp_inf"]) and got["exp_avg"].equal(own["exp_avg"].bfloat16().float())
 
 
+@pytest.mark.parametrize("betas", [(0.99, 0.95), (0.95, 0.99)])
+@pytest.mark.parametrize("way", ["save", "Compressor", "dcp", "compress"])
+def test_first_moments_that_last_longer_than_second_ones_are_rounded(tmp_path, recwarn, way, betas) -> None:
+    """Else they keep the error of second moments, in whose units they are restored."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(80, 80, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas)
+    model(torch.randn(9, 80)).square().sum().backward()
+    optimizer.step()
+    moment = optimizer.state[model.weight]["exp_avg"]
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for number in range(2):
+        if way == "save":
+            dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
+        elif way == "Compressor":
+            dsq_ckpt.Compressor(model, optimizer).save(tmp_path / str(number))
+        elif way == "compress":
+            dsq_ckpt.compress(state, tmp_path / str(number))
+        else:
+            dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / str(number)), no_dist=True)
+    said = [str(one.message) for one in recwarn if "rounded to bf16" in str(one.message)]
+    first, second = betas
+    assert bool(said) == (first > second) and all("first of the optimizer's betas is larger" in one for one in said)
+    name = "optimizer.state.weight.exp_avg" if way == "Compressor" else "optimizer.state.0.exp_avg"
+    found = torch.zeros(80, 80)
+    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "1"), no_dist=True)
+    assert found.equal(moment.bfloat16().float()) == (first > second)
+
+
 class Rotated(torch.optim.Optimizer):
     """Adam in a basis of its own, which it keeps in a tuple or an object, beside moments or in its groups."""
 
