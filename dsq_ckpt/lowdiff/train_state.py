@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
@@ -76,7 +77,7 @@ class TrainState:
     partitioned: bool = False
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful] | None = None
+        self, model: nn.Module, optimizer: Optimizer, states: Mapping[str, Stateful] | None = None
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -119,6 +120,13 @@ class TrainState:
         name = type(self.optimizer).__name__
         if reason := _UNLOGGABLE.get(name):
             raise ConfigError(f"{name} cannot be logged: {reason}")
+        inner = [type(value).__name__ for value in vars(self.optimizer).values() if isinstance(value, Optimizer)]
+        if inner:  # it would be replayed without the inner one's state and groups
+            raise ConfigError(
+                f"{name} cannot be logged: it is an optimizer around {inner[0]}, and logs see the state of one alone. "
+                "If it adds nothing to the state, as wrappers of Accelerate and Lightning, pass the optimizer in it; "
+                "else save checkpoints by dsq_ckpt.Compressor"
+            )
         if foreign := [key for key in self.optimizer.state if not torch.is_tensor(key)]:
             raise ConfigError(
                 f"{name} cannot be logged: its state has {foreign[0]!r}, which belongs to no parameter, and would be "
