@@ -259,7 +259,7 @@ def test_a_part_of_a_tensor_that_is_not_there_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop])
-def test_state_of_an_optimizer_of_another_class_is_told_of(tmp_path, other, recwarn):
+def test_state_of_an_optimizer_of_another_class_is_reported(tmp_path, other, recwarn):
     """torch raises at its next step; options that were not saved stay here, so it goes on with the rate of AdamW."""
     model = torch.nn.Linear(80, 80)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4)

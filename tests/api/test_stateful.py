@@ -93,7 +93,7 @@ Stats = collections.namedtuple("Stats", "loss step")
     pathlib.PurePosixPath("data"), datetime.datetime(2026, 1, 1), signal.SIGTERM, Stats(0.5, 1),
     np.random.default_rng(0), np.arange(3), ("MT19937", np.arange(624)), {"sets": [datetime.timedelta(1)]},
 ], ids=lambda value: type(value).__name__)
-def test_what_no_load_into_an_empty_dict_brings_back_is_told_of_when_it_is_saved(tmp_path, value):
+def test_what_no_load_into_an_empty_dict_brings_back_is_reported_when_it_is_saved(tmp_path, value):
     with pytest.warns(UserWarning, match="^'app.own.*' is stored by '.* not into an empty dict"):
         dsq_ckpt.save({"w": torch.ones(3), "app": {"own": value}}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="more than plain data"):
@@ -111,7 +111,7 @@ class Once:
         return {"times": self.times}
 
 
-def test_objects_are_told_of_once_and_pickled_once(tmp_path):
+def test_objects_are_reported_once_and_pickled_once(tmp_path):
     own = Once()
     state = {"w": torch.ones(3), "own": own, "files": [pathlib.PurePosixPath(str(n)) for n in range(100)]}
     state["many"] = {str(n): pathlib.PurePosixPath(str(n)) for n in range(100)}

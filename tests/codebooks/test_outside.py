@@ -208,7 +208,7 @@ def test_more_refinement_than_is_configured(tmp_path, monkeypatch, outside):
             dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
 
 
-def test_what_cannot_be_registered(outside):
+def test_invalid_registrations_are_refused(outside):
     class Nameless(CodebookConfig):
         def propose(self, histogram):
             raise NotImplementedError

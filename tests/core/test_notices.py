@@ -78,7 +78,7 @@ def test_texts_that_differ_in_numbers_alone_are_one():
     assert not notices.is_new_warning("0x2bc0 gave inf for both", told)
 
 
-def test_one_rank_speaks():
+def test_one_rank_warns():
     with pytest.warns(UserWarning, match="a text") as recorded:
         for rank in (1, 0):
             notices.warn("a text", rank=rank)

@@ -55,7 +55,7 @@ def refused(state: Any, path: Path) -> str:
     return str(caught.value)
 
 
-def test_wrappers_in_another_order_are_said(tmp_path) -> None:
+def test_wrappers_in_another_order_are_reported(tmp_path) -> None:
     dsq_ckpt.save({"model": Wrapped(compiled(made())).state_dict()}, tmp_path / "a", config="exact")
     said = refused({"model": compiled(Wrapped(made())).state_dict()}, tmp_path / "a")
     assert said.endswith("it has 'model.module._orig_mod.0.weight' and 3 more, with its wrappers in another order: "
@@ -117,7 +117,7 @@ def test_few_names_that_are_there_are_no_model_that_has_grown(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("grown", [False, True])
-def test_a_partial_load_that_fills_nothing_of_a_model_is_told_of(tmp_path, grown) -> None:
+def test_a_partial_load_that_fills_nothing_of_a_model_is_reported(tmp_path, grown) -> None:
     """Once, by name and count; one that fills a part says nothing."""
     model, state = made(), training(made())
     dsq_ckpt.save(training(model if grown else compiled(model)), tmp_path / "a", config="exact")
@@ -150,7 +150,7 @@ def _said(path, state, through_dcp):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("through_dcp", [False, True])
-def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_told(tmp_path, through_dcp):
+def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_reported(tmp_path, through_dcp):
     """A state dict is loaded by its names, so the rest of an extra state would be lost, also of a plain dict."""
     given, before = EXTRA["grown"][0], {"counts": {"<unk>": 0}}
     dsq_ckpt.save({"model": Remembering(given)}, tmp_path / "a", config="exact")

@@ -50,7 +50,7 @@ def said(path, save=dsq_ckpt.save, **options) -> list[str]:
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, dsq_ckpt.async_save])
-def test_a_job_that_saves_into_the_same_directory_is_told_once(tmp_path, save):
+def test_a_job_that_saves_into_the_same_directory_is_reported_once(tmp_path, save):
     assert not said(tmp_path / "a-1", save)
     other_job(tmp_path / "b-1", tmp_path / "b-2")
     (text,) = said(tmp_path / "a-2", save)
@@ -69,7 +69,7 @@ def test_refinement_layers_of_another_job_are_left_alone(tmp_path):
     assert kept == {"b-1": "kept", "a-0": "dropped", "a-1": "dropped", "a-2": "kept", "b-2": "kept"}
 
 
-def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
+def test_a_checkpoint_that_another_job_replaced_is_reported(tmp_path):
     said(tmp_path / "step-1")
     other_job(tmp_path / "step-1")
     (text,) = said(tmp_path / "step-2")
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
 @pytest.mark.parametrize(("place", "step"), [
     (chain.ParentCheckpoint, "__init__"), (chain.ParentCheckpoint, "read_codes"), (writing, "link_parent_files"),
 ])
-def test_a_checkpoint_that_another_job_replaces_during_a_save_is_said(tmp_path, monkeypatch, place, step):
+def test_a_checkpoint_that_another_job_replaces_during_a_save_is_reported(tmp_path, monkeypatch, place, step):
     """In place of damage, which nobody did; whoever saves again gets a keyframe."""
     said(tmp_path / "step-1")
     other_job(tmp_path / "other" / "step-1")

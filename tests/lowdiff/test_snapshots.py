@@ -104,7 +104,7 @@ def test_lossy_first_moments_beside_a_basis_in_a_tuple_are_rounded(tmp_path, pla
     assert found.equal(own.bfloat16().float()) == (place is not None)
 
 
-def test_what_they_may_be():
+def test_snapshots_may_be_lossy_or_exact():
     assert not snapshots.is_lossy(snapshots.snapshot_config("exact"))
     assert snapshots.is_lossy(snapshots.snapshot_config("dsq"))
     assert snapshots.is_lossy(snapshots.snapshot_config({"quantize": {"min_elements": 64}}))

@@ -98,7 +98,7 @@ def test_a_script_tells_nothing_and_breaks_nothing() -> None:
     assert find_rounded_weights(torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(1, 8))) == {}
 
 
-def test_all_names_of_a_tied_weight_are_told() -> None:
+def test_all_names_of_a_tied_weight_are_reported() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(9, 64), "head": TernaryLinear(64, 9), "other": nn.Linear(9, 9)})
     model["embedding"].weight = model["head"].weight
     assert told(model) == {"embedding.weight", "head.weight", "head.bias"}

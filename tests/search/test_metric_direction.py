@@ -44,7 +44,7 @@ def base(path) -> Net:
 
 
 @pytest.mark.parametrize("steps", [20, 150])
-def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_path, steps):
+def test_an_accuracy_is_reported_once_and_keeps_its_bound_in_both_directions(tmp_path, steps):
     model, optimizer = train_model(steps)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))
     for number in range(3):
@@ -58,7 +58,7 @@ def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_pat
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.05])
-def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
+def test_a_snapshot_by_an_accuracy_is_reported(tmp_path, bound):
     model, _ = train_model(60)
     exact = accuracy_of(model)
     with pytest.warns(UserWarning, match=WRONG):
@@ -70,7 +70,7 @@ def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
         dsq_ckpt.explore(model, tmp_path / "front", evaluate=lambda: accuracy_of(model), bounds=[bound], probes=0)
 
 
-def test_an_accuracy_is_said_once_there_is_something_to_lose(tmp_path):
+def test_an_accuracy_is_reported_once_there_is_something_to_lose(tmp_path):
     """A model that has learned nothing is as good with other signs; one that has is asked about again."""
     model, optimizer = train_model(0)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))

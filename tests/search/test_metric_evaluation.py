@@ -47,7 +47,7 @@ def said(recorded: list[warnings.WarningMessage]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["dropout", "torch", "numpy", "python", "its own", "next batch"])
-def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
+def test_a_metric_that_is_chance_is_reported_once(tmp_path, kind):
     model, optimizer = train_model(60)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=metrics(model, kind))
     state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
@@ -63,7 +63,7 @@ def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
 
 
 @pytest.mark.parametrize("function", ["evaluate", "check"])
-def test_a_snapshot_by_a_metric_that_is_chance_is_said(tmp_path, function):
+def test_a_snapshot_by_a_metric_that_is_chance_is_reported(tmp_path, function):
     model, _ = train_model(60)
     functions = {"evaluate": lambda: compute_loss(model), function: metrics(model, "torch")}
     with pytest.warns(UserWarning, match=f"`{function}` {CHANCE}.* a bound of this search is 0.1 %"):
