@@ -154,21 +154,21 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
 def test_the_state_of_other_parameters_is_refused(tmp_path):
     """A load of more than there are fails before it begins; other shapes, which some optimizers keep, are told of."""
 
-    def made(*layers):
+    def make(*layers):
         model = nn.Sequential(*(nn.Linear(*layer) for layer in layers))
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = made((128, 64), (64, 8))
+    model, optimizer = make((128, 64), (64, 8))
     model(torch.randn(2, 128)).sum().backward()
     optimizer.step()
     dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "1")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    _, other = made((128, 64))
+    _, other = make((128, 64))
     said = "'optimizer.state.2.step', state of parameter 2, counted from 0, and 'optimizer' has 2 parameters"
     with pytest.raises(LoadFailed, match=f"{said}.* another model"):
         dsq_ckpt.load({"model": model, "optimizer": other}, tmp_path / "1")
     assert not other.state and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _, other = made((96, 64), (64, 8))
+    _, other = make((96, 64), (64, 8))
     said = r"'optimizer.state.0.exp_avg' has shape \(64, 128\) .* and parameter 0 of 'optimizer' \(64, 96\)"
     with pytest.warns(UserWarning, match=f"{said}.* another model"):
         dsq_ckpt.load({"optimizer": other}, tmp_path / "1")

@@ -64,9 +64,9 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_reported(tmp_
             history = dsq_ckpt.SaveHistory()
             for number in range(2):
                 dsq_ckpt.save(state, tmp_path / name / str(number), history=history, **more)
-        found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
+        found = find_messages(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
         assert len(found) == expected, name
-        assert not told_of("has its shape", caught)
+        assert not find_messages("has its shape", caught)
     with pytest.warns(UserWarning, match=f"'{key}.0.weight' is stored exactly, as state of an optimizer"):
         dsq_ckpt.save(model.state_dict(), tmp_path / "flat")
     with warnings.catch_warnings(record=True) as caught:
@@ -74,7 +74,7 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_reported(tmp_
         dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")
         moments = {name: torch.randn_like(one) for name, one in net(128, 128).state_dict().items()}
         dsq_ckpt.save({"model": net(128, 128).state_dict(), "opt_state": {"mu": moments}}, tmp_path / "by_name")
-    assert not told_of("stored exactly, as state", caught)
+    assert not find_messages("stored exactly, as state", caught)
 
 
 def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -85,7 +85,7 @@ def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def told_of(text: str, told: list[warnings.WarningMessage]) -> list[str]:
+def find_messages(text: str, told: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in told if text in str(one.message)]
 
 
@@ -98,8 +98,8 @@ def test_data_that_comes_later_is_reported(tmp_path):
         warnings.simplefilter("always")
         for number in range(5):
             compressor.save(tmp_path / str(number), extra={"replay": torch.randn(150 * min(number, 2), 20) * units})
-            assert len(told_of("'replay' lies beside the model", caught)) == (number >= 3)  # exact, until it changes
-            assert len(told_of("columns of replay", caught)) == (number >= 3)
+            assert len(find_messages("'replay' lies beside the model", caught)) == (number >= 3)  # exact before
+            assert len(find_messages("columns of replay", caught)) == (number >= 3)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -116,7 +116,7 @@ def test_a_mask_that_becomes_data_is_reported(tmp_path, background):
             saved = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
             if background:
                 saved.result()
-            assert len(told_of("'table' lies beside the model", caught)) == (number >= 2)
+            assert len(find_messages("'table' lies beside the model", caught)) == (number >= 2)
 
 
 @pytest.mark.parametrize("how", ["names", "numbers"])
@@ -148,7 +148,7 @@ def test_what_the_optimizer_does_not_know_is_exact_or_reported(tmp_path, how):
                 one += 0.01 * torch.randn_like(one)
         dsq_ckpt.save(state, tmp_path / "with a model", model=model, parent=None)
         dsq_ckpt.save({"model": weights}, tmp_path / "without an optimizer", parent=None)
-    assert [one.split(" is quantized")[0] for one in told_of("no state of the optimizer", caught)] == [
+    assert [one.split(" is quantized")[0] for one in find_messages("no state of the optimizer", caught)] == [
         "'model.queue'", "'late'",
     ]
 
@@ -164,7 +164,7 @@ def test_weights_whose_state_is_none_of_adams_are_trained(tmp_path, recwarn):
             optimizer.step()
             state[f"optimizer_{number}"] = optimizer.state_dict()
         dsq_ckpt.save(state, tmp_path / first.__name__)
-    assert not told_of("no state of the optimizer", list(recwarn))
+    assert not find_messages("no state of the optimizer", list(recwarn))
 
 
 @pytest.mark.parametrize("searched", [False, True])

@@ -13,7 +13,7 @@ import dsq_ckpt
 from dsq_ckpt import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
 from tests.api.test_module_placeholders import EXTRA, Metric, Remembering, hooked, observed, scaled, train
-from tests.api.test_object_placeholders import made
+from tests.api.test_object_placeholders import make_pair
 from tests.api.test_optimizer_state import KINDS
 from tests.api.test_optimizer_state import made as made_of
 from tests.core.test_tensor_subclasses import EightBits, equal
@@ -30,9 +30,9 @@ pytestmark = [
 @pytest.mark.parametrize("steps", [0, 1])
 def test_moments_of_a_class_of_their_own(tmp_path, steps):
     """As of torchao's optimizers, also in an optimizer that has not stepped; they came back as dicts of their parts."""
-    model, optimizer = made(EightBits, 2)
+    model, optimizer = make_pair(EightBits, 2)
     dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), tmp_path / "a")
-    other, target = made(EightBits, steps)
+    other, target = make_pair(EightBits, steps)
     TrainingState([other], [target]).restore(tmp_path / "a")
     assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     target.step()

@@ -26,7 +26,7 @@ def accuracy_of(model: Net) -> float:
         return float((model(tokens).topk(64).indices == targets[:, None]).any(-1).float().mean())
 
 
-def said(recorded: list[warnings.WarningMessage]) -> int:
+def count_warnings(recorded: list[warnings.WarningMessage]) -> int:
     return sum(WRONG in str(one.message) for one in recorded)
 
 
@@ -52,7 +52,7 @@ def test_an_accuracy_is_reported_once_and_keeps_its_bound_in_both_directions(tmp
         with pytest.warns(UserWarning) if not number else warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        assert said(recorded) == (number == 0)
+        assert count_warnings(recorded) == (number == 0)
         assert abs(base_accuracy(tmp_path / str(number)) / exact - 1) <= 0.05
         train(model, optimizer, steps + 10 * number, steps + 10 * (number + 1))
 
@@ -77,7 +77,7 @@ def test_an_accuracy_is_reported_once_there_is_something_to_lose(tmp_path):
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         compressor.save(tmp_path / "0")
-    assert not said(recorded)
+    assert not count_warnings(recorded)
     train(model, optimizer, 0, 60)
     with pytest.warns(UserWarning, match=WRONG):
         compressor.save(tmp_path / "1")
@@ -104,7 +104,7 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
         compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
         compressor.load(tmp_path / str(number))
         compressor.save(tmp_path / "resumed")
-    assert not said(recorded), [str(one.message) for one in recorded]
+    assert not count_warnings(recorded), [str(one.message) for one in recorded]
     zeros = Net()
     with torch.no_grad():
         for weight in (zeros.embed.weight, zeros.hidden.weight, zeros.head.weight):
@@ -133,7 +133,7 @@ def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, exp
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        assert not said(recorded)
+        assert not count_warnings(recorded)
         asked.append(sum(ruined))
         train(model, optimizer, 20 * number, 20 * (number + 1))
     assert asked == expected
