@@ -106,8 +106,8 @@ class Around(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, HiddenStateAdamW])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
-    dsq_ckpt.Compressor(*made(kind, 1)).save(tmp_path / "a")
-    model, optimizer = made(kind, steps)
+    dsq_ckpt.Compressor(*make_pair(kind, 1)).save(tmp_path / "a")
+    model, optimizer = make_pair(kind, steps)
     optimizer.zero_grad()
     before = leaves(optimizer.state_dict())
     with pytest.raises(dsq_ckpt.LoadFailed, match="missing"):
@@ -117,7 +117,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
 
 def test_gradients_are_averaged_at_the_steps_of_an_inner_optimizer():
     """The one around it has no hooks."""
-    model, optimizer = made(ForwardingAdamW)
+    model, optimizer = make_pair(ForwardingAdamW)
     config = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "protect": 0.01}}}}
     with dsq_ckpt.Compressor(model, optimizer, config, every=1) as compressor:
         train_on_noise(model, optimizer, 1)
@@ -129,7 +129,7 @@ def test_wrappers_of_accelerate_and_lightning_are_what_they_wrap(kind):
     """They step otherwise than the optimizer in them; one that is more than it wraps stays as it is."""
     accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
     wrap_for_lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
-    model, optimizer = made(kind)
+    model, optimizer = make_pair(kind)
     wrapper = accelerated.__new__(accelerated)  # a new one needs a state of the process
     wrapper.optimizer = optimizer
     for wrapped in (wrapper, wrap_for_lightning(optimizer), wrap_for_lightning(wrapper)):
