@@ -138,8 +138,8 @@ def test_four_ranks_store_what_one_process_stores(made, form):
         books = [{name: book for name, book in checkpoint.index["codebooks"].items() if not name.startswith("exp_avg")}
                  for checkpoint in (a, b)]
         assert books[0] == books[1] != {}
-        for key in ("exponents", "tied", "planner", "typed_keys", "empty_dicts"):
-            assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "empty_dicts", "tied"), key
+        for key in ("exponents", "tied", "planner", "typed_keys", "tuple_keys", "empty_dicts"):
+            assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "tuple_keys", "empty_dicts", "tied"), key
         assert set(a.index["tensors"]) == set(b.index["tensors"]) and a.index["exponents"]
         assert sorted(a.index["objects"]) == sorted(b.index["objects"])
         assert bool(a.index["tied"]) == ("torch" in form)
