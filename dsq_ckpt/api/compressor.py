@@ -28,12 +28,7 @@ from dsq_ckpt.api.module_placeholders import load_model_state
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
 from dsq_ckpt.api.parameter_groups import restore_groups
 from dsq_ckpt.api.saving import ConfigLike, as_config, async_save_with_writer, save_with_writer
-from dsq_ckpt.api.state_matching import (
-    StateMatch,
-    keep_uninitialized,
-    match_saved_state,
-    undo_initialization_on_failure,
-)
+from dsq_ckpt.api.state_matching import StateMatch, initialize_for_load, keep_uninitialized, match_saved_state
 from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -274,7 +269,9 @@ class Compressor:
         def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
             with explain_step_failure(self.optimizer):
                 state = self._state(extra)
-            match = match_saved_state(path, state, self.model, get_named_parameters(self.model), self._frozen, comm)
+            match = match_saved_state(
+                path, state, self.model, self.optimizer, get_named_parameters(self.model), self._frozen, comm
+            )
             return state, match, self._excluded_names()
 
         def apply_load() -> None:
@@ -282,7 +279,7 @@ class Compressor:
             load_model_state(self.model, state["model"], offered_keys, match.directory, self._frozen, comm)
             self._apply_loaded(state, match, refinement is not False)
 
-        with undo_initialization_on_failure(self.optimizer):
+        with initialize_for_load(self.optimizer):
             state, match, excluded_keys = run_on_all_ranks(comm, prepare_load, LoadFailed)
             expected_keys = set(state["model"])
             load_with_modules(

@@ -264,3 +264,39 @@ def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
         assert grown[name].weight.equal(model[name].weight)
         found, saved = other.state[grown[name].weight], optimizer.state[model[name].weight]
         assert all(found[key].equal(saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("saved", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own, gradients):
+    """Nothing is changed; with a gradient, torch initializes no state that would tell which entries are missing."""
+    def made(kind, steps):
+        options = {"kind": torch.optim.SGD, "momentum": 0.9} if kind == "SGD" else {}
+        return train_model(steps, **options)
+
+    dsq_ckpt.Compressor(*made(saved, 2)).save(tmp_path / "a")
+    model, optimizer = made(own, 0)
+    before = bits_of(model)
+    for parameter in model.parameters() if gradients else ():
+        parameter.grad = torch.ones_like(parameter)
+    gradients_before = [parameter.grad for parameter in model.parameters()]
+    key = "momentum_buffer" if own == "SGD" else "step"
+    with (
+        pytest.warns(UserWarning, match=f"it is of another optimizer than {own}"),
+        pytest.raises(dsq_ckpt.LoadFailed, match=rf"has no 'optimizer\.state\.[a-z.]+\.{key}'"),
+    ):
+        dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
+    assert same_bits(model, before) and not optimizer.state
+    assert all(one.grad is gradient for one, gradient in zip(model.parameters(), gradients_before, strict=True))
+
+
+def test_options_of_an_optimizer_of_another_class_are_told_of(tmp_path, recwarn):
+    """No entry is missing if either has no state: the learning rate of the other was taken without a word."""
+    for kind, steps in (("AdamW", 2), ("SGD", 2)):
+        dsq_ckpt.Compressor(*train_model(steps, kind=getattr(torch.optim, kind))).save(tmp_path / kind)
+        dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, kind))).load(tmp_path / kind)
+    dsq_ckpt.Compressor(*train_model(0, kind=torch.optim.Adam)).load(tmp_path / "AdamW")
+    assert not any("another optimizer" in str(one.message) for one in recwarn)
+    for saved, own in (("AdamW", "SGD"), ("SGD", "AdamW")):
+        with pytest.warns(UserWarning, match=f"it is of another optimizer than {own}"):
+            dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, own))).load(tmp_path / saved)
