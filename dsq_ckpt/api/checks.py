@@ -209,13 +209,19 @@ def initialize_state(optimizer: Optimizer) -> None:
     Raises:
         LoadFailed: the step fails.
     """
+    with without_gradients(optimizer), explain_step_failure(optimizer):
+        _init_optim_state(optimizer)
+
+
+@contextmanager
+def without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Set the gradients aside, since torch initializes no state of an optimizer if a parameter has a gradient."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        with explain_step_failure(optimizer):
-            _init_optim_state(optimizer)
+        yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

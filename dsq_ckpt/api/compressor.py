@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -23,25 +22,20 @@ from dsq_ckpt.api.checks import (
     guard_optimizer,
     unwrap_optimizer,
 )
+from dsq_ckpt.api.excluded_weights import ExcludedWeights, join_ranks
 from dsq_ckpt.api.loading import load_with_modules
 from dsq_ckpt.api.module_placeholders import load_model_state
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, set_optimizer_state
 from dsq_ckpt.api.parameter_groups import restore_groups
 from dsq_ckpt.api.saving import ConfigLike, as_config, async_save_with_writer, save_with_writer
-from dsq_ckpt.api.state_matching import (
-    StateMatch,
-    keep_uninitialized,
-    match_saved_state,
-    undo_initialization_on_failure,
-)
+from dsq_ckpt.api.state_matching import StateMatch, initialize_for_load, keep_uninitialized, match_saved_state
 from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, format_value
-from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import hold_signals, in_user_code
-from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.sampled_checksums import SampleSum
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
@@ -75,7 +69,8 @@ class Compressor:
         check: returns the same metric on other batches. A search may overfit the batches of `evaluate`; with `check`,
             the chosen configuration must be within the bound on both, at two more evaluations per save.
         frozen: save parameters that need no gradient too. False: checkpoints do not contain them, and a load leaves
-            those of the model unchanged; for adapters on a model that is stored elsewhere.
+            those of the model unchanged; for adapters on a model that is stored elsewhere. A load warns if they are
+            not those of the save.
         every: steps between checkpoints, if they are regular: gradients are averaged only before a checkpoint.
         hooks: "step": gradients are read at the optimizer's step; "backward": for optimizers that run inside
             backward; "manual": the training loop calls `after_backward`, after unscaling and clipping.
@@ -134,7 +129,7 @@ class Compressor:
         if is_lossy(self.config):
             warmup.start()
         self.model, self.optimizer = model, optimizer
-        self._frozen = frozen
+        self._frozen, self._excluded = frozen, ExcludedWeights(model, frozen)
         self.quality: dict[str, Any] | None = None
         """Measurements of the last search, as in the checkpoint's manifest."""
         self._group = process_group
@@ -191,7 +186,7 @@ class Compressor:
         if reserved:
             raise ConfigError(f"extra has the key '{reserved[0]}', which the compressor fills itself; choose another")
         with in_user_code():  # hooks of modules and optimizers
-            state = {"model": self._select_saved(get_model_state_dict(self.model))}
+            state = {"model": self._excluded.select_others(get_model_state_dict(self.model))}
             if self.optimizer is not None:
                 state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
         return {**state, **extra}
@@ -220,19 +215,24 @@ class Compressor:
             DSQError: any other failure, on every rank; earlier checkpoints and the model are unchanged.
         """
         manager = self._manager
-        def prepare_writer() -> DSQStorageWriter:
+        writer: DSQStorageWriter
+
+        def prepare_checks() -> dict[str, SampleSum]:
             expect_path("path", path)
             expect_extra(extra)
-            return DSQStorageWriter(
+            return self._excluded.sum_samples()
+
+        sums = check_same_functions(*self._functions, communicator(self._group), prepare_checks)
+
+        def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
+            nonlocal writer
+            writer = DSQStorageWriter(
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
                 policy=plan_as_configured if manager is None else manager, gradients=self._gradients(),
                 fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
+                excluded=join_ranks(sums),
             )
-
-        writer = check_same_functions(*self._functions, communicator(self._group), prepare_writer)
-
-        def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
-            self._warn_of_trained_excluded()
+            self._excluded.warn_of_trained(self.optimizer)
             return writer, self.state(extra)
 
         result: SaveResult | Future[SaveResult]
@@ -274,15 +274,18 @@ class Compressor:
         def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
             with explain_step_failure(self.optimizer):
                 state = self._state(extra)
-            match = match_saved_state(path, state, self.model, get_named_parameters(self.model), self._frozen, comm)
-            return state, match, self._excluded_names()
+            match = match_saved_state(
+                path, state, self.model, self.optimizer, get_named_parameters(self.model), self._frozen, comm
+            )
+            self._excluded.warn_of_changes(match.directory, comm)
+            return state, match, self._excluded.names
 
         def apply_load() -> None:
             offered_keys = state["model"].keys() - expected_keys
             load_model_state(self.model, state["model"], offered_keys, match.directory, self._frozen, comm)
             self._apply_loaded(state, match, refinement is not False)
 
-        with undo_initialization_on_failure(self.optimizer):
+        with initialize_for_load(self.optimizer):
             state, match, excluded_keys = run_on_all_ranks(comm, prepare_load, LoadFailed)
             expected_keys = set(state["model"])
             load_with_modules(
@@ -306,29 +309,6 @@ class Compressor:
                 set_optimizer_state(self.model, self.optimizer, optimizer, options)
         if self._manager is not None:
             self._manager.resume(Manifest.read(match.directory), refined=refined)
-
-    def _select_saved(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return the saved entries of the model's state dict; torch's `ignore_frozen_params` keeps tied frozen ones."""
-        selected = copy.copy(model)  # keeps `_metadata`, the versions of modules
-        for name in self._excluded_names() & selected.keys():
-            del selected[name]
-        if model and not selected:  # a load would fill the empty dict with frozen weights
-            raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
-        return selected
-
-    def _excluded_names(self) -> set[str]:
-        """Return the names of frozen parameters, if they are not saved."""
-        parameters = get_named_parameters(self.model)
-        return {name for name, one in parameters.items() if not (one.requires_grad or self._frozen)}
-
-    def _warn_of_trained_excluded(self) -> None:
-        """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
-        optimizer_state, parameters = getattr(self.optimizer, "state", {}), get_named_parameters(self.model)
-        if trained := sorted(name for name in self._excluded_names() if optimizer_state.get(parameters[name])):
-            warn(
-                f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
-                "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
-            )
 
     def _gradients(self) -> dict[str, Any]:
         if self._average is None:

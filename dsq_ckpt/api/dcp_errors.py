@@ -127,8 +127,8 @@ def no_dcp_traceback() -> Iterator[None]:
 
     def passes(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None  # exc_info may be False
-        known = isinstance(error, DSQError) or (error is not None and error is get_handler_error())
-        return not (known and record.module == "state_dict_loader")
+        is_known = isinstance(error, DSQError) or (error is not None and error is get_handler_error())
+        return not (is_known and record.module == "state_dict_loader")
 
     root = logging.getLogger()  # DCP's module uses the root logger
     root.addFilter(passes)

@@ -21,18 +21,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
+from dsq_ckpt.api.parameter_groups import warn_of_other_optimizer
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key, replace_subclasses
 from dsq_ckpt.dcp.nested_planners import list_parameters, make_placeholder
 from dsq_ckpt.errors import LoadFailed
-
-_COMMON_OPTIONS = frozenset({
-    "params", "param_names", "step", "name", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
-    "base_momentum",
-})
-"""Options of parameter groups that schedulers, users and some optimizers add, so that no class is known by them."""
 
 UnexpectedKeys = Mapping[str, Collection[str]]
 """Saved keys that the state dict of an object or a module does not have on one rank, by the key of the latter."""
@@ -132,7 +127,7 @@ class ObjectPlaceholders:
                 if self._set_entry(path, value):
                     added.append(path)
             if optimizer is not None:
-                self._warn_of_other_optimizer(text, optimizer, rank)
+                warn_of_other_optimizer(text, optimizer, self._nesting, rank)
                 self._exclude_unsaved_options(text, key)
         return added
 
@@ -164,20 +159,6 @@ class ObjectPlaceholders:
             if any(type(part) is int and part >= ends.get(path[:depth], part + 1)
                    for path in [self._nesting[name]] for depth, part in enumerate(path))
         }
-
-    def _warn_of_other_optimizer(self, text: str, optimizer: Optimizer, rank: int) -> None:
-        """Warn if saved parameter groups have options of another optimizer class, and lack some of this one's."""
-        paths = [path for path in self._nesting.values() if path[:2] == (text, "param_groups") and len(path) > 3]
-        saved = {str(path[3]) for path in paths}
-        lacking = sorted(optimizer.defaults.keys() - saved)
-        foreign = sorted(saved.difference(optimizer.defaults, _COMMON_OPTIONS, *optimizer.param_groups))
-        if lacking and foreign:
-            warn(
-                f"what was saved of '{text}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is "
-                f"of another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those "
-                "that were saved, and moments may be missing. Leave it out of the load to begin with it as it is",
-                rank=rank,
-            )
 
     def _exclude_unsaved_options(self, text: str, key: Any) -> None:
         """Remove options of saved groups that were not saved from the load; clear those saved as empty dicts."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, set_entry
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.dcp.nested_planners import make_placeholder
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
@@ -30,6 +31,11 @@ from dsq_ckpt.storage.files import CheckpointFiles
 Groups = Sequence[Sequence[str]]
 """Names of the parameters of each group."""
 Tree = dict[str, Any]
+_COMMON_OPTIONS = frozenset({
+    "params", "param_names", "step", "name", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
+    "base_momentum",
+})
+"""Options of parameter groups that schedulers, users and some optimizers add, so that no class is known by them."""
 
 
 def read_saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
@@ -45,6 +51,27 @@ def read_saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
     groups = [groups_by_number[number] for number in sorted(groups_by_number)]
     have_names = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in groups)
     return groups if have_names else []
+
+
+def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, rank: int) -> None:
+    """Warn if saved parameter groups have options of another optimizer class, and lack some of this one's.
+
+    Args:
+        key: key of the optimizer at the top level of the checkpoint.
+        optimizer: the optimizer to load into.
+        nesting: nesting of the checkpoint.
+        rank: this process's rank; rank 0 warns.
+    """
+    saved = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
+    defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
+    lacking = sorted(defaults.keys() - saved)
+    foreign = sorted(saved.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
+    if lacking and foreign:
+        warn(
+            f"what was saved of '{key}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is of "
+            f"another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those that were "
+            "saved, and moments may be missing. Leave it out of the load to begin with it as it is", rank=rank,
+        )
 
 
 def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:

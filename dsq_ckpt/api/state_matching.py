@@ -20,11 +20,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.checks import has_state, reset_on_failure
+from dsq_ckpt.api.checks import has_state, reset_on_failure, without_gradients
 from dsq_ckpt.api.module_placeholders import select_custom_loaded, unexpected_keys_error, unexpected_keys_warning
 from dsq_ckpt.api.optimizer_placeholders import OptimizerPlaceholders, fit_placeholders
 from dsq_ckpt.api.optimizer_state import PARAMETERLESS_STATE, extra_entries
-from dsq_ckpt.api.parameter_groups import GroupMatch, option_placeholders, read_saved_groups
+from dsq_ckpt.api.parameter_groups import (
+    GroupMatch,
+    option_placeholders,
+    read_saved_groups,
+    warn_of_other_optimizer,
+)
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting
@@ -61,18 +66,13 @@ def keep_uninitialized(optimizer: Optimizer | None) -> Iterator[None]:
 
 
 @contextmanager
-def undo_initialization_on_failure(optimizer: Optimizer | None) -> Iterator[None]:
-    """Remove the state and the gradients that torch initializes in an optimizer without state, if a load fails."""
-    parameter = None if optimizer is None or has_state(optimizer) else _find_parameter_without_gradient(optimizer)
-    if optimizer is None or parameter is None:
+def initialize_for_load(optimizer: Optimizer | None) -> Iterator[None]:
+    """Let torch initialize an optimizer without state, whatever its gradients; remove the state if the load fails."""
+    if optimizer is None or has_state(optimizer):
         yield
         return
-    try:
-        with reset_on_failure(optimizer):
-            yield
-    except BaseException:
-        optimizer.zero_grad(set_to_none=True)
-        raise
+    with without_gradients(optimizer), reset_on_failure(optimizer):
+        yield
 
 
 def _find_parameter_without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
@@ -85,8 +85,8 @@ def _find_parameter_without_gradient(optimizer: Optimizer) -> torch.Tensor | Non
 
 
 def match_saved_state(
-    path: str | os.PathLike[str], state: dict[str, Any], model: nn.Module, parameters: Mapping[str, nn.Parameter],
-    strict: bool, comm: Communicator,
+    path: str | os.PathLike[str], state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None,
+    parameters: Mapping[str, nn.Parameter], strict: bool, comm: Communicator,
 ) -> StateMatch:
     """Change a state dict in place so that it has the saved keys of the optimizer; warn of keys that are not loaded.
 
@@ -96,6 +96,7 @@ def match_saved_state(
         path: the checkpoint.
         state: as from `Compressor.state`; an optimizer's state has names of parameters as keys.
         model: module of `state["model"]`, whose custom loading code may accept further keys.
+        optimizer: optimizer of `state["optimizer"]`.
         parameters: parameters of the model, by name.
         strict: raise an error for saved keys of the model that it does not have.
         comm: communicator of the ranks that load.
@@ -120,15 +121,17 @@ def match_saved_state(
         match = StateMatch(directory)
         if nesting is None:
             return _KeyMismatches()
+        if optimizer is not None and saved_groups:
+            warn_of_other_optimizer("optimizer", optimizer, nesting, comm.rank)
         unexpected_parameters, missing_parameters, frozen = set[str](), set[str](), set[str]()
         optimizer_parameters = parameters
         if saved_groups:
-            optimizer = state["optimizer"]
             with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
-            names = [group["params"] for group in optimizer["param_groups"]]
+            own_groups = state["optimizer"]["param_groups"]
+            names = [group["params"] for group in own_groups]
             groups = GroupMatch(names, saved_groups, parameters, with_state, directory)
-            optimizer["param_groups"] = groups.to_saved_order(
-                optimizer["param_groups"], option_placeholders(nesting, tensors)
+            state["optimizer"]["param_groups"] = groups.to_saved_order(
+                own_groups, option_placeholders(nesting, tensors)
             )
             option_paths = [("optimizer", "param_groups", *option) for option in groups.unexpected_options]
             match, optimizer_parameters = match._replace(groups=groups, plain_paths=option_paths), groups.parameters

@@ -16,7 +16,8 @@ from dsq_ckpt.core.workers import Workers
 
 _BLOCK_ELEMENTS = 1 << 20
 """Elements per block of the sum on other devices, which bounds its memory to 40 MiB."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes, by bytes of an element."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -47,17 +48,21 @@ def checksum(tensor: torch.Tensor) -> Hashable:
 
 def _weighted_sum(values: torch.Tensor) -> int:
     """Return the sum of flat elements, as integers of their bits, weighted by odd numbers that depend on the place."""
-    bits = values.view(_INTEGERS[values.itemsize])
-    odd = _odd_numbers(min(_BLOCK_ELEMENTS, len(bits)), bits.device)
+    bits = values.view(INTEGERS[values.itemsize])
+    odd = odd_numbers(min(_BLOCK_ELEMENTS, len(bits)), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK_ELEMENTS):
-        wide = block.long()
-        mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # a product with an odd number would keep the sign bit of a double
-        total = total * 0x9E3779B1 + (mixed * odd[: len(block)]).sum()
+        total = total * 0x9E3779B1 + (mix_bits(block) * odd[: len(block)]).sum()
     return int(total)
 
 
-def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+def mix_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers for a weighted sum: a product with an odd number would keep the sign bit of a double."""
+    wide = bits.long()
+    return wide ^ (wide >> 32 & 0xFFFFFFFF)
+
+
+def odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     """Return odd pseudorandom int64 numbers on a device: the outputs of splitmix64 for 1, 2, ..., made odd."""
     mixed = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

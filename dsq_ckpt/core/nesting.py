@@ -104,8 +104,8 @@ class Nesting(dict[str, Path]):
         return {
             "planner": {name: list(path) for name, path in self.items()},
             "typed_keys": [[list(path), key] for path, key in self.typed.items() if path not in tuples],
+            "tuple_keys": [[list(path), list(key)] for path, key in tuples.items()],
             "empty_dicts": None if self.empty is None else [list(path) for path in self.empty],
-            **({"tuple_keys": [[list(path), list(key)] for path, key in tuples.items()]} if tuples else {}),
         }
 
     def steps(self, path: Path) -> list[Step]:

@@ -26,7 +26,7 @@ def planner_data_to_json(planner_data: Any, names: Collection[str]) -> tuple[dic
         paths = type(planner_data) is dict and all(map(_is_path, planner_data.items()))
         if paths and len(set(planner_data.values())) == len(planner_data):
             return Nesting(planner_data).as_json(), None
-    unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "empty_dicts": None}
+    unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "tuple_keys": [], "empty_dicts": None}
     if planner_data is None:
         return unknown, None
     try:

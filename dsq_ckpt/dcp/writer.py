@@ -27,13 +27,7 @@ from dsq_ckpt.dcp.background_process import reset_dead_processes
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
 from dsq_ckpt.dcp.call_stack import AsyncCall
 from dsq_ckpt.dcp.checkpoint_location import CheckpointLocation
-from dsq_ckpt.dcp.items import (
-    check_metadata_complete,
-    done_future,
-    iterate_objects,
-    make_contents,
-    make_write_results,
-)
+from dsq_ckpt.dcp.items import check_metadata_complete, done_future, iterate_objects, make_contents, make_write_results
 from dsq_ckpt.dcp.planner_data import planner_data_to_json
 from dsq_ckpt.dcp.plans import make_own_layout, make_plan_items, make_plan_layout, make_replica_items
 from dsq_ckpt.dcp.quantized_staging import stage_codes
@@ -82,6 +76,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         history: earlier checkpoints that the save may continue; None: those of the process.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator and in the thread
             that commits, for a logger. An exception becomes a warning.
+        excluded: checksums of weights that are left out of the checkpoint, by name (see `Compressor`).
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -108,6 +103,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         fractions: Fractions | None = None,
         history: SaveHistory | None = None,
         on_save: OnSave | None = None,
+        excluded: Mapping[str, str] | None = None,
     ) -> None:
         self.path = None if path is None else resolve_checkpoint_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
@@ -122,6 +118,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
             frozen=FrozenTensors() if self._model is None else frozen_from_history(self._model),  # until `_start_save`
             on_save=on_save, rounding=find_rounded_weights(model) if is_lossy(self.config) else {},
+            excluded=dict(excluded or {}),
         )
         self._gradients = dict(gradients or {})
         self._group = self._save_group = process_group

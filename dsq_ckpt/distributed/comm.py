@@ -116,7 +116,7 @@ class TorchCommunicator:
         outputs = [torch.empty_like(buffer) for _ in range(self.size)]
         with _wait_until_released(buffer, *outputs) if device.type == "cpu" else nullcontext():
             dist.all_gather(outputs, buffer, group=self.group)
-        return [one.cpu().numpy().tobytes() for one in outputs]
+        return [output.cpu().numpy().tobytes() for output in outputs]
 
     def _device(self) -> torch.device:
         kinds = [device.type for device in self._get_group()._device_types]

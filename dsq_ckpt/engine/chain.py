@@ -145,9 +145,9 @@ def _is_mostly_new(manifest: Manifest, older: Manifest) -> bool:
 def _count_resumes(run: Path, history: SaveHistory) -> int:
     """Return the most lossy resumes of any state of a run, for a state whose tensors have new names."""
     counts = [0]
-    for one in history.checkpoints(run):
+    for checkpoint in history.checkpoints(run):
         with suppress(DSQError):
-            if one.loaded and (manifest := Manifest.read(one.path)).save_id == one.save_id:
+            if checkpoint.loaded and (manifest := Manifest.read(checkpoint.path)).save_id == checkpoint.save_id:
                 counts.append(manifest.lossy_resumes + manifest.lossy)
     return max(counts)
 

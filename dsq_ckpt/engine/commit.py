@@ -230,7 +230,7 @@ def _make_manifest(
             if fitted.counts.any()
         },
         nonfinite=sorted(analysis.nonfinite), quality=plan.quality,
-        lossy_resumes=context.lossy_resumes,
+        lossy_resumes=context.lossy_resumes, excluded=options.excluded,
         seconds=time.time() - context.started, config=config.model_dump(mode="json"),
         writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )

@@ -71,9 +71,9 @@ def check_same_settings(ranks: Sequence[RankSettings]) -> None:
     # Codebooks of different kinds have different keys.
     kinds = tuple(key.removesuffix("fit") for key in differing if key.endswith(".codebook.fit"))
     shown = [f"{key} is {text}" for key, text in differing.items() if key.endswith(".fit") or not key.startswith(kinds)]
-    more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    suffix = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
     raise ConfigError(
-        f"the ranks of one save were given different configurations: {'; '.join(shown[:_MAX_SHOWN])}{more}; give all "
+        f"the ranks of one save were given different configurations: {'; '.join(shown[:_MAX_SHOWN])}{suffix}; give all "
         "of them the same"
     )
 

@@ -159,7 +159,7 @@ class SaveHistory:
 
     def find(self, save_id: str) -> KnownCheckpoint | None:
         """Return a checkpoint by its save id, None if it is not known."""
-        return next((one for one in self.checkpoints() if one.save_id == save_id), None)
+        return next((checkpoint for checkpoint in self.checkpoints() if checkpoint.save_id == save_id), None)
 
     def add_pending(
         self, new: KnownCheckpoint, previous: ParentRef | None = None, parent: str | None = None
@@ -249,7 +249,7 @@ class SaveHistory:
 
     def outline(self) -> Outline:
         """Return the known checkpoints without their cached chunks."""
-        return [replace(one, cache=ChunkCache()) for one in self.checkpoints()]
+        return [replace(checkpoint, cache=ChunkCache()) for checkpoint in self.checkpoints()]
 
     def adopt(self, outline: Outline) -> None:
         """Replace the known checkpoints by those of another process; keep the chunks that are cached here."""
@@ -280,13 +280,13 @@ class SaveHistory:
 
         All are marked because files are shared beyond a run directory too.
         """
-        for one in self.checkpoints():
-            one.suspect = True
+        for checkpoint in self.checkpoints():
+            checkpoint.suspect = True
 
     def release_device_codes(self, path: Path) -> None:
         """Free the codes in device memory of the run of `path`: its next checkpoint is a keyframe."""
-        for one in self.checkpoints(get_run(path)):
-            one.cache.device_codes.clear()
+        for checkpoint in self.checkpoints(get_run(path)):
+            checkpoint.cache.device_codes.clear()
 
     def _mark_complete(self, new: KnownCheckpoint) -> None:
         """Drop the checkpoints that a committed one replaces: older ones of its state in its run."""

@@ -67,7 +67,7 @@ def _link(
         for name in keyframes:
             if not (target / name).exists():
                 file = by_name[name]
-                _link_or_copy([one / name for one in holders], parent / name, target / name, file, copies, fsync)
+                _link_or_copy([holder / name for holder in holders], parent / name, target / name, file, copies, fsync)
     link_files(parent, target, names, fsync)
 
 

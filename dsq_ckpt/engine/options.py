@@ -31,6 +31,7 @@ class SaveOptions:
         history: earlier checkpoints that the save may continue.
         after: finds the previous checkpoint if `history` has none; called on the coordinator.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
+        excluded: checksums of weights that are left out of the checkpoint, for the manifest.
     """
 
     config: DSQConfig
@@ -45,3 +46,4 @@ class SaveOptions:
     history: SaveHistory = field(default_factory=default_history)
     after: Callable[[], ParentRef | None] | None = None
     on_save: OnSave | None = None
+    excluded: dict[str, str] = field(default_factory=dict)

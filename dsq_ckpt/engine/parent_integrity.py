@@ -168,7 +168,7 @@ def _key_by_directory(directory: Path, problems: Mapping[str, str]) -> Problems:
 
 
 def _merge(problems: Sequence[Problems]) -> Problems:
-    return {path: problem for one in problems for path, problem in one.items()}
+    return {path: problem for part in problems for path, problem in part.items()}
 
 
 def _is_missing(path: Path) -> bool:

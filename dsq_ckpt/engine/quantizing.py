@@ -281,7 +281,7 @@ class _LocalSketch:
         context, options = self._context, self._options
         if context.previous is not None:
             return True
-        others = (one.shapes == context.layout.shapes for one in options.history.checkpoints())
+        others = (checkpoint.shapes == context.layout.shapes for checkpoint in options.history.checkpoints())
         return options.parent is not None and not any(others)
 
     def _find_without_gradients(self, weights: Sequence[Chunk]) -> set[ChunkKey]:

@@ -176,7 +176,7 @@ def _allocate_staging(size: int, device: torch.device) -> _DeviceStaging | None:
 
 
 def copy_buffers(
-    buffers: Iterable[tuple[str, torch.Tensor]], client: WorkerClient, slot: int, at: int
+    buffers: Iterable[tuple[str, torch.Tensor]], client: WorkerClient, slot: int, start: int
 ) -> tuple[list[list[Any]], bool] | None:
     """Copy buffers of the model into a slot, behind the gradients.
 
@@ -185,9 +185,9 @@ def copy_buffers(
         None if the buffers have grown and do not fit beside the gradients.
     """
     layout = ArenaLayout()
-    layout.size = at
+    layout.size = start
     placed = [(name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers]
-    if at and layout.size > client.arena(slot).size:
+    if start and layout.size > client.arena(slot).size:
         return None
     arena, needs_mapping = client.ensure_arena(slot, layout.size)
     for _, buffer, offset in placed:

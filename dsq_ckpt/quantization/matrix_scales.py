@@ -31,13 +31,13 @@ class _Sums(NamedTuple):
 
     Attributes:
         numbers: float64[rows], eighths of an octave.
-        left: float64[2, columns], or of all columns together: sum and number of values divided by the scales of their
-            rows.
+        column_sums: float64[2, columns], or of all columns together: sum and number of values divided by the scales of
+            their rows.
         low, high: range of the values, in eighths of an octave around 1.
     """
 
     numbers: F64
-    left: F64
+    column_sums: F64
     low: float
     high: float
 
@@ -87,7 +87,7 @@ class MatrixScales:
         for part in map(work, parts) if workers is None or is_cuda else workers.map(work, parts):
             if by_row:  # 8 bytes per element if rows have one element
                 numbers.append(part.numbers)
-            columns_sum += part.left
+            columns_sum += part.column_sums
             low, high = min(low, part.low), max(high, part.high)
         means = np.rint(_to_eighths(columns_sum[0] / np.maximum(columns_sum[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:

@@ -91,7 +91,7 @@ def _may_quantize(attribute: object) -> bool:
 
 def _has_class_name(module: nn.Module, names: re.Pattern[str]) -> bool:
     """Return whether the class of a module, or a base class, has a matching name."""
-    return any(_matches(names, one.__name__) for one in _module_classes(module))
+    return any(_matches(names, cls.__name__) for cls in _module_classes(module))
 
 
 @functools.lru_cache(1 << 10)
@@ -105,7 +105,7 @@ def _module_classes(module: nn.Module) -> Iterable[type]:
 
 
 def _is_fake_quantizer(module: nn.Module) -> bool:
-    return any("fakequant" in one.__name__.lower().replace("_", "") for one in _module_classes(module))
+    return any("fakequant" in cls.__name__.lower().replace("_", "") for cls in _module_classes(module))
 
 
 def _layer_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

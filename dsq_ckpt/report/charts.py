@@ -124,11 +124,11 @@ def _x_position(index: int, count: int) -> float:
 def _line_marks(series: Series, scale: Scale) -> list[Mark]:
     count, path, dots, drawn = len(series.values), [], [], False
     for index, value in enumerate(series.values):
-        at = None if value is None else scale(value)
-        if at is None or not math.isfinite(at):
+        position = None if value is None else scale(value)
+        if position is None or not math.isfinite(position):
             drawn = False
             continue
-        point = f"{_x_position(index, count):.1f} {HEIGHT * (1 - min(max(at, -0.02), 1.02)):.1f}"
+        point = f"{_x_position(index, count):.1f} {HEIGHT * (1 - min(max(position, -0.02), 1.02)):.1f}"
         path.append(f"{'L' if drawn else 'M'}{point}")
         dots.append(f"M{point}h0")
         drawn = True

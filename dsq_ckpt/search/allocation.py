@@ -150,7 +150,7 @@ class Allocation:
     def run(self) -> tuple[Candidate, Losses | None]:
         """Return the smallest configuration found that keeps the bound, and its losses; None without one."""
         if self._left:
-            self._loss = self._try([one.place for one in self._classes])[1]
+            self._loss = self._try([group.place for group in self._classes])[1]
         while self._left > len(self._classes):
             self._probe_classes()
             if not self._descend():

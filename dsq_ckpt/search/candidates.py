@@ -141,7 +141,7 @@ class SaveSearch:
     def is_compensable(self) -> bool:
         """Whether all weights are stored as codes of lattices, without refinement."""
         configs = [group_config(group, self.config.quantize) for group in self.groups]
-        return all(isinstance(one.codebook, Lattice) and not one.refinement_bits for one in configs)
+        return all(isinstance(config.codebook, Lattice) and not config.refinement_bits for config in configs)
 
     @property
     def most_conservative(self) -> Point:

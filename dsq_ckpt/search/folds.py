@@ -37,30 +37,25 @@ class Fold:
 
 def check_same_functions(
     evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator, work: Callable[[], _T]
-) -> _T:
+) -> list[_T]:
     """Check that all ranks have the same functions, after local work that must succeed on all of them; collective.
 
     Returns:
-        The result of the work.
+        The results of the work of all ranks, in rank order; they must be picklable.
 
     Raises:
         DSQError: on all ranks, if the work failed on one.
         SaveFailed: on all ranks, if one lacks a function of another, which would wait for its evaluations.
     """
-    results: list[_T] = []
-
-    def prepare_work() -> tuple[bool, bool]:
-        results.append(work())
-        return evaluate is not None, check is not None
-
-    gathered = gather_from_all_ranks(comm, prepare_work)
-    for name, present in zip(("evaluate", "check"), zip(*gathered, strict=True), strict=True):
+    gathered = gather_from_all_ranks(comm, lambda: (work(), evaluate is not None, check is not None))
+    results, *presence = zip(*gathered, strict=True)
+    for name, present in zip(("evaluate", "check"), presence, strict=True):
         if any(present) and not all(present):
             raise SaveFailed(
                 f"rank {present.index(True)} was given a function `{name}`, and rank {present.index(False)} none; all "
                 "ranks evaluate together: give it to all of them, or to none"
             )
-    return results[0]
+    return list(results)
 
 
 def compute_degradation(metric: float, exact: float, search: SearchConfig) -> float:

@@ -41,7 +41,7 @@ class _InputProducts:
         """Add inputs, [n, inputs]."""
         rows = _sample_rows(rows.detach(), _MAX_ROWS)
         new = [block.T @ block for block in rows.to(torch.float32).split(self._size, dim=1)]
-        self.sums = [old + more for old, more in zip(self.sums, new, strict=True)] if self.sums else new
+        self.sums = [old + added for old, added in zip(self.sums, new, strict=True)] if self.sums else new
         self.rows += len(rows)
 
 

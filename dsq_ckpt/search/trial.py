@@ -92,7 +92,7 @@ class TrialModel:
         self._compensations: dict[ChunkKey, Compensation] = {}
         # Other targets are also written by refresh, FSDP or ZeRO, so their contents are not tracked.
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
-        parameters = _storage_ptrs(*(one for one in model.parameters() if plain and not _is_partitioned(one)))
+        parameters = _storage_ptrs(*(p for p in model.parameters() if plain and not _is_partitioned(p)))
         self._lasting = [bool(_storage_ptrs(tensor) & parameters) for tensor in self._targets]
         self._held: dict[int, tuple[object, int]] = {}
         """Contents of the targets by index: a fit and its refinement bits, or a trial without fits."""

@@ -150,14 +150,14 @@ class CheckpointFiles(PackReader):
         self.read_record(ref, fqn, offsets)
         return ref
 
-    def find_chunk(self, key: ChunkKey, known: Mapping[ChunkKey, RecordRef]) -> RecordRef | None:
+    def find_chunk(self, key: ChunkKey, refs: Mapping[ChunkKey, RecordRef]) -> RecordRef | None:
         """Return the record of the chunk at the offsets of `key`, perhaps of another shape; None if there is none.
 
         Args:
             key: the chunk.
-            known: known records; for other chunks the index is read.
+            refs: known records; for other chunks the index is read.
         """
-        ref = known.get(key)
+        ref = refs.get(key)
         if ref is not None:
             record = self.read_record(ref)
             with self.translate_errors(ref.file):

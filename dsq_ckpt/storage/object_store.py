@@ -93,13 +93,13 @@ class ObjectStore:
 
     def open(self, file: Path) -> ReadAheadFile:
         def fetch(start: int, stop: int) -> bytes:
-            def whole() -> bytes:
+            def read_all() -> bytes:
                 data = bytes(_get_filesystem(file).cat_file(str(file), start=start, end=stop))
                 if len(data) != stop - start:
                     raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}, from {start} on")
                 return data
 
-            return _retry(whole, file)
+            return _retry(read_all, file)
 
         return ReadAheadFile(self.size(file), fetch)
 

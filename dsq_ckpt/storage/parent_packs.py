@@ -32,8 +32,8 @@ class ParentPackReader:
         known: records of chunks that this rank wrote; for other chunks the index is read.
     """
 
-    def __init__(self, directory: Path, save_id: str, known: Mapping[ChunkKey, RecordRef]) -> None:
-        self._directory, self._save_id, self._known = directory, save_id, known
+    def __init__(self, directory: Path, save_id: str, refs: Mapping[ChunkKey, RecordRef]) -> None:
+        self._directory, self._save_id, self._known = directory, save_id, refs
         self._lock, self._warned = threading.Lock(), False
         self._files: CheckpointFiles | None = None
 

@@ -102,7 +102,7 @@ class RemoteCopy:
             with suppress(OSError, DSQError):
                 remove_files(path / MANIFEST for path in self._committed)
                 # Another copy to this path, which has the same names, may have committed a checkpoint meanwhile.
-                needed = {path for path in {made.parent for made in self._made} if is_complete(path)}
+                needed = {path for path in {created.parent for created in self._made} if is_complete(path)}
                 remove_files(path for path in self._made if path.parent not in needed)
             raise
 

@@ -181,7 +181,7 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
 
 @pytest.mark.parametrize("fallback", ["conservative", "exact"])
 @pytest.mark.parametrize("bad", ["nan", "never good enough"])
-def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
+def test_a_bound_that_cannot_be_kept_is_reported(tmp_path, fallback, bad):
     model, optimizer = train_model()
     exact = bits_of(model)
 
@@ -202,7 +202,7 @@ def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
     assert Manifest.read(tmp_path / "b").quality["chosen"] is None
 
 
-def test_noise_larger_than_the_bound_is_said(tmp_path):
+def test_noise_larger_than_the_bound_is_reported(tmp_path):
     model, optimizer = train_model()
     numbers = iter(range(1000))
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model) + 0.5 * (next(numbers) % 2))

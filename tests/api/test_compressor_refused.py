@@ -26,7 +26,7 @@ def test_an_optimizer_of_another_model_is_refused():
 
 def test_an_optimizer_that_could_not_be_restored_is_refused(tmp_path):
     """LBFGS; as the objects that they are, it and its model go on from a load as if nothing had happened."""
-    def made():
+    def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
         return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -41,13 +41,13 @@ def test_an_optimizer_that_could_not_be_restored_is_refused(tmp_path):
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) cannot be called as .*by dsq_ckpt\.save and"):
-        dsq_ckpt.Compressor(*made())
-    model, optimizer = made()
+        dsq_ckpt.Compressor(*make())
+    model, optimizer = make()
     for _ in range(3):
         step(model, optimizer)
     dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a", config="exact")
     losses = [step(model, optimizer) for _ in range(3)]
-    model, optimizer = made()
+    model, optimizer = make()
     dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "a")
     assert [step(model, optimizer) for _ in range(3)] == losses
 
@@ -191,19 +191,19 @@ def test_extra_may_not_hide_the_model(tmp_path):
 
 def test_a_model_that_has_seen_no_batch_is_refused_by_name(tmp_path):
     """Its parameters have no shapes yet. Once it has seen one, it is saved and loaded as any model is."""
-    def made():
+    def make():
         model = nn.Sequential(nn.LazyLinear(100), nn.Linear(100, 60))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return model, optimizer, dsq_ckpt.Compressor(model, optimizer)
 
     says = r"'0\.weight' of the model is not initialized.*call the model with one"
-    model, optimizer, compressor = made()
+    model, optimizer, compressor = make()
     with pytest.raises(ConfigError, match=says):
         compressor.save(tmp_path / "0")
     model(torch.randn(4, 80)).square().mean().backward()
     optimizer.step()
     compressor.save(tmp_path / "1")
-    other, _, again = made()
+    other, _, again = make()
     with pytest.raises(ConfigError, match=says):
         again.load(tmp_path / "1")
     with pytest.raises(LoadFailed, match=r"'0\.weight' of the module is not initialized.*before a load"):

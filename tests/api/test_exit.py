@@ -64,7 +64,7 @@ def test_one_that_begins_at_exit_says_why_it_cannot(tmp_path):
     assert Manifest.read(tmp_path / "1").refinement == "kept"
 
 
-def test_a_failure_that_nobody_asks_about_is_said(tmp_path):
+def test_a_failure_that_nobody_asks_about_is_reported(tmp_path):
     """As of the last save of a program, which ended without a word and without its last checkpoint."""
     _, output = ended(FAILS, tmp_path / "1", tmp_path / "2")
     assert "the last asynchronous save failed: SaveFailed" in output and "No space left" in output, output

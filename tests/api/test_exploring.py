@@ -28,7 +28,7 @@ def loss(model: nn.Module, rows: slice = slice(0, 128)) -> float:
         return float(nn.functional.mse_loss(model(X[rows]), Y[rows]))
 
 
-def test_each_bound_is_kept_and_beaten_ones_are_told(tmp_path):
+def test_each_bound_is_kept_and_beaten_ones_are_reported(tmp_path):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen = []

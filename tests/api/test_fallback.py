@@ -42,7 +42,7 @@ def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path
     ("failing", r"`evaluate` raised ValueError: step \d+"),
     ("noisy", "is not deterministic"),
 ])
-def test_what_every_save_would_say_is_said_once(tmp_path, kind, says):
+def test_what_every_save_would_say_is_reported_once(tmp_path, kind, says):
     """Numbers in it differ from save to save, by which Python takes them for different warnings."""
     model, optimizer = train_model()
     average, calls = {name: value.clone() for name, value in model.named_parameters()}, itertools.count()
@@ -79,7 +79,7 @@ def test_the_most_conservative_configuration_is_close(tmp_path):
     assert base_loss(tmp_path / "a") == pytest.approx(compute_loss(model), rel=0.01)
 
 
-def test_a_history_without_weights_is_said(tmp_path):
+def test_a_history_without_weights_is_reported(tmp_path):
     """As where the metric has a large constant part, so that weights of zero are within its bound."""
     model, optimizer = train_model(60)
     for constant in (50.0, 0.0):

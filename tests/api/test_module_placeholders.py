@@ -128,7 +128,7 @@ def test_a_module_with_code_of_its_own_that_refuses_other_shapes(tmp_path, way):
     assert f"'{tmp_path / 'a'}'" in str(failed.value) and "\n" not in str(failed.value)
 
 
-def test_what_the_error_says_works(tmp_path):
+def test_the_advice_of_the_error_works(tmp_path):
     saved, target = Growing(12), Growing(2)
     save("values", saved, tmp_path / "a")
     with pytest.raises(LoadFailed, match=r"'model.queue' was saved with the shape \(12, 4\), and has \(2, 4\)"):
@@ -335,7 +335,7 @@ def hooked(layers: int) -> nn.Module:
 
 @pytest.mark.parametrize("way", ["module", "values"])
 @pytest.mark.parametrize("make", [hooked, lambda layers: nn.Sequential(nn.BatchNorm1d(4, affine=layers > 2))])
-def test_what_a_module_with_code_of_its_own_does_not_take_is_told(tmp_path, way, make):
+def test_what_a_module_with_code_of_its_own_does_not_take_is_reported(tmp_path, way, make):
     saved, target = make(3), make(2)
     save(way, saved, tmp_path / "a")
     lacking = saved.state_dict().keys() - target.state_dict().keys()

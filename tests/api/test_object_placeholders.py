@@ -52,7 +52,7 @@ class Kept:
         self.state = dict(state)
 
 
-def made(kind, steps=0, **options):
+def make_pair(kind, steps=0, **options):
     torch.manual_seed(steps)
     model = nn.Linear(80, 96, bias=False)
     optimizer = kind(model.parameters(), **options)
@@ -80,8 +80,8 @@ def options(optimizer):
 @pytest.mark.parametrize("stepped", [0, 1])
 @pytest.mark.parametrize("compressor", [False, True])
 def test_options_of_groups_that_only_a_used_optimizer_has(tmp_path, compressor, stepped):
-    model, optimizer = made(Counting, 3)
-    other, target = made(Counting, stepped)
+    model, optimizer = make_pair(Counting, 3)
+    other, target = make_pair(Counting, stepped)
     restore(tmp_path / "a", compressor, (model, optimizer), (other, target))
     assert options(target) == options(optimizer) == [{"lr": 0.1, "step": 3, "sums": {"gradients": 4.5}}]
     assert target.state[other.weight]["exp_avg"].equal(optimizer.state[model.weight]["exp_avg"])
@@ -97,15 +97,15 @@ def test_a_scheduler_is_made_after_the_load_or_before_without_one_that_was_saved
         else:
             dsq_ckpt.load(state, path) if load else dsq_ckpt.save(state, path, config="exact")
 
-    model, optimizer = made(torch.optim.AdamW, 1)
+    model, optimizer = make_pair(torch.optim.AdamW, 1)
     run({"model": model, "optimizer": optimizer}, tmp_path / "plain", False)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     run({"model": model, "optimizer": optimizer}, tmp_path / "scheduled", False)
-    model, optimizer = made(torch.optim.AdamW)
+    model, optimizer = make_pair(torch.optim.AdamW)
     run({"model": model, "optimizer": optimizer}, tmp_path / "scheduled", True)
     after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch=4)
     assert after.get_last_lr() == [0.5**5 * 1e-3]
-    model, optimizer = made(torch.optim.AdamW)
+    model, optimizer = make_pair(torch.optim.AdamW)
     before = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
     own = {key: optimizer.param_groups[0][key] for key in ("initial_lr", "max_lr", "min_lr", "max_momentum")}
     run({"model": model, "optimizer": optimizer}, tmp_path / "plain", True)
@@ -165,17 +165,17 @@ def test_a_load_that_fails_leaves_what_objects_hold(tmp_path):
 
 @pytest.mark.parametrize("compressor", [False, True])
 def test_an_option_that_was_saved_as_an_empty_dict_is_empty(tmp_path, compressor):
-    model, optimizer = made(Counting, 1)
-    other, target = made(Counting, 1)
+    model, optimizer = make_pair(Counting, 1)
+    other, target = make_pair(Counting, 1)
     optimizer.param_groups[0]["sums"] = {}
     restore(tmp_path / "a", compressor, (model, optimizer), (other, target))
     assert options(target) == [{"lr": 0.1, "step": 1, "sums": {}}]
 
 
 def test_a_rate_that_was_a_tensor(tmp_path):
-    _, optimizer = made(torch.optim.AdamW, 1, lr=torch.tensor(0.125))
+    _, optimizer = make_pair(torch.optim.AdamW, 1, lr=torch.tensor(0.125))
     dsq_ckpt.save({"optimizer": optimizer}, tmp_path / "a")
-    _, target = made(torch.optim.AdamW, 1)
+    _, target = make_pair(torch.optim.AdamW, 1)
     dsq_ckpt.load({"optimizer": target}, tmp_path / "a")
     assert float(target.param_groups[0]["lr"]) == 0.125
 
@@ -205,9 +205,9 @@ def test_a_rate_is_not_left_at_zero_where_the_state_cannot_be_made(tmp_path):
             self.param_groups[0]["count"] = 1
             raise ValueError("no step without a loss")
 
-    _, optimizer = made(EightBits, 1)
+    _, optimizer = make_pair(EightBits, 1)
     dsq_ckpt.save({"optimizer": optimizer}, tmp_path / "a")
-    _, target = made(Fails)
+    _, target = make_pair(Fails)
     with pytest.raises(LoadFailed, match="no step without a loss"):
         dsq_ckpt.load({"optimizer": target}, tmp_path / "a")
     assert options(target) == [{"lr": 0.1}] and not target.state
@@ -237,10 +237,10 @@ def test_an_object_that_was_not_named_is_not_unpickled(tmp_path):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_moments_of_a_class_of_their_own_in_a_fresh_optimizer(tmp_path, gradient):
     """Only the optimizer makes such tensors, by a step that changes nothing."""
-    model, optimizer = made(EightBits, 2)
+    model, optimizer = make_pair(EightBits, 2)
     state = {"model": model, "optimizer": optimizer}
     dsq_ckpt.save(state, tmp_path / "a")
-    other, target = made(EightBits)
+    other, target = make_pair(EightBits)
     before = other.weight.detach().clone()
     if gradient:
         other.weight.grad = torch.ones_like(other.weight)
@@ -259,7 +259,7 @@ def test_a_part_of_a_tensor_that_is_not_there_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop])
-def test_state_of_an_optimizer_of_another_class_is_told_of(tmp_path, other, recwarn):
+def test_state_of_an_optimizer_of_another_class_is_reported(tmp_path, other, recwarn):
     """torch raises at its next step; options that were not saved stay here, so it goes on with the rate of AdamW."""
     model = torch.nn.Linear(80, 80)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4)

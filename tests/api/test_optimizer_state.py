@@ -27,7 +27,7 @@ KINDS = [
 ]
 
 
-def made(kind, steps=0, seed=0):
+def make_pair(kind, steps=0, seed=0):
     torch.manual_seed(seed)
     model = nn.Linear(64, 64)
     optimizer = kind(model.parameters())
@@ -47,9 +47,9 @@ def silent():
 @pytest.mark.parametrize("now", [0, 1, 9])
 def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, before, now):
     """Keys beside state and groups, entries of no parameter, and all of a dict or list that grows with the steps."""
-    model, optimizer = made(kind, before)
+    model, optimizer = make_pair(kind, before)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
-    model_too, restored = made(kind, now, seed=1)
+    model_too, restored = make_pair(kind, now, seed=1)
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
     for one, own in ((model, optimizer), (model_too, restored)):
@@ -69,10 +69,10 @@ def test_a_search_and_a_save_leave_the_optimizer_as_it_is(tmp_path, kind):
 
 def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
     """They stay as they are, which is told once."""
-    model, optimizer = made(CountingAdamW, 3)
+    model, optimizer = make_pair(CountingAdamW, 3)
     weights, moments = get_state_dict(model, optimizer)
     dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
-    model_too, restored = made(CountingAdamW, 1, seed=1)
+    model_too, restored = make_pair(CountingAdamW, 1, seed=1)
     with pytest.warns(UserWarning) as caught:
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert [str(one.message).partition(", as it was")[0] for one in caught] == [
@@ -84,12 +84,12 @@ def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
 
 def test_keys_that_an_optimizer_does_not_tell_yet_are_plain_data(tmp_path):
     """No code of the checkpoint runs for what the optimizer does not name."""
-    model, optimizer = made(CountingAdamW, 1)
+    model, optimizer = make_pair(CountingAdamW, 1)
     optimizer.own["more"] = {"path": tmp_path}
     with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is stored by"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'optimizer\.own\.more\.path' is more than plain data"):
-        dsq_ckpt.Compressor(*made(CountingAdamW)).load(tmp_path / "a")
+        dsq_ckpt.Compressor(*make_pair(CountingAdamW)).load(tmp_path / "a")
 
 
 class Around(torch.optim.SGD):
@@ -106,8 +106,8 @@ class Around(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, HiddenStateAdamW])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
-    dsq_ckpt.Compressor(*made(kind, 1)).save(tmp_path / "a")
-    model, optimizer = made(kind, steps)
+    dsq_ckpt.Compressor(*make_pair(kind, 1)).save(tmp_path / "a")
+    model, optimizer = make_pair(kind, steps)
     optimizer.zero_grad()
     before = leaves(optimizer.state_dict())
     with pytest.raises(dsq_ckpt.LoadFailed, match="missing"):
@@ -117,7 +117,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
 
 def test_gradients_are_averaged_at_the_steps_of_an_inner_optimizer():
     """The one around it has no hooks."""
-    model, optimizer = made(ForwardingAdamW)
+    model, optimizer = make_pair(ForwardingAdamW)
     config = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "protect": 0.01}}}}
     with dsq_ckpt.Compressor(model, optimizer, config, every=1) as compressor:
         train_on_noise(model, optimizer, 1)
@@ -129,7 +129,7 @@ def test_wrappers_of_accelerate_and_lightning_are_what_they_wrap(kind):
     """They step otherwise than the optimizer in them; one that is more than it wraps stays as it is."""
     accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
     wrap_for_lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
-    model, optimizer = made(kind)
+    model, optimizer = make_pair(kind)
     wrapper = accelerated.__new__(accelerated)  # a new one needs a state of the process
     wrapper.optimizer = optimizer
     for wrapped in (wrapper, wrap_for_lightning(optimizer), wrap_for_lightning(wrapper)):
@@ -139,7 +139,7 @@ def test_wrappers_of_accelerate_and_lightning_are_what_they_wrap(kind):
 
 def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
     """An optimizer around another was unwrapped, and what it told beside that one was lost without a word."""
-    model, optimizer = made(torch.optim.AdamW, 1)
+    model, optimizer = make_pair(torch.optim.AdamW, 1)
     says = r"Around\.state_dict\(\) has 'base', 'rate' in place of .* by dsq_ckpt\.save and dsq_ckpt\.load"
     with pytest.raises(dsq_ckpt.ConfigError, match=says):
         dsq_ckpt.Compressor(model, Around(optimizer)).save(tmp_path / "a")

@@ -9,7 +9,7 @@ from torch import nn
 import dsq_ckpt
 
 
-def made(*groups, kind=torch.optim.AdamW):
+def make_pair(*groups, kind=torch.optim.AdamW):
     """Return a model of three layers, and an optimizer with these groups of them, of which each has a rate."""
     torch.manual_seed(len(groups))
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "abc"})
@@ -22,7 +22,7 @@ def made(*groups, kind=torch.optim.AdamW):
 
 
 def saved(path, *groups):
-    model, optimizer = made(*groups)
+    model, optimizer = make_pair(*groups)
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(path)
     return model, optimizer
@@ -36,14 +36,14 @@ def saved(path, *groups):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
     """Also where nothing has state, as SGD has none without momentum, and where a group has no parameters."""
-    model, optimizer = made(*before, kind=kind)
+    model, optimizer = make_pair(*before, kind=kind)
     for _ in range(steps):
         optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
     with warnings.catch_warnings():
         if len(now) == len(before):
             warnings.simplefilter("error", UserWarning)
-        model_too, restored = made(*now, kind=kind)
+        model_too, restored = make_pair(*now, kind=kind)
         for group in restored.param_groups:
             group["lr"] = 0.5
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
@@ -63,7 +63,7 @@ def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
 def test_several_groups_without_parameters(tmp_path, now, rates):
     """torch's own load refuses them, which came late. Each keeps its place where that is not another group's."""
     model, optimizer = saved(tmp_path / "a", "", "ab", "", "c")
-    model_too, restored = made(*now)
+    model_too, restored = make_pair(*now)
     restored.param_groups[0]["lr"] = 0.5
     groups = restored.param_groups
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
@@ -77,7 +77,7 @@ def test_several_groups_without_parameters(tmp_path, now, rates):
 
 def test_a_failed_load_leaves_groups_without_parameters(tmp_path):
     saved(tmp_path / "a", "", "abc", "")
-    model, optimizer = made("", "abc", "")
+    model, optimizer = make_pair("", "abc", "")
 
     def refuse(*_):
         raise ValueError("no")
@@ -91,11 +91,11 @@ def test_a_failed_load_leaves_groups_without_parameters(tmp_path):
 @pytest.mark.parametrize(("before", "now"), [("ab", "abc"), ("abc", "ab")])
 def test_no_warning_where_there_is_no_state(tmp_path, before, now):
     """A frozen parameter has none, whether the optimizer has it or not."""
-    model, optimizer = made(before)
+    model, optimizer = make_pair(before)
     model["c"].requires_grad_(False).weight.grad = None
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
-    model_too, restored = made(now)
+    model_too, restored = make_pair(now)
     model_too["c"].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -132,7 +132,7 @@ def test_tied_parameters_may_have_another_of_their_names(tmp_path):
 def test_parameters_that_are_grouped_otherwise_are_refused(tmp_path, groups, message):
     """The first group was left without a learning rate, or had the one of others, without a word."""
     saved(tmp_path / "a", "ab", "c")
-    model, optimizer = made(*groups)
+    model, optimizer = make_pair(*groups)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(dsq_ckpt.LoadFailed, match=message):
         dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
@@ -144,21 +144,21 @@ def test_parameters_that_are_grouped_otherwise_are_refused(tmp_path, groups, mes
 def test_an_optimizer_of_none_of_the_saved_parameters_is_refused(tmp_path):
     saved(tmp_path / "a", "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"its group 0, with 'b\.weight', has parameters of no saved group"):
-        dsq_ckpt.Compressor(*made("b")).load(tmp_path / "a")
+        dsq_ckpt.Compressor(*make_pair("b")).load(tmp_path / "a")
 
 
 def test_state_that_is_not_restored_is_named(tmp_path):
     saved(tmp_path / "some", "ab", "c")
     with pytest.warns(UserWarning, match="the optimizer state of 'b.weight' in '.*some' was not loaded"):
-        dsq_ckpt.Compressor(*made("a", "c")).load(tmp_path / "some")
+        dsq_ckpt.Compressor(*make_pair("a", "c")).load(tmp_path / "some")
     saved(tmp_path / "few", "a", "c")
     with pytest.warns(UserWarning, match="no optimizer state of 'b.weight' was loaded, since the optimizer of '.*few'"):
-        dsq_ckpt.Compressor(*made("ab", "c")).load(tmp_path / "few")
+        dsq_ckpt.Compressor(*make_pair("ab", "c")).load(tmp_path / "few")
 
 
 def test_two_parameters_are_not_loaded_into_one(tmp_path):
     saved(tmp_path / "a", "abc")
-    model, _ = made("abc")
+    model, _ = make_pair("abc")
     model["c"].weight = model["a"].weight
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'a.weight' and 'c.weight' as two parameters, which are tied"):
@@ -170,7 +170,7 @@ class Names(list):
 
 
 def test_groups_of_more_than_plain_data_are_loaded_as_before(tmp_path):
-    model, optimizer = made("abc")
+    model, optimizer = make_pair("abc")
     compressor = dsq_ckpt.Compressor(model, optimizer)
     state = compressor.state()
     state["optimizer"]["param_groups"][0].update(params=Names(["a.weight", "b.weight", "c.weight"]), lr=0.25)

@@ -20,7 +20,7 @@ from tests.helpers.training import train, train_model
 @pytest.mark.parametrize("frozen", [True, False])
 def test_parameters_that_no_step_has_changed_yet(tmp_path, target, frozen):
     """They have no moments, when a run is saved and after it was restored, whatever the optimizer had in between."""
-    def made():
+    def make():
         model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b", "c")})
         return model, torch.optim.AdamW(model.parameters())
 
@@ -29,10 +29,10 @@ def test_parameters_that_no_step_has_changed_yet(tmp_path, target, frozen):
         sum(model[name](torch.ones(4, 80)).square().mean() for name in names).backward()
         optimizer.step()
 
-    model, optimizer = made()
+    model, optimizer = make()
     step(model, optimizer, "a", "b")
     dsq_ckpt.Compressor(model, optimizer, config="exact", frozen=frozen).save(tmp_path / "a")
-    model_too, restored = made()
+    model_too, restored = make()
     if target == "other":
         step(model_too, restored, "b", "c")
     elif target == "gradients":  # with which torch initializes no moments
@@ -53,7 +53,7 @@ def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
 
     torch drops them at a load: after restores every ten steps, layers frozen for 40 steps kept 0.68 of their movement.
     """
-    def made():
+    def make():
         model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b")})
         return model, torch.optim.AdamW([{"params": model[name].parameters()} for name in ("a", "b")])
 
@@ -62,7 +62,7 @@ def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
         model["b"](model["a"](torch.ones(4, 80))).square().mean().backward()
         optimizer.step()
 
-    model, optimizer = made()
+    model, optimizer = make()
     model_too, restored = model, optimizer
     step(model, optimizer)
     model["a"].requires_grad_(False)
@@ -71,7 +71,7 @@ def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
     for number in range(2):
         dsq_ckpt.Compressor(model_too, restored, config="exact").save(tmp_path / str(number))
         if target == "new":
-            model_too, restored = made()
+            model_too, restored = make()
             model_too["a"].requires_grad_(False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -220,16 +220,16 @@ def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
 
 @pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_another_dtype(tmp_path, saved, own):
-    def made(dtype, seed):
+    def make(dtype, seed):
         torch.manual_seed(seed)
         model = nn.Linear(80, 80).to(dtype)
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = made(saved, 0)
+    model, optimizer = make(saved, 0)
     model(torch.ones(4, 80, dtype=saved)).square().mean().backward()
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
-    compressor = dsq_ckpt.Compressor(*made(own, 1))
+    compressor = dsq_ckpt.Compressor(*make(own, 1))
     with pytest.raises(dsq_ckpt.LossyTensor, match="pass allow_cast=True"):
         compressor.load(tmp_path / "a")
     compressor.load(tmp_path / "a", allow_cast=True)
@@ -240,15 +240,15 @@ def test_another_dtype(tmp_path, saved, own):
 
 def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
     """DCP's planner then gives the old layers their weights and moments, bit for bit."""
-    def made(*names):
+    def make(*names):
         model = nn.ModuleDict({name: nn.Linear(80, 80) for name in names})
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = made("a", "b")
+    model, optimizer = make("a", "b")
     sum(part(torch.ones(4, 80)).square().mean() for part in model.values()).backward()
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
-    grown, other = made("a", "b", "c")
+    grown, other = make("a", "b", "c")
     weights, moments = get_state_dict(grown, other)
     state, new = {"model": weights, "optimizer": moments}, grown["c"].weight.detach().clone()
     says = r"no 'model\.c\.weight' .*\(a model that has grown .*allow_partial_load=True\)\); did you mean"
@@ -264,3 +264,39 @@ def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
         assert grown[name].weight.equal(model[name].weight)
         found, saved = other.state[grown[name].weight], optimizer.state[model[name].weight]
         assert all(found[key].equal(saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("saved", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own, gradients):
+    """Nothing is changed; with a gradient, torch initializes no state that would tell which entries are missing."""
+    def made(kind, steps):
+        options = {"kind": torch.optim.SGD, "momentum": 0.9} if kind == "SGD" else {}
+        return train_model(steps, **options)
+
+    dsq_ckpt.Compressor(*made(saved, 2)).save(tmp_path / "a")
+    model, optimizer = made(own, 0)
+    before = bits_of(model)
+    for parameter in model.parameters() if gradients else ():
+        parameter.grad = torch.ones_like(parameter)
+    gradients_before = [parameter.grad for parameter in model.parameters()]
+    key = "momentum_buffer" if own == "SGD" else "step"
+    with (
+        pytest.warns(UserWarning, match=f"it is of another optimizer than {own}"),
+        pytest.raises(dsq_ckpt.LoadFailed, match=rf"has no 'optimizer\.state\.[a-z.]+\.{key}'"),
+    ):
+        dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
+    assert same_bits(model, before) and not optimizer.state
+    assert all(one.grad is gradient for one, gradient in zip(model.parameters(), gradients_before, strict=True))
+
+
+def test_options_of_an_optimizer_of_another_class_are_told_of(tmp_path, recwarn):
+    """No entry is missing if either has no state: the learning rate of the other was taken without a word."""
+    for kind, steps in (("AdamW", 2), ("SGD", 2)):
+        dsq_ckpt.Compressor(*train_model(steps, kind=getattr(torch.optim, kind))).save(tmp_path / kind)
+        dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, kind))).load(tmp_path / kind)
+    dsq_ckpt.Compressor(*train_model(0, kind=torch.optim.Adam)).load(tmp_path / "AdamW")
+    assert not any("another optimizer" in str(one.message) for one in recwarn)
+    for saved, own in (("AdamW", "SGD"), ("SGD", "AdamW")):
+        with pytest.warns(UserWarning, match=f"it is of another optimizer than {own}"):
+            dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, own))).load(tmp_path / saved)

@@ -93,7 +93,7 @@ Stats = collections.namedtuple("Stats", "loss step")
     pathlib.PurePosixPath("data"), datetime.datetime(2026, 1, 1), signal.SIGTERM, Stats(0.5, 1),
     np.random.default_rng(0), np.arange(3), ("MT19937", np.arange(624)), {"sets": [datetime.timedelta(1)]},
 ], ids=lambda value: type(value).__name__)
-def test_what_no_load_into_an_empty_dict_brings_back_is_told_of_when_it_is_saved(tmp_path, value):
+def test_what_no_load_into_an_empty_dict_brings_back_is_reported_when_it_is_saved(tmp_path, value):
     with pytest.warns(UserWarning, match="^'app.own.*' is stored by '.* not into an empty dict"):
         dsq_ckpt.save({"w": torch.ones(3), "app": {"own": value}}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="more than plain data"):
@@ -111,7 +111,7 @@ class Once:
         return {"times": self.times}
 
 
-def test_objects_are_told_of_once_and_pickled_once(tmp_path):
+def test_objects_are_reported_once_and_pickled_once(tmp_path):
     own = Once()
     state = {"w": torch.ones(3), "own": own, "files": [pathlib.PurePosixPath(str(n)) for n in range(100)]}
     state["many"] = {str(n): pathlib.PurePosixPath(str(n)) for n in range(100)}
@@ -154,21 +154,21 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
 def test_the_state_of_other_parameters_is_refused(tmp_path):
     """A load of more than there are fails before it begins; other shapes, which some optimizers keep, are told of."""
 
-    def made(*layers):
+    def make(*layers):
         model = nn.Sequential(*(nn.Linear(*layer) for layer in layers))
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = made((128, 64), (64, 8))
+    model, optimizer = make((128, 64), (64, 8))
     model(torch.randn(2, 128)).sum().backward()
     optimizer.step()
     dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "1")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    _, other = made((128, 64))
+    _, other = make((128, 64))
     said = "'optimizer.state.2.step', state of parameter 2, counted from 0, and 'optimizer' has 2 parameters"
     with pytest.raises(LoadFailed, match=f"{said}.* another model"):
         dsq_ckpt.load({"model": model, "optimizer": other}, tmp_path / "1")
     assert not other.state and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _, other = made((96, 64), (64, 8))
+    _, other = make((96, 64), (64, 8))
     said = r"'optimizer.state.0.exp_avg' has shape \(64, 128\) .* and parameter 0 of 'optimizer' \(64, 96\)"
     with pytest.warns(UserWarning, match=f"{said}.* another model"):
         dsq_ckpt.load({"optimizer": other}, tmp_path / "1")

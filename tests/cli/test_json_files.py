@@ -20,7 +20,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), TREES, max_size=5))
-def test_nothing_is_lost(document: dict[str, object]) -> None:
+def test_files_read_back_as_written(document: dict[str, object]) -> None:
     assert json.dumps(json.loads(json_files.dumps(document))) == json.dumps(document)
 
 

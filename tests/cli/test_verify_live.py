@@ -57,7 +57,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_damage(run, before, step):
         assert found["checkpoints"][0]["tensors_decoded"] is found["checkpoints"][0]["decoded_by"] is None
 
 
-def test_it_is_told(run, before):
+def test_a_removal_is_reported(run, before):
     before("_check_file", lambda: shutil.rmtree(run / NAMES[0]))
     text = dsq_stdout("verify", run)
     assert "removed meanwhile" in next(line for line in text.splitlines() if NAMES[0] in line)
@@ -166,7 +166,7 @@ def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
     assert results[0] == ((True, "removed") if option == "--deep" else (True, None))
 
 
-def test_nothing_is_left(run, before):
+def test_a_run_without_checkpoints_left_is_reported(run, before):
     before("_check_file", lambda: shutil.rmtree(run))
     assert "all that was there was removed while it was being read" in dsq_error("verify", run)
 

@@ -84,7 +84,7 @@ def test_a_keyframe_has_two_levels_again(tmp_path) -> None:
     assert steps_of_a_chain(tmp_path, 0.3, {"delta": {"max_chain": 4}}) == [0.5, 0.5, 1.0, 1.0, 1.0, 0.5]
 
 
-def test_what_the_coarser_levels_are() -> None:
+def test_coarser_levels_are_octave_points() -> None:
     assert Octaves().coarser == Octaves(per_octave=1, rate_distortion=0.2)
     assert Octaves(per_octave=4, rate_distortion=1.0).coarser == Octaves(per_octave=1, rate_distortion=2.0)
     assert Octaves(per_octave=1).coarser is None

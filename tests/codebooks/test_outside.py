@@ -86,15 +86,15 @@ def test_a_process_that_does_not_know_the_codebook(tmp_path, outside):
     output = python(f"""
 import torch, dsq_ckpt
 from dsq_ckpt.codebooks import CODEBOOKS
-from tests.helpers.commands import document, printed
+from tests.helpers.commands import dsq_json, dsq_stdout
 assert "powers" not in CODEBOOKS
 expected = torch.load('{tmp_path}/expected.pt')
 state = {{name: torch.zeros_like(value) for name, value in expected.items()}}
 dsq_ckpt.load(state, '{tmp_path}/1')
 assert all(torch.equal(state[name], expected[name]) for name in state)
-assert " powers " in printed("inspect", '{tmp_path}/1', columns=200)
-assert document("inspect", '{tmp_path}/1')["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
-printed("verify", '{tmp_path}/1')
+assert " powers " in dsq_stdout("inspect", '{tmp_path}/1', columns=200)
+assert dsq_json("inspect", '{tmp_path}/1')["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
+dsq_stdout("verify", '{tmp_path}/1')
 dsq_ckpt.save(state, '{tmp_path}/2')
 try:
     dsq_ckpt.save(state, '{tmp_path}/3', config={POWERS})
@@ -208,7 +208,7 @@ def test_more_refinement_than_is_configured(tmp_path, monkeypatch, outside):
             dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
 
 
-def test_what_cannot_be_registered(outside):
+def test_invalid_registrations_are_refused(outside):
     class Nameless(CodebookConfig):
         def propose(self, histogram):
             raise NotImplementedError

@@ -91,7 +91,7 @@ def test_any_two_blocks():
             np.testing.assert_array_equal(one.out, found[name][3], f"{first}, {second}")
 
 
-def test_one_block():
+def test_one_block_decodes():
     sample = samples()["small row"]
     [error] = decoding_tasks.decode_blocks([one := wanted(sample)])
     assert error is None and np.array_equal(one.out, sample[3])

@@ -60,7 +60,7 @@ def test_blocks_of_version_2_are_read() -> None:
     assert np.array_equal(out, symbols)
 
 
-def test_no_elements() -> None:
+def test_empty_blocks_decode() -> None:
     empty = np.empty(0, np.uint8)
     assert refinement_blocks.encode(b"", empty, 2) == b""
     decode(b"", empty, 2, empty)

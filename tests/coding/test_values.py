@@ -59,7 +59,7 @@ def test_formula(path, log):
 
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 4999])
-def test_what_has_no_entry(path, place):
+def test_codes_without_an_entry_are_refused(path, place):
     table, codes, symbols = given(5000, 40, 3)
     out = np.empty(5000, np.float32)
     wrong = codes.copy()

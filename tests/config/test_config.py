@@ -147,7 +147,7 @@ def test_a_bound_in_percent_is_refused():
     ({"epsilons": 0.1}, "did you mean 'search.epsilon'?"),
     ({"nothing_like_it": 0.1}, "nothing_like_it: unknown key\n"),
 ])
-def test_where_an_unknown_key_belongs(tree, says):
+def test_errors_name_where_an_unknown_key_belongs(tree, says):
     with pytest.raises(ConfigError) as caught:
         DSQConfig.create(tree)
     assert says in f"{caught.value}\n"

@@ -22,7 +22,7 @@ from dsq_ckpt.core.aliases import alias_of
     lambda t: t, lambda t: t.t(), lambda t: t[3:, ::2], lambda t: t[0, 0], lambda t: t.expand(2, 8, 6), nn.Parameter,
     lambda t: t.view(4, 12).unfold(1, 3, 2),
 ])
-def test_it_is_the_same_memory(dtype: torch.dtype, view: Any) -> None:
+def test_aliases_share_memory(dtype: torch.dtype, view: Any) -> None:
     owner = (torch.randn(8, 6) * 9).to(dtype)
     tensor = view(owner) if view is not nn.Parameter else nn.Parameter(owner, requires_grad=False)
     alias = alias_of(tensor)

@@ -81,7 +81,7 @@ def test_a_module_stands_for_its_state_dict(tmp_path, background):
     assert all(is_equal(value, other.state_dict()[name]) for name, value in state.items())
 
 
-def test_a_module_with_less_than_was_saved_is_said(tmp_path):
+def test_a_module_with_less_than_was_saved_is_reported(tmp_path):
     model, other = Net(0), Net(1)
     dsq_ckpt.save({**model.state_dict(), "step": 3}, tmp_path / "a")
     with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def test_all_places_of_a_bare_module_are_named_the_model_first(tmp_path):
         dsq_ckpt.load(model, tmp_path / "a" / "manifest.json")
 
 
-def test_what_a_save_returns(tmp_path, caplog):
+def test_a_save_returns_its_result(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="dsq_ckpt")
     state = {"w": torch.randn(200, 200)}
     first = dsq_ckpt.save(state, tmp_path / "run" / "step-1")
@@ -210,7 +210,7 @@ def test_what_a_save_returns(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_a_compressor_returns(tmp_path, background):
+def test_a_compressor_returns_its_result(tmp_path, background):
     model = Net()
     compressor = dsq_ckpt.Compressor(model, evaluate=lambda: compute_loss(model))
     saved = compressor.save(tmp_path / "a", background=background)

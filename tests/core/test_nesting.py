@@ -262,7 +262,7 @@ def test_nothing_runs_below_an_empty_dict(tmp_path, target):
     assert target == before and not (tmp_path / "ran").exists()
 
 
-def test_what_is_named_is_unpickled(tmp_path):
+def test_named_objects_are_unpickled(tmp_path):
     """As DCP does it, also beside dicts that are filled."""
     state = {"x": {"where": Path("there"), "n": 3}, "y": {"plain": [1, 2], 4: torch.ones(2)}}
     dsq_ckpt.save(state, tmp_path / "a")
@@ -339,7 +339,7 @@ def test_a_name_without_a_path(tmp_path, name, target):
     assert find_differences(target, before) == []
 
 
-def test_no_checkpoint_to_load(tmp_path):
+def test_loading_without_a_checkpoint_raises(tmp_path):
     newest = dsq_ckpt.latest(tmp_path)
     assert newest is None
     compressor = dsq_ckpt.Compressor(nn.Linear(2, 2))

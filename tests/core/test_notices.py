@@ -16,7 +16,7 @@ from dsq_ckpt.core import notices
 IDLE = {"quantize": {"rules": [{"pattern": "no.such.tensor", "group": "mine"}], "groups": {"mine": {}}}}
 
 
-def here() -> int:
+def current_line() -> int:
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     return frame.f_back.f_lineno
@@ -26,7 +26,7 @@ def state() -> dict[str, torch.Tensor]:
     return {"a.weight": torch.randn(64, 80).index_fill_(0, torch.tensor([3]), float("nan")), "b": torch.ones(3)}
 
 
-def ours(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
+def tensor_warnings(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
     return [one for one in caught if "tensor" in str(one.message)]
 
 
@@ -36,15 +36,15 @@ def test_the_callers_line(tmp_path, way):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if way == "save":
-            line, _ = here(), dsq_ckpt.save(state(), tmp_path / "1", config=IDLE)
+            line, _ = current_line(), dsq_ckpt.save(state(), tmp_path / "1", config=IDLE)
         elif way == "dcp.save":
-            line, _ = here(), dcp.save(state(), storage_writer=writer)
+            line, _ = current_line(), dcp.save(state(), storage_writer=writer)
         elif way == "async_save":
-            line, _ = here(), dsq_ckpt.async_save(state(), tmp_path / "1", config=IDLE).result()
+            line, _ = current_line(), dsq_ckpt.async_save(state(), tmp_path / "1", config=IDLE).result()
         else:
-            line, _ = here(), dcp.async_save(state(), storage_writer=writer).result()
-    assert len(ours(caught)) == 3, [str(one.message) for one in caught]  # NaN, an idle rule, an idle group
-    assert {(one.filename, one.lineno) for one in ours(caught)} == {(__file__, line)}
+            line, _ = current_line(), dcp.async_save(state(), storage_writer=writer).result()
+    assert len(tensor_warnings(caught)) == 3, [str(one.message) for one in caught]  # NaN, an idle rule, an idle group
+    assert {(one.filename, one.lineno) for one in tensor_warnings(caught)} == {(__file__, line)}
     assert way.startswith("dcp.") or len(caught) == 3, "dsq_ckpt's own calls know that a process is alone"
 
 
@@ -78,7 +78,7 @@ def test_texts_that_differ_in_numbers_alone_are_one():
     assert not notices.is_new_warning("0x2bc0 gave inf for both", told)
 
 
-def test_one_rank_speaks():
+def test_one_rank_warns():
     with pytest.warns(UserWarning, match="a text") as recorded:
         for rank in (1, 0):
             notices.warn("a text", rank=rank)

@@ -22,14 +22,14 @@ def test_fsdp_on_other_numbers_of_ranks(tmp_path):
 
 
 def test_ranks_agree_about_what_is_frozen(tmp_path):
-    assert checks(torchrun("frozen", 2, tmp_path)) == 3
+    assert checks(torchrun("frozen", 2, tmp_path)) == 4
 
 
 def test_an_evaluation_before_the_state_is_set(tmp_path):
     assert checks(torchrun("evaluated", 2, tmp_path)) == 3
 
 
-def test_all_that_an_optimizer_tells(tmp_path):
+def test_optimizer_states_are_restored(tmp_path):
     assert checks(torchrun("optimizer_state", 2, tmp_path)) == 11
 
 

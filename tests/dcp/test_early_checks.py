@@ -100,7 +100,7 @@ def rules(*patterns):
     return {"quantize": {"rules": [{"pattern": pattern, "exact": True} for pattern in patterns]}}
 
 
-def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
+def test_a_rule_that_matches_nothing_is_reported_once(tmp_path):
     state = {"layers": [{"router.weight": torch.randn(80, 80)}, {"mlp.weight": torch.randn(80, 80)}]}
     config = rules("*.ruter.*", "*.mlp.*")
     with pytest.warns(UserWarning) as caught:
@@ -194,12 +194,12 @@ def test_close_names(pattern, says):
     assert pattern_hint(pattern, []) == "; there are no tensors"
 
 
-def test_which_rules_match_nothing():
+def test_rules_that_match_nothing_are_found():
     config = dsq_ckpt.DSQConfig.create(rules("a.*", "b", "*"))
     assert find_unused_rules(config.quantize.rules, ["b", "a"]) == {"a.*": None}
 
 
-def test_a_rule_behind_one_that_takes_all_its_tensors_is_said(tmp_path):
+def test_a_rule_behind_one_that_takes_all_its_tensors_is_reported(tmp_path):
     """It would be lossy without a word."""
     state = {"router.weight": torch.randn(80, 80), "mlp.weight": torch.randn(80, 80)}
     config = rules("*", "*router*")
@@ -216,7 +216,7 @@ def test_a_rule_behind_one_that_takes_all_its_tensors_is_said(tmp_path):
     assert is_equal(state["router.weight"], load_copy(tmp_path / "c" / "0", state)["router.weight"])
 
 
-def test_settings_of_a_group_without_tensors_are_said_once(tmp_path):
+def test_settings_of_a_group_without_tensors_are_reported_once(tmp_path):
     """By its name alone, `tokens` is a linear layer."""
     state = {"tokens.weight": torch.randn(80, 80)}
     config = {"quantize": {"groups": {"embedding": {"method": "exact"}}}}

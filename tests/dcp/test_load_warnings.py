@@ -27,7 +27,7 @@ class Wrapped(nn.Module):
         self.module = module
 
 
-def made() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
 
 
@@ -55,9 +55,9 @@ def refused(state: Any, path: Path) -> str:
     return str(caught.value)
 
 
-def test_wrappers_in_another_order_are_said(tmp_path) -> None:
-    dsq_ckpt.save({"model": Wrapped(compiled(made())).state_dict()}, tmp_path / "a", config="exact")
-    said = refused({"model": compiled(Wrapped(made())).state_dict()}, tmp_path / "a")
+def test_wrappers_in_another_order_are_reported(tmp_path) -> None:
+    dsq_ckpt.save({"model": Wrapped(compiled(make_model())).state_dict()}, tmp_path / "a", config="exact")
+    said = refused({"model": compiled(Wrapped(make_model())).state_dict()}, tmp_path / "a")
     assert said.endswith("it has 'model.module._orig_mod.0.weight' and 3 more, with its wrappers in another order: "
                          "wrap the model as when it was saved")
 
@@ -71,7 +71,7 @@ def test_wrappers_in_another_order_are_said(tmp_path) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_error_says_what_to_pass_for_what_was_saved_wrapped(tmp_path, wrap, of, keys, whole) -> None:
     """Below a key; the value that it names loads every weight."""
-    model, other = made(), made()
+    model, other = make_model(), make_model()
     saved, state = training(wrap(model)), training(other)
     for one in (saved, state) if not whole else ():
         del one["optimizer"], one["step"]
@@ -89,7 +89,7 @@ def test_the_error_says_what_to_pass_for_what_was_saved_wrapped(tmp_path, wrap, 
 
 @pytest.mark.parametrize("wrap", [compiled, inside])
 def test_the_error_says_what_to_pass_into_a_compiled_model(tmp_path, wrap) -> None:
-    model, other = made(), made()
+    model, other = make_model(), make_model()
     dsq_ckpt.save(training(model), tmp_path / "a", config="exact")
     module = wrap(other)
     state = training(module)
@@ -101,7 +101,7 @@ def test_the_error_says_what_to_pass_into_a_compiled_model(tmp_path, wrap) -> No
 
 
 def test_the_error_names_what_was_saved_from_a_model_with_a_compiled_part(tmp_path) -> None:
-    model, other = made(), made()
+    model, other = make_model(), make_model()
     dsq_ckpt.save(training(inside(model)), tmp_path / "a", config="exact")
     says = refused(training(other), tmp_path / "a")
     assert says.endswith("as 'model.1._orig_mod.0.weight' and 1 more: load into a model that is wrapped likewise")
@@ -117,9 +117,9 @@ def test_few_names_that_are_there_are_no_model_that_has_grown(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("grown", [False, True])
-def test_a_partial_load_that_fills_nothing_of_a_model_is_told_of(tmp_path, grown) -> None:
+def test_a_partial_load_that_fills_nothing_of_a_model_is_reported(tmp_path, grown) -> None:
     """Once, by name and count; one that fills a part says nothing."""
-    model, state = made(), training(made())
+    model, state = make_model(), training(make_model())
     dsq_ckpt.save(training(model if grown else compiled(model)), tmp_path / "a", config="exact")
     if grown:
         state["model"] = {**state["model"], "2.weight": torch.ones(8, 8)}
@@ -150,7 +150,7 @@ def _said(path, state, through_dcp):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("through_dcp", [False, True])
-def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_told(tmp_path, through_dcp):
+def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_reported(tmp_path, through_dcp):
     """A state dict is loaded by its names, so the rest of an extra state would be lost, also of a plain dict."""
     given, before = EXTRA["grown"][0], {"counts": {"<unk>": 0}}
     dsq_ckpt.save({"model": Remembering(given)}, tmp_path / "a", config="exact")

@@ -254,7 +254,7 @@ def test_an_empty_dict_in_place_of_an_object_is_told_so(tmp_path):
 def test_moments_have_the_strides_of_their_parameters(tmp_path):
     """A fused optimizer takes elements in the order of memory, so with other strides it would update wrong ones."""
 
-    def made():
+    def make():
         torch.manual_seed(0)
         model = torch.nn.Conv2d(32, 16, 3).to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -264,10 +264,10 @@ def test_moments_have_the_strides_of_their_parameters(tmp_path):
         model.weight.grad = model.weight.grad.to(memory_format=torch.channels_last)
         optimizer.step()
 
-    model, optimizer = made()
+    model, optimizer = make()
     train(model, optimizer)
     dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "1", config={"system": "exact"})
-    restored, its_optimizer = made()
+    restored, its_optimizer = make()
     dsq_ckpt.load({"model": restored, "optimizer": its_optimizer}, tmp_path / "1")
     assert its_optimizer.state[restored.weight]["exp_avg"].stride() == restored.weight.stride()
     train(model, optimizer)

@@ -62,7 +62,7 @@ def quantizing(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["auto", "copy", "quantize"])
-def test_it_is_the_state_at_the_call(tmp_path, stage, quantizing):
+def test_staged_state_is_the_state_at_the_call(tmp_path, stage, quantizing):
     """A keyframe and a delta, equal to those of synchronous saves bit for bit; only `quantize` makes training wait."""
     states = [mixed_state(), perturb(mixed_state(), 1)]
     for step, state in enumerate(states):

@@ -27,7 +27,7 @@ def state(shape, *seeds):
 
 @pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
 @pytest.mark.parametrize("by_dcp", [False, True])
-def test_two_values_for_one_tensor_are_told(tmp_path, shape, by_dcp):
+def test_two_values_for_one_tensor_are_reported(tmp_path, shape, by_dcp):
     dsq_ckpt.save(state(shape, 1, 2, 3), tmp_path / "a")
     one = torch.zeros(shape)
     target = {"a": one, "b": one, "c": torch.zeros(shape)}
@@ -43,7 +43,7 @@ def test_two_values_for_one_tensor_are_told(tmp_path, shape, by_dcp):
 
 @pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
 @pytest.mark.parametrize("values", [(1, 1), (1, 2)], ids=["equal", "different, but apart"])
-def test_what_loses_nothing_is_not(tmp_path, shape, values):
+def test_tied_targets_with_equal_values_load_silently(tmp_path, shape, values):
     """Equal values, with NaN too, of tensors that were not tied; and neighbours in one memory."""
     saved = state(shape, *values)
     for value in saved.values():

@@ -33,7 +33,7 @@ def block(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / f"{name}.json").read_text())["dsq_checkpoint"]
 
 
-def test_which_there_are():
+def test_configuration_files_are_complete():
     stages = {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
     trainer = {"hf_trainer", "hf_trainer_zero1", "hf_trainer_zero3", "hf_trainer_zero3_offload"}
     assert {path.stem for path in FILES} == stages | trainer | {"all_keys"}
@@ -75,7 +75,7 @@ def test_the_keys_are_explained_in_the_default_preset():
     assert settings == yaml.safe_load((ROOT / "configs" / "default.yaml").read_text())
 
 
-def test_they_are_packaged():
+def test_configurations_are_packaged():
     """And are no presets, whose names are those of the YAML files."""
     assert '"**/*.json"' in (ROOT / "setup.py").read_text()
     assert not {path.stem for path in FILES} & {path.stem for path in (ROOT / "configs").glob("*.yaml")}

@@ -77,7 +77,7 @@ def test_usage_errors(scripts, arguments, says):
     ([], "'train.py' made no engine of DeepSpeed"),
     ([False, False], "no engine of 'train.py' had the block 'dsq_checkpoint'"),
 ])
-def test_a_launcher_without_effect_is_told(scripts, monkeypatch, seen, says):
+def test_a_launcher_without_effect_is_reported(scripts, monkeypatch, seen, says):
     monkeypatch.setattr(launch, "get_block_flags", lambda: seen)
     with pytest.warns(UserWarning, match=says):
         launch.main(["train.py"])

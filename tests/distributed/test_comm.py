@@ -36,14 +36,14 @@ def test_a_rank_that_is_gone():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_is_left_for_the_exit(tmp_path, ranks):
+def test_groups_are_closed_before_exit(tmp_path, ranks):
     """Neither by a rank alone, on whose group DCP does collectives too."""
     output = torchrun("ending", ranks, tmp_path, **{forks.TEARDOWN: "1"})
     for promise in ("tensors", "groups", "reducers", "released"):
         assert output.count(f"ok {promise}") == ranks, output
 
 
-def test_what_launchers_tell(no_launcher):
+def test_ranks_of_launchers_are_read(no_launcher):
     assert read_launcher_rank() == (0, 1)
     no_launcher.setenv("SLURM_STEP_NUM_TASKS", "8")
     no_launcher.setenv("SLURM_PROCID", "5")

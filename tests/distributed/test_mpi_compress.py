@@ -138,8 +138,8 @@ def test_four_ranks_store_what_one_process_stores(made, form):
         books = [{name: book for name, book in checkpoint.index["codebooks"].items() if not name.startswith("exp_avg")}
                  for checkpoint in (a, b)]
         assert books[0] == books[1] != {}
-        for key in ("exponents", "tied", "planner", "typed_keys", "empty_dicts"):
-            assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "empty_dicts", "tied"), key
+        for key in ("exponents", "tied", "planner", "typed_keys", "tuple_keys", "empty_dicts"):
+            assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "tuple_keys", "empty_dicts", "tied"), key
         assert set(a.index["tensors"]) == set(b.index["tensors"]) and a.index["exponents"]
         assert sorted(a.index["objects"]) == sorted(b.index["objects"])
         assert bool(a.index["tied"]) == ("torch" in form)
@@ -151,7 +151,7 @@ def test_four_ranks_store_what_one_process_stores(made, form):
     assert len(sizes) == 4 and min(sizes) > 1000
 
 
-def test_of_a_state_in_memory(made, tmp_path):
+def test_compress_a_state_in_memory(made, tmp_path):
     """The communicator keeps its contract, and what it serves to store is what one process stores."""
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")
@@ -184,7 +184,7 @@ def test_a_failing_rank_on_the_command_line(made):
     assert not (made.together / "failed_command" / "manifest.json").exists()
 
 
-def test_where_mpi_is_not_there(tmp_path, no_launcher):
+def test_launched_processes_without_mpi_are_refused(tmp_path, no_launcher):
     """Processes of a launcher never go on each for itself, unless they are told to."""
     source, out = write_safetensors(plain_state(), tmp_path / "in"), tmp_path / "out"
     no_launcher.setitem(sys.modules, "mpi4py", None)

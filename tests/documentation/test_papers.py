@@ -36,7 +36,7 @@ def test_the_page_names_many() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED)
-def test_it_exists(path: str, name: str) -> None:
+def test_named_files_and_functions_exist(path: str, name: str) -> None:
     assert (ROOT / path).is_file(), f"docs/papers.md names {path}"
     assert not name or name in names_in(path), f"docs/papers.md names {path}::{name}"
 

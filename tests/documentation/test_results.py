@@ -52,7 +52,7 @@ def figure(file: str, path: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "shown", "file", "path"), FIGURES, ids=lambda text: text[:40])
-def test_it_is_there(name: str, shown: str, file: str, path: str) -> None:
+def test_every_figure_is_in_its_file(name: str, shown: str, file: str, path: str) -> None:
     number, unit = re.fullmatch(r"([+-]?[\d.,]+)(x| %| MB|)", shown).groups()  # type: ignore[union-attr]
     scale = {"x": 1, " %": 100, " MB": 1e-6, "": 1}[unit]
     places = len(number.partition(".")[2])

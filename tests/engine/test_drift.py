@@ -89,7 +89,7 @@ def test_the_last_good_checkpoint_outlives_a_diverged_one(tmp_path):
     assert Manifest.read(tmp_path / "good").refinement == "dropped"
 
 
-def test_a_dropped_refinement_is_said(tmp_path):
+def test_a_dropped_refinement_is_reported(tmp_path):
     state = {"w": noise(0)}
     for name in "123":
         dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 2}})

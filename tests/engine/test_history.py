@@ -71,7 +71,7 @@ def known_there(history, names, answers):
     answers.put((len(pickle.loads(pickle.dumps(history)).checkpoints()), repr(history)))
 
 
-def test_it_is_pickled_as_a_reference(tmp_path):
+def test_a_history_is_pickled_as_a_reference(tmp_path):
     history = dsq_ckpt.SaveHistory()
     dsq_ckpt.save(state(0), tmp_path / "0", config=CONFIG, history=history)
     assert pickle.loads(pickle.dumps(history)) is history
@@ -99,7 +99,7 @@ def test_a_save_that_fails_is_not_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [dsq_ckpt.DSQStorageWriter, dsq_ckpt.DSQStorageReader])
-def test_what_is_no_history(tmp_path, call):
+def test_a_history_of_another_type_is_refused(tmp_path, call):
     with pytest.raises(dsq_ckpt.ConfigError, match=r"history is .*, expected a SaveHistory"):
         call(tmp_path, history={})
 

@@ -104,7 +104,7 @@ def test_a_chain_goes_on(run, tmp_path):
     check(again.path, expected)
 
 
-def test_it_is_algorithm_1(tmp_path):
+def test_merged_values_equal_algorithm_1(tmp_path):
     """Long enough for several super-steps."""
     chain = make_walk(50, 100, steps=24)
     for number, state in enumerate(chain):
@@ -116,7 +116,7 @@ def test_it_is_algorithm_1(tmp_path):
     assert torch.equal(load_copy(done.path, {"a.weight": chain[0]})["a.weight"], algorithm_1(chain)[-1])
 
 
-def test_what_cannot_be_merged(run, tmp_path):
+def test_unmergeable_chains_are_refused(run, tmp_path):
     _, source, _ = run
     for number in (0, 1):
         with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):

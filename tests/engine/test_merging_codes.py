@@ -203,7 +203,7 @@ def test_files_of_former_versions_are_merged(former, name, links, tmp_path):
     assert all(reader.tensor(fqn) == to_bytes(value) for fqn, value in load_copy(source, like).items() if value.numel())
 
 
-def test_what_cannot_be_merged(tmp_path):
+def test_unmergeable_chains_of_codes_are_refused(tmp_path):
     state = {"a.weight": torch.randn(70, 80)}
     for number in range(2):
         dsq_ckpt.save(state, tmp_path / "codes" / str(number))

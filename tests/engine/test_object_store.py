@@ -43,7 +43,7 @@ def files_in(path: str) -> set[str]:
     return {entry.name for entry in get_storage(directory).list_entries(directory)}
 
 
-def alike(one: dict, other: dict) -> bool:
+def is_alike(one: dict, other: dict) -> bool:
     return all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in ("w", "bias", "step"))
 
 
@@ -51,7 +51,7 @@ def test_a_chain_is_that_of_a_local_run(store, tmp_path):
     """Values and depths are those of the same saves to a local directory; no file is stored twice."""
     remote, local = chain(f"{store}/run", 4), chain(str(tmp_path / "run"), 4)
     for there, here in zip(remote, local, strict=True):
-        assert alike(loaded(there), loaded(here))
+        assert is_alike(loaded(there), loaded(here))
         assert Manifest.read(resolve_checkpoint_path(there)).depth == Manifest.read(resolve_checkpoint_path(here)).depth
     names = [name for path in remote for name in files_in(path) if name != MANIFEST]
     assert len(set(names)) == len(names)
@@ -66,7 +66,7 @@ def test_a_run_goes_on_after_a_restart(store):
     assert state["step"] == 2
     result = dsq_ckpt.save(state_of(3), f"{store}/run/step-3")
     assert (result.depth, str(result.path)) == (2, f"{store}/run/step-3")
-    assert alike(loaded(result.path), loaded(f"{store}/run/step-3"))
+    assert is_alike(loaded(result.path), loaded(f"{store}/run/step-3"))
     manifest = Manifest.read(resolve_checkpoint_path(paths[-1]))
     assert {file.held_by for file in manifest.files} == {None, "step-1"}
 
@@ -121,8 +121,8 @@ def test_overwriting_keeps_what_newer_checkpoints_need(store):
     before = [loaded(path) for path in paths]
     dsq_ckpt.save(state_of(9), paths[0], overwrite=True, parent=None)
     assert loaded(paths[0])["step"] == 9
-    assert alike(loaded(paths[1]), before[1])
-    assert alike(loaded(paths[2]), before[2])
+    assert is_alike(loaded(paths[1]), before[1])
+    assert is_alike(loaded(paths[2]), before[2])
     dsq_ckpt.save(state_of(10), paths[2], overwrite=True, parent=None)
     replaced = dsq_ckpt.save(state_of(11), paths[2], overwrite=True, parent=None)
     assert all(name == MANIFEST or name.startswith(replaced.save_id) for name in files_in(paths[2]))
@@ -171,7 +171,7 @@ def test_a_failed_save_leaves_nothing(store, monkeypatch):
             dsq_ckpt.save(state_of(2), f"{store}/run/step-2")
     assert files_in(f"{store}/run/step-2") == set()
     assert dsq_ckpt.save(state_of(2), f"{store}/run/step-2").depth == 1
-    assert alike(loaded(paths[0]), loaded(paths[0]))
+    assert is_alike(loaded(paths[0]), loaded(paths[0]))
 
 
 def test_a_commit_whose_answer_was_lost_counts(store, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_run_synchronized_to_a_disk_loads_and_goes_on(store, tmp_path):
     system, root = fsspec.core.url_to_fs(f"{store}/run", skip_instance_cache=True)
     system.get(root, str(tmp_path / "run"), recursive=True)
     local = tmp_path / "run" / "step-3"
-    assert alike(loaded(local), loaded(paths[2]))
+    assert is_alike(loaded(local), loaded(paths[2]))
     found = independent_reader.Reader(local)
     assert found.index["tensors"].keys() == {"w", "bias"}
     held = [name for name, entry in found.files.items() if "held_by" in entry]
@@ -339,7 +339,7 @@ def test_export_reads_a_url(store, tmp_path):
     path = chain(f"{store}/run", 2)[-1]
     result = CliRunner().invoke(app, ["export", path, str(tmp_path / "out.pt")])
     assert result.exit_code == 0, result.output
-    assert alike(torch.load(tmp_path / "out.pt"), loaded(path))
+    assert is_alike(torch.load(tmp_path / "out.pt"), loaded(path))
 
 
 def test_calls_for_local_directories_say_so(store, tmp_path):

@@ -39,7 +39,7 @@ def other_job(*paths, loaded="", text=OTHER) -> None:
     assert status == 0, output
 
 
-def said(path, save=dsq_ckpt.save, **options) -> list[str]:
+def record_save(path, save=dsq_ckpt.save, **options) -> list[str]:
     """Save, and return what was said of other jobs."""
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
@@ -50,38 +50,38 @@ def said(path, save=dsq_ckpt.save, **options) -> list[str]:
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, dsq_ckpt.async_save])
-def test_a_job_that_saves_into_the_same_directory_is_told_once(tmp_path, save):
-    assert not said(tmp_path / "a-1", save)
+def test_a_job_that_saves_into_the_same_directory_is_reported_once(tmp_path, save):
+    assert not record_save(tmp_path / "a-1", save)
     other_job(tmp_path / "b-1", tmp_path / "b-2")
-    (text,) = said(tmp_path / "a-2", save)
+    (text,) = record_save(tmp_path / "a-2", save)
     assert f"'{tmp_path}'" in text and "'b-2'" in text and "a directory of its own" in text
     other_job(tmp_path / "b-3")
-    assert not said(tmp_path / "a-3", save)
+    assert not record_save(tmp_path / "a-3", save)
 
 
 def test_refinement_layers_of_another_job_are_left_alone(tmp_path):
     """Whatever either keeps."""
     other_job(tmp_path / "b-1")
     for number in range(3):
-        said(tmp_path / f"a-{number}")
+        record_save(tmp_path / f"a-{number}")
     other_job(tmp_path / "b-2")
     kept = {path.name: Manifest.read(path).refinement for path in tmp_path.iterdir()}
     assert kept == {"b-1": "kept", "a-0": "dropped", "a-1": "dropped", "a-2": "kept", "b-2": "kept"}
 
 
-def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
-    said(tmp_path / "step-1")
+def test_a_checkpoint_that_another_job_replaced_is_reported(tmp_path):
+    record_save(tmp_path / "step-1")
     other_job(tmp_path / "step-1")
-    (text,) = said(tmp_path / "step-2")
+    (text,) = record_save(tmp_path / "step-2")
     assert "step-1' was replaced by another process" in text
 
 
 @pytest.mark.parametrize(("place", "step"), [
     (chain.ParentCheckpoint, "__init__"), (chain.ParentCheckpoint, "read_codes"), (writing, "link_parent_files"),
 ])
-def test_a_checkpoint_that_another_job_replaces_during_a_save_is_said(tmp_path, monkeypatch, place, step):
+def test_a_checkpoint_that_another_job_replaces_during_a_save_is_reported(tmp_path, monkeypatch, place, step):
     """In place of damage, which nobody did; whoever saves again gets a keyframe."""
-    said(tmp_path / "step-1")
+    record_save(tmp_path / "step-1")
     other_job(tmp_path / "other" / "step-1")
     dsq_ckpt.forget()
     dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "step-1")  # so that its codes are read of its files
@@ -98,13 +98,13 @@ def test_a_checkpoint_that_another_job_replaces_during_a_save_is_said(tmp_path, 
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced .* save again"):
         dsq_ckpt.save({"w": WEIGHTS}, tmp_path / "step-2", config=CONFIG)
     assert met and not (tmp_path / "step-2").exists()
-    (text,) = said(tmp_path / "step-2")
+    (text,) = record_save(tmp_path / "step-2")
     assert "step-1' was replaced by another process" in text and Manifest.read(tmp_path / "step-2").depth == 0
 
 
 def test_a_parent_that_was_replaced_is_not_taken_for_another(tmp_path):
     """The names of files that a checkpoint needs are looked up in the manifest of the save that it is coded against."""
-    said(tmp_path / "step-1")
+    record_save(tmp_path / "step-1")
     before = Manifest.read(tmp_path / "step-1").save_id
     other_job(tmp_path / "step-1")
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced by another save .* a directory of its own"):
@@ -114,36 +114,36 @@ def test_a_parent_that_was_replaced_is_not_taken_for_another(tmp_path):
 def test_what_was_there_and_what_was_loaded_is_of_the_same_job(tmp_path):
     """As after a restart, or where a program that starts others goes on from what they saved."""
     other_job(tmp_path / "1", tmp_path / "2")
-    assert not said(tmp_path / "3")
+    assert not record_save(tmp_path / "3")
     other_job(tmp_path / "4", tmp_path / "5", loaded=tmp_path / "3")
     dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "5")
-    assert not said(tmp_path / "6") + said(tmp_path / "7")
+    assert not record_save(tmp_path / "6") + record_save(tmp_path / "7")
 
 
 def test_a_job_by_itself_is_told_nothing(tmp_path):
     """With several states and histories, in the background, renamed, copied, deleted and saved again."""
     history = dsq_ckpt.SaveHistory()
     for number in range(4):
-        assert not said(tmp_path / f"a-{number}") + said(tmp_path / f"b-{number}", history=history)
-        assert not said(tmp_path / f"c-{number}", dsq_ckpt.async_save, history=dsq_ckpt.SaveHistory())
-        assert not said(tmp_path / "last", overwrite=True)
+        assert not record_save(tmp_path / f"a-{number}") + record_save(tmp_path / f"b-{number}", history=history)
+        assert not record_save(tmp_path / f"c-{number}", dsq_ckpt.async_save, history=dsq_ckpt.SaveHistory())
+        assert not record_save(tmp_path / "last", overwrite=True)
         (tmp_path / f"a-{number}").rename(tmp_path / f"renamed-{number}")
         shutil.copytree(tmp_path / f"b-{number}", tmp_path / f"best-{number}")
         shutil.rmtree(tmp_path / f"c-{number}")
         (tmp_path / f"logs-{number}").mkdir()
-    assert not said(tmp_path / "c-0")
+    assert not record_save(tmp_path / "c-0")
 
 
 def test_somebodys_exports_are_no_job(tmp_path):
-    said(tmp_path / "1")
+    record_save(tmp_path / "1")
     other_job(tmp_path / "best", loaded=tmp_path / "1")
     other_job(tmp_path / "a", tmp_path / "b", text=EXPORTS)
-    assert not said(tmp_path / "2") + said(tmp_path / "3")
+    assert not record_save(tmp_path / "2") + record_save(tmp_path / "3")
 
 
 @pytest.mark.usefixtures("forked_logs")
 def test_the_checkpointing_process_of_a_log_is_no_job(tmp_path):
-    said(tmp_path / "1")
+    record_save(tmp_path / "1")
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     log = dsq_ckpt.lowdiff.GradientLog(tmp_path, model, optimizer, compressor="none", snapshot_every=1, keep=9)
@@ -153,12 +153,12 @@ def test_the_checkpointing_process_of_a_log_is_no_job(tmp_path):
         log.step()
     log.close()
     assert len([*tmp_path.glob("step-*")]) > 1, "else this test shows nothing"
-    assert not said(tmp_path / "2")
+    assert not record_save(tmp_path / "2")
 
 
 def test_a_part_of_a_job_is_told_nothing(tmp_path, monkeypatch):
     """Its other processes may save by themselves."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said(tmp_path / "rank-0-1")
+    record_save(tmp_path / "rank-0-1")
     other_job(tmp_path / "rank-1-1", tmp_path / "rank-1-2")
-    assert not said(tmp_path / "rank-0-2")
+    assert not record_save(tmp_path / "rank-0-2")

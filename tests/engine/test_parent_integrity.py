@@ -88,7 +88,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("options", [{"config": {"delta": {"max_chain": 1}}}, {"parent": None}])
-def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeypatch, options):
+def test_damage_is_reported_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeypatch, options):
     """The last delta of a chain has a check too."""
     monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 1)
@@ -317,7 +317,7 @@ def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):
 
 
 @pytest.mark.parametrize("given, copies", [(False, 1), (True, 2), (1, 1), (2, 2), (8, 8)])
-def test_how_many_copies(given, copies):
+def test_replicate_keyframes_sets_the_number_of_copies(given, copies):
     assert DSQConfig(storage={"replicate_keyframes": given}).storage.keyframe_copies == copies
 
 

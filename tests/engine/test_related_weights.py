@@ -168,7 +168,7 @@ def test_one_training_of_fine_steps_and_of_few_values_is_one(tmp_path: Path, rec
     assert all(Manifest.read(tmp_path / run / "1").previous for run in ("sparse", "fine"))
 
 
-def test_what_cannot_be_told() -> None:
+def test_few_or_constant_codes_have_no_verdict() -> None:
     codes = np.zeros(4096, np.uint8)
     assert are_codes_related(codes, codes) is None  # zeros say nothing
     assert are_codes_related(codes[:100], codes[:100]) is None

@@ -11,7 +11,7 @@ from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import relative_error
 
 
-def together(wanted, found):
+def total_error(wanted, found):
     return relative_error(torch.cat([one.view(-1) for one in wanted]), torch.cat([one.view(-1) for one in found]))
 
 
@@ -40,5 +40,5 @@ def test_of_weights_they_are_those_of_plain_values(tmp_path, sizes, gradients, d
     told = Manifest.read(path := tmp_path / str(step)).groups["weights/linear"]
     for refinement, error in ((False, told.relative_error), (True, told.refined_error)):
         found = read(path, refinement=refinement)["model"]
-        assert error == pytest.approx(together(weights.values(), [found[name] for name in names]), rel=0.2)
+        assert error == pytest.approx(total_error(weights.values(), [found[name] for name in names]), rel=0.2)
     assert told.worst_error == pytest.approx(max(relative_error(weights[n], found[n]) for n in names), rel=0.3)

@@ -78,7 +78,7 @@ def check(path, like, truth):
         assert is_equal(back[fqn], value), (path.name, fqn)
 
 
-def test_it_is_algorithm_1(run):
+def test_values_equal_algorithm_1(run):
     paths, states, truth = run
     assert [Manifest.read(path).depth for path in paths] == [0, 1, 2, 3, 4]
     for path, state, expected in zip(paths, states, truth, strict=True):
@@ -275,7 +275,7 @@ def test_from_codes_to_values_and_back(tmp_path):
     assert [Manifest.read(tmp_path / str(n)).depth for n in range(7)] == [0, 1, 2, 3, 0, 1, 2]
 
 
-def test_no_numbers(tmp_path):
+def test_nonfinite_values_are_stored_exactly(tmp_path):
     """NaN, infinities and differences past the largest number are stored exactly; then the chain goes on."""
     states = [state_of(state) for state in make_walk(70, 80, steps=6)]
     states[2]["layer0.weight"][3, 3] = torch.nan

@@ -101,14 +101,14 @@ def momentum(trained):
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimizer, way):
     """Ten times, with no step between: neither do their errors add up, nor do they grow."""
-    def made():
+    def make():
         model = nn.Linear(300, 200, bias=False)
         return model, MOMENTS[optimizer](model.parameters())
 
     saves, elsewhere, other = WAYS[way]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, trained = made()
+        model, trained = make()
         for _ in range(20):
             model.weight.grad = torch.randn(200, 300) * torch.logspace(-1, 1, 300)
             trained.step()
@@ -117,7 +117,7 @@ def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimi
         run = tmp_path / (f"run-{number}" if elsewhere else "run")
         for save in range(saves):
             dsq_ckpt.save({"model": model, "optimizer": trained}, run / f"{number}-{save}")
-        model, trained = made()
+        model, trained = make()
         dsq_ckpt.load({"model": model, "optimizer": trained}, run / f"{number}-{saves - 1}",
                       history=dsq_ckpt.SaveHistory() if other else None)
         errors.append(relative_error(momentum(trained), first))
@@ -127,7 +127,7 @@ def test_first_moments_that_were_restored_are_saved_as_they_are(tmp_path, optimi
 
 def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
     """After a load: while a layer rests, or rows of it; and no longer than that."""
-    def made():
+    def make():
         model = nn.ModuleDict({name: nn.Linear(128, 96, bias=False) for name in ("rests", "trains", "rare")})
         return model, torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
 
@@ -144,10 +144,10 @@ def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
         return {count for fqn, count in read_bits(tmp_path / name).items() if "momentum_buffer" in fqn}
 
     generator, restless = torch.Generator().manual_seed(0), True
-    model, trained = made()
+    model, trained = make()
     train(10)
     assert bits("0") == bits("1") == {4}
-    model, trained = made()
+    model, trained = make()
     dsq_ckpt.load({"model": model, "optimizer": trained}, tmp_path / "1")
     restless = False
     train(20)

@@ -30,7 +30,7 @@ def net(*sizes: int) -> nn.Sequential:
     ({"net": net(8, 8).state_dict(), "table": torch.randn(64, 128)}, net(8, 8), False),  # small, and so exact
     ({"net": net(8, 8).state_dict()}, nn.ModuleDict({"other": net(8, 8)}), False),  # nothing is lossy
 ])
-def test_a_model_of_other_names_is_told_of(tmp_path, state, model, warned):
+def test_a_model_of_other_names_is_reported(tmp_path, state, model, warned):
     """Its frozen weights and buffers were lossy, without a word."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -40,14 +40,14 @@ def test_a_model_of_other_names_is_told_of(tmp_path, state, model, warned):
     assert len(found) == warned
 
 
-def test_it_names_both(tmp_path):
+def test_a_warning_names_keys_of_model_and_state_dict(tmp_path):
     model = nn.ModuleDict({"decoder": net(128, 128)})
     with pytest.warns(UserWarning, match=r"decoder\.0\.bias, decoder\.0\.weight there, encoder\.w in the state dict"):
         dsq_ckpt.save({"encoder": {"w": torch.randn(128, 128)}}, tmp_path / "a", model=model)
 
 
 @pytest.mark.parametrize("key", ["opt", "state", "exp_avg"])
-def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_path, key):
+def test_weights_below_a_module_named_like_an_optimizers_state_are_reported(tmp_path, key):
     """They are exact where no model is given: once for a run, and not if a rule says so."""
     model = nn.ModuleDict({key: net(128, 128), "head": net(128, 64)})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -64,9 +64,9 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_p
             history = dsq_ckpt.SaveHistory()
             for number in range(2):
                 dsq_ckpt.save(state, tmp_path / name / str(number), history=history, **more)
-        found = told_of(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
+        found = find_messages(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
         assert len(found) == expected, name
-        assert not told_of("has its shape", caught)
+        assert not find_messages("has its shape", caught)
     with pytest.warns(UserWarning, match=f"'{key}.0.weight' is stored exactly, as state of an optimizer"):
         dsq_ckpt.save(model.state_dict(), tmp_path / "flat")
     with warnings.catch_warnings(record=True) as caught:
@@ -74,7 +74,7 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_told_of(tmp_p
         dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")
         moments = {name: torch.randn_like(one) for name, one in net(128, 128).state_dict().items()}
         dsq_ckpt.save({"model": net(128, 128).state_dict(), "opt_state": {"mu": moments}}, tmp_path / "by_name")
-    assert not told_of("stored exactly, as state", caught)
+    assert not find_messages("stored exactly, as state", caught)
 
 
 def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -85,11 +85,11 @@ def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def told_of(text: str, told: list[warnings.WarningMessage]) -> list[str]:
+def find_messages(text: str, told: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in told if text in str(one.message)]
 
 
-def test_data_that_comes_later_is_told_of(tmp_path):
+def test_data_that_comes_later_is_reported(tmp_path):
     """A replay buffer that was empty at the keyframe, with columns in other units."""
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer)
@@ -98,12 +98,12 @@ def test_data_that_comes_later_is_told_of(tmp_path):
         warnings.simplefilter("always")
         for number in range(5):
             compressor.save(tmp_path / str(number), extra={"replay": torch.randn(150 * min(number, 2), 20) * units})
-            assert len(told_of("'replay' lies beside the model", caught)) == (number >= 3)  # exact, until it changes
-            assert len(told_of("columns of replay", caught)) == (number >= 3)
+            assert len(find_messages("'replay' lies beside the model", caught)) == (number >= 3)  # exact before
+            assert len(find_messages("columns of replay", caught)) == (number >= 3)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
+def test_a_mask_that_becomes_data_is_reported(tmp_path, background):
     """Zeros and ones were stored exactly, and normal numbers in their place are not."""
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer)
@@ -116,11 +116,11 @@ def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
             saved = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
             if background:
                 saved.result()
-            assert len(told_of("'table' lies beside the model", caught)) == (number >= 2)
+            assert len(find_messages("'table' lies beside the model", caught)) == (number >= 2)
 
 
 @pytest.mark.parametrize("how", ["names", "numbers"])
-def test_what_the_optimizer_does_not_know_is_exact_or_told_of(tmp_path, how):
+def test_what_the_optimizer_does_not_know_is_exact_or_reported(tmp_path, how):
     """A frozen layer and a buffer, where no model is given; an average of the weights has their shapes.
 
     A warning names what has changed, and is lossy from then on.
@@ -148,7 +148,7 @@ def test_what_the_optimizer_does_not_know_is_exact_or_told_of(tmp_path, how):
                 one += 0.01 * torch.randn_like(one)
         dsq_ckpt.save(state, tmp_path / "with a model", model=model, parent=None)
         dsq_ckpt.save({"model": weights}, tmp_path / "without an optimizer", parent=None)
-    assert [one.split(" is quantized")[0] for one in told_of("no state of the optimizer", caught)] == [
+    assert [one.split(" is quantized")[0] for one in find_messages("no state of the optimizer", caught)] == [
         "'model.queue'", "'late'",
     ]
 
@@ -164,11 +164,11 @@ def test_weights_whose_state_is_none_of_adams_are_trained(tmp_path, recwarn):
             optimizer.step()
             state[f"optimizer_{number}"] = optimizer.state_dict()
         dsq_ckpt.save(state, tmp_path / first.__name__)
-    assert not told_of("no state of the optimizer", list(recwarn))
+    assert not find_messages("no state of the optimizer", list(recwarn))
 
 
 @pytest.mark.parametrize("searched", [False, True])
-def test_data_beside_the_model_is_told_of(tmp_path, searched):
+def test_data_beside_the_model_is_reported(tmp_path, searched):
     """Observations are quantized like weights once they change; numbers of tokens are exact, also in a search."""
     model, optimizer = trained()
     average = torch.optim.swa_utils.AveragedModel(model)

@@ -130,8 +130,8 @@ def warmed(tmp_path):
 
 
 COMMAND = FEW + """
-from tests.helpers.commands import document
-told = document("warmup")
+from tests.helpers.commands import dsq_json
+told = dsq_json("warmup")
 print("TOLD", told["compiled"], told["seconds"] > 0, told["bytes"] > 0, *told["directories"])
 """
 

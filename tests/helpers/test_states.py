@@ -19,7 +19,7 @@ def state_of(name: str, number: int = 0, shape: tuple[int, int] = (80, 90)) -> d
     return {name: {"weight": torch.randn(*shape, generator=g) + 0.001 * number, "bias": torch.zeros(shape[0])}}
 
 
-def told_by(run, **states):
+def record_saves(run, **states):
     """Save these states by name; what was said of it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -33,7 +33,7 @@ def lineage(run, *names):
 
 
 def test_another_state_keeps_its_refinement_and_its_chain(tmp_path):
-    messages = told_by(
+    messages = record_saves(
         tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1),
         g3=state_of("gen", 2), d3=state_of("disc", 2),
     )
@@ -45,26 +45,26 @@ def test_another_state_keeps_its_refinement_and_its_chain(tmp_path):
 
 
 def test_equal_names_of_other_shapes_are_another_state(tmp_path):
-    messages = told_by(tmp_path, a=state_of("model"), b=state_of("model", shape=(90, 80)), a2=state_of("model", 1))
+    messages = record_saves(tmp_path, a=state_of("model"), b=state_of("model", shape=(90, 80)), a2=state_of("model", 1))
     assert lineage(tmp_path, "a", "b", "a2") == [(None, 0, "dropped"), (None, 0, "kept"), ("a", 1, "kept")]
     assert len(messages) == 1
 
 
 def test_loads_tell_which_chains_go_on_after_a_restart(tmp_path):
-    told_by(tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1))
+    record_saves(tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1))
     dsq_ckpt.forget()
     for name, like in (("g2", state_of("gen")), ("d2", state_of("disc"))):
         load_copy(tmp_path / name, like)
-    assert told_by(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2)) == []
+    assert record_saves(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2)) == []
     assert lineage(tmp_path, "g3", "d3") == [("g2", 2, "kept"), ("d2", 2, "kept")]
     load_copy(tmp_path / "g1", state_of("gen"))  # back to an older one: that alone is the parent of its state now
-    told_by(tmp_path, g4=state_of("gen", 3), d4=state_of("disc", 3))
+    record_saves(tmp_path, g4=state_of("gen", 3), d4=state_of("disc", 3))
     assert lineage(tmp_path, "g4", "d4") == [("g1", 1, "kept"), ("d3", 3, "kept")]
 
 
 def test_a_model_that_grows_goes_on_and_a_part_of_it_does_not_replace_it(tmp_path):
     whole = {**state_of("a"), **state_of("b"), **state_of("c")}
-    messages = told_by(tmp_path, s1={**state_of("a"), **state_of("b")}, s2=whole, part=state_of("a"), s3=whole)
+    messages = record_saves(tmp_path, s1={**state_of("a"), **state_of("b")}, s2=whole, part=state_of("a"), s3=whole)
     assert lineage(tmp_path, "s1", "s2", "part", "s3") == [
         (None, 0, "dropped"), ("s1", 1, "dropped"), (None, 0, "kept"), ("s2", 2, "kept"),
     ]
@@ -89,7 +89,7 @@ def test_which_state_continues_which(newer, older, expected):
 
 
 def test_a_failed_save_leaves_the_one_before_as_the_parent(tmp_path, monkeypatch):
-    told_by(tmp_path, g1=state_of("gen"), d1=state_of("disc"))
+    record_saves(tmp_path, g1=state_of("gen"), d1=state_of("disc"))
 
     def full(*_, **__):
         raise OSError("no space")
@@ -99,7 +99,7 @@ def test_a_failed_save_leaves_the_one_before_as_the_parent(tmp_path, monkeypatch
         for name, state in (("g2", state_of("gen", 1)), ("d2", state_of("disc", 1))):
             with pytest.raises(dsq_ckpt.SaveFailed, match="no space"):
                 dsq_ckpt.save(state, tmp_path / name)
-    told_by(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2))
+    record_saves(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2))
     assert lineage(tmp_path, "g3", "d3") == [("g1", 1, "kept"), ("d1", 1, "kept")]
 
 

@@ -13,9 +13,9 @@ import dsq_ckpt
 from dsq_ckpt import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
 from tests.api.test_module_placeholders import EXTRA, Metric, Remembering, hooked, observed, scaled, train
-from tests.api.test_object_placeholders import made
+from tests.api.test_object_placeholders import make_pair
 from tests.api.test_optimizer_state import KINDS
-from tests.api.test_optimizer_state import made as made_of
+from tests.api.test_optimizer_state import make_pair as make_optimizer_pair
 from tests.core.test_tensor_subclasses import EightBits, equal
 from tests.helpers.odd_optimizers import leaves
 from tests.helpers.states import find_differences
@@ -30,9 +30,9 @@ pytestmark = [
 @pytest.mark.parametrize("steps", [0, 1])
 def test_moments_of_a_class_of_their_own(tmp_path, steps):
     """As of torchao's optimizers, also in an optimizer that has not stepped; they came back as dicts of their parts."""
-    model, optimizer = made(EightBits, 2)
+    model, optimizer = make_pair(EightBits, 2)
     dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), tmp_path / "a")
-    other, target = made(EightBits, steps)
+    other, target = make_pair(EightBits, steps)
     TrainingState([other], [target]).restore(tmp_path / "a")
     assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     target.step()
@@ -140,9 +140,9 @@ def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path
 @pytest.mark.parametrize("steps", [0, 9])
 def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, steps):
     """Tensors among it too, and what belongs to no parameter: these failed, the latter at the first save."""
-    model, optimizer = made_of(kind, 6)
+    model, optimizer = make_optimizer_pair(kind, 6)
     dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), tmp_path / "a", config="exact")
-    model_too, restored = made_of(kind, steps, seed=1)
+    model_too, restored = make_optimizer_pair(kind, steps, seed=1)
     TrainingState([model_too], [restored]).restore(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
 

@@ -135,7 +135,7 @@ def test_thresholds_are_quantiles(protect, prune, seed):
     assert protect < 0.01 or math.isclose(found[1], np.quantile(values, 1 - protect), rel_tol=2 / 64)
 
 
-def test_all_of_it():
+def test_thresholds_at_the_extremes():
     values = np.array([0.0, 1e-3, 2.0, 3.4e38], np.float32)
     assert importance_thresholds(counts_of(values), 0.0, 1.0) == (EDGE, math.inf)
     assert importance_thresholds(counts_of(values), 1.0, 0.0) == (0.0, 0.0)

@@ -43,7 +43,7 @@ def test_messages_in_order(ends):
     assert received == [({"n": 1}, None), (large, None), ({"n": 2}, None)]
 
 
-def test_nothing_yet(ends):
+def test_poll_without_a_message(ends):
     ours, other = ends
     assert other.receive(0.0) is None
     started = time.monotonic()
@@ -82,7 +82,7 @@ def test_descriptors_are_given_back(ends):
     assert descriptors() == before
 
 
-def test_it_is_gone(ends):
+def test_a_closed_channel_raises(ends):
     ours, other = ends
     ours.send({"last": 1})
     ours.close()

@@ -49,7 +49,7 @@ def follow(loop: Loop, run, holders, steps: int) -> None:
     assert len(buckets) >= steps
 
 
-def test_they_take_turns(tmp_path, holders):
+def test_compressors_take_turns(tmp_path, holders):
     loop = ddp(bucket_cap_mb=0.0005)
     topk = compressor("topk:0.5")
     for turn in range(2):
@@ -78,7 +78,7 @@ def test_a_compiled_model(tmp_path, holders):
     torch._dynamo.reset()
 
 
-def test_who_has_it():
+def test_errors_name_the_owner_of_the_hook():
     loop = ddp()
     first = compressor("topk:0.5")
     first.attach(loop.model)

@@ -86,7 +86,7 @@ def test_gaps(gap):
     assert decode_sparse_indices(entry, 2 * gap + 3, blocks.__getitem__).tolist() == places.tolist()
 
 
-def test_all_places():
+def test_sparse_gradients_with_all_places():
     blocks = Blocks()
     values = any_bits(torch.float32, 1000, 0)
     entry = encode_sparse(torch.arange(1000), values, blocks.add)
@@ -171,7 +171,7 @@ def test_values_that_are_of_no_scale(values):
     assert bits(out) == bits(values)
 
 
-def test_no_scale():
+def test_gradients_without_one_scale():
     one = torch.tensor([1.0, 2.0])
     assert scales_from_probes([]) == [1.0]
     assert scales_from_probes([(one, one)]) == [1.0]

@@ -73,7 +73,7 @@ def test_nothing_is_changed_or_it_ends_before(tmp_path, change, merge):
 
 
 @pytest.mark.parametrize("change", ["states of others", "a state that its owner does not take"])
-def test_what_the_last_step_left(tmp_path, change):
+def test_a_forged_last_state_is_refused(tmp_path, change):
     """It is looked at when the replay is done."""
     recorded(SCHEDULED, tmp_path, 2, compressor="none")
     path = forge(tmp_path, 2, FORGERIES[change])

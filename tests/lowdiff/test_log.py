@@ -47,7 +47,7 @@ def test_training_is_what_it_was(tmp_path):
     assert differences(logged, table) == []
 
 
-def test_nothing_to_recover(tmp_path):
+def test_recovering_an_empty_log_returns_none(tmp_path):
     loop = Loop(SCHEDULED)
     before = loop.state()
     assert loop.recover(tmp_path / "nowhere") is None
@@ -162,7 +162,7 @@ def test_two_snapshots_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["*.dsq", "*.index", "manifest.json"])
-def test_no_readable_snapshot(tmp_path, pattern):
+def test_unreadable_snapshots_are_refused(tmp_path, pattern):
     recorded(SCHEDULED, tmp_path, 3)
     damaged = next(tmp_path.glob(f"step-*/{pattern}"))
     content = bytearray(damaged.read_bytes())
@@ -285,7 +285,7 @@ def test_something_else_is_recovered(tmp_path, case, says):
     assert differences(loop.state(), before) == []
 
 
-def test_what_is_possible(tmp_path):
+def test_partial_recovers_what_fits(tmp_path):
     """Another head: all other weights come back, the optimizer begins anew."""
     recorded(ADAM, tmp_path, 3)
     truth = Loop(ADAM)

@@ -158,7 +158,7 @@ def test_what_the_optimizer_does_not_have_is_changed(tmp_path, change, says):
     assert differences(again.state(), loop.state()) == []
 
 
-def test_a_buffer_of_a_log_that_changes_its_shape_always_is_told_once(tmp_path):
+def test_a_buffer_of_a_log_that_changes_its_shape_always_is_reported_once(tmp_path):
     loop = Loop(OTHERS)
     with warnings.catch_warnings(record=True) as caught, loop.log(tmp_path, compressor="none") as log:
         warnings.simplefilter("always", UserWarning)
@@ -182,7 +182,7 @@ def test_the_comparison_does_no_operation_on_tensors():
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_steps_that_are_missing_at_the_end_are_told(tmp_path, done):
+def test_steps_that_are_missing_at_the_end_are_reported(tmp_path, done):
     """No snapshot of the last state follows if training failed."""
     loop = Loop(ADAM)
     log = loop.log(tmp_path, compressor="none")
@@ -203,7 +203,7 @@ def test_steps_that_are_missing_at_the_end_are_told(tmp_path, done):
         assert Loop(ADAM, seed=1).recover(tmp_path).step == 2
 
 
-def test_steps_after_a_failure_are_told_at_the_end(tmp_path, monkeypatch):
+def test_steps_after_a_failure_are_reported_at_the_end(tmp_path, monkeypatch):
     """The log has ended before it could begin again."""
     monkeypatch.setattr(worker_group, "_RESTART_DELAYS", (600.0,))
     loop = Loop(ADAM)

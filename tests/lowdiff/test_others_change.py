@@ -169,7 +169,7 @@ def test_state_that_is_no_dict_does_not_end_training(tmp_path):
     assert recovered.student.weight.equal(model.student.weight)
 
 
-def test_a_gradient_that_is_changed_in_the_last_step_is_said(tmp_path):
+def test_a_gradient_that_is_changed_in_the_last_step_is_reported(tmp_path):
     """After it was compressed: the checkpointing process finds it, and the step is not in the log."""
     model = Taught()
     optimizer = adam(model)

@@ -40,7 +40,7 @@ def test_round_trip(value):
     torch.tensor([1.0, math.nan, -0.0]), torch.tensor(0.1, dtype=torch.float64), torch.empty(0, 3),
     torch.randn(3, 4).bfloat16(), torch.randn(4, 3).t(), torch.tensor(True), torch.arange(5),
 ])
-def test_what_states_hold(value):
+def test_states_survive_json(value):
     again = through(value)
     assert type(again) is type(value) and differences(again, value) == []
 
@@ -55,7 +55,7 @@ def test_numpy():
     ({"a": [1, object()]}, r"it\.a\[1\] is a object"), ({"f": test_numpy}, "it.f is a function"),
     (torch.zeros(1 << 19), "2097152 bytes"), ({1, 2}, "set"),
 ])
-def test_what_cannot_be_written(value, says):
+def test_unsupported_values_are_refused(value, says):
     with pytest.raises(ConfigError, match=says):
         to_plain(value, "it")
 
@@ -68,6 +68,6 @@ def test_a_default_dict_becomes_a_dict():
     {"$new": 1}, {"$tensor": ["float32", [2], "AAAA"]}, {"$tensor": ["object", [1], ""]}, {"$bytes": "?"},
     {"$dict": [[1]]}, {"$float": "x"}, {"$tuple": 3},
 ])
-def test_what_was_never_written(value):
+def test_forged_plain_data_is_refused(value):
     with pytest.raises(CorruptCheckpoint):
         from_plain(value)

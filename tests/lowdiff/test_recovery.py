@@ -190,7 +190,7 @@ def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
     assert differences(loop.state(), before) == []
 
 
-def test_whatever_ends_the_thread_of_a_snapshot_is_told(tmp_path, monkeypatch):
+def test_whatever_ends_the_thread_of_a_snapshot_is_reported(tmp_path, monkeypatch):
     def ends(*args):
         raise SystemExit("the end")
 

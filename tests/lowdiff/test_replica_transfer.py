@@ -361,7 +361,7 @@ def test_the_process_is_killed(tmp_path):
     check_same(alone, loop)
 
 
-def test_what_holds_it_is_asked_twice(tmp_path, holders):
+def test_a_replica_may_be_asked_twice(tmp_path, holders):
     """A step that it has not reached, and one that it left behind: not given; and no harm is done."""
     loop = survived(tmp_path)
     holder = holders[-1]

@@ -15,7 +15,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 ODD = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45)
 
 
-def some(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator) -> torch.Tensor:
+def make_gradient(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator) -> torch.Tensor:
     """A gradient of which a part is zero, and a few elements are odd."""
     values = rng.normal(size=shape) * (rng.random(shape) < 0.5)
     odd = rng.choice(np.array(ODD), shape)
@@ -27,7 +27,7 @@ def some(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator) -
 @given(shapes=SHAPES, seed=st.integers(0, 2**32 - 1))
 def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    gradients = [some(shape, dtype, rng) for shape in shapes]
+    gradients = [make_gradient(shape, dtype, rng) for shape in shapes]
     supports = [torch.tensor(rng.integers(0, one.numel(), 3 if one.numel() else 0)) for one in gradients]
     counts = [support.numel() for support in supports]
     values, nonzero = torch.ones(sum(counts), dtype=dtype), torch.full((len(shapes),), -1)
@@ -62,7 +62,7 @@ def test_gather_reads_nothing_else(place: int) -> None:
 def test_products_are_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], seed: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
     factor = torch.tensor(scale)
-    before = [some(shape, dtype, rng) for shape in shapes]
+    before = [make_gradient(shape, dtype, rng) for shape in shapes]
     after = [one * factor if dtype == torch.float32 else one.clone() for one in before]
     scales = [1.25, float(factor)]
     changeable = [one for one in after if one.numel()]

@@ -188,7 +188,7 @@ def test_more_segments_than_open_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
-def test_what_snapshots_do_not_need(tmp_path):
+def test_superseded_segments_are_found(tmp_path):
     for first, last in ((1, 3), (4, 6), (7, 9)):
         written(tmp_path, first, last)
     other = written(tmp_path, 1, 2, session="f" * 16)

@@ -68,7 +68,7 @@ def test_a_log_of_single_steps_loses_half_a_step():
     assert outcome.lost / outcome.failures == pytest.approx(0.5, rel=0.1)
 
 
-def test_where_nothing_is_lost():
+def test_availability_without_lost_steps():
     """The share of time between recoveries, with failures in recoveries: exp(-recovery / mtbf)."""
     system = System("perfect", 1e-6, Disk(1, load=20.0))
     assert simulate(system, Failures(50.0, seed=3), 20_000).ratio == pytest.approx(math.exp(-20 / 50), rel=0.01)

@@ -104,7 +104,7 @@ def test_lossy_first_moments_beside_a_basis_in_a_tuple_are_rounded(tmp_path, pla
     assert found.equal(own.bfloat16().float()) == (place is not None)
 
 
-def test_what_they_may_be():
+def test_snapshots_may_be_lossy_or_exact():
     assert not snapshots.is_lossy(snapshots.snapshot_config("exact"))
     assert snapshots.is_lossy(snapshots.snapshot_config("dsq"))
     assert snapshots.is_lossy(snapshots.snapshot_config({"quantize": {"min_elements": 64}}))
@@ -201,11 +201,11 @@ def test_without_a_snapshot_nothing_goes(tmp_path):
 
 def test_momentum_that_was_recovered_is_saved_as_it_is(tmp_path):
     """By processes that have loaded nothing themselves: neither do its errors add up, nor does it grow."""
-    def made():
+    def make():
         model = nn.Linear(300, 200, bias=False)
         return model, torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
 
-    model, optimizer = made()
+    model, optimizer = make()
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         model.weight.grad = torch.randn(200, 300, generator=generator) * torch.logspace(-1, 1, 300)
@@ -213,7 +213,7 @@ def test_momentum_that_was_recovered_is_saved_as_it_is(tmp_path):
     first, errors = optimizer.state[model.weight]["momentum_buffer"].clone(), []
     for number in range(5):
         GradientLog(tmp_path / str(number), model, optimizer, base="dsq").close()
-        model, optimizer = made()
+        model, optimizer = make()
         recover(tmp_path / str(number), model, optimizer)
         errors.append(relative_error(optimizer.state[model.weight]["momentum_buffer"], first))
     assert errors[-1] < 1.2 * errors[0] < 0.36, errors

@@ -145,7 +145,7 @@ def test_the_continuous_optimum_is_stationary(c):
 
 @given(costs, st.floats(1, 100))
 @settings(max_examples=50, deadline=None)
-def test_what_makes_snapshots_rarer(c, factor):
+def test_the_optimum_moves_to_rarer_snapshots(c, factor):
     """Rarer failures, cheaper replay and dearer stalls; the smallest batch keeps interval and batch apart."""
     bounds = Bounds((1, 5000), (1, 1))
     every = CostModel(c).best_settings(bounds).snapshot_every
@@ -156,7 +156,7 @@ def test_what_makes_snapshots_rarer(c, factor):
 
 @given(costs, st.floats(1, 100))
 @settings(max_examples=50, deadline=None)
-def test_what_makes_batches_larger(c, factor):
+def test_the_optimum_moves_to_larger_batches(c, factor):
     """Dearer files, more contention, rarer failures; with one interval, that they do not move it."""
     assume(c.replay < 0.9 * c.iteration)
     bounds = Bounds((200, 200), (1, 64))

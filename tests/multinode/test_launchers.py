@@ -38,7 +38,7 @@ def launcher(*arguments: object, **given: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("script", [LAUNCHER, SBATCH], ids=lambda path: path.name)
-def test_they_parse(script):
+def test_launcher_scripts_parse(script):
     assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", script], check=True)

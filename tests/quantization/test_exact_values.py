@@ -82,7 +82,7 @@ LIKE = {
 }
 
 
-def test_all_at_once() -> None:
+def test_checks_of_many_tensors_at_once_agree() -> None:
     assert UNLIKE.keys().isdisjoint(LIKE)
     found = need_exact_storage([*UNLIKE.values(), *LIKE.values()])
     assert dict(zip([*UNLIKE, *LIKE], found, strict=True)) == dict.fromkeys(UNLIKE, True) | dict.fromkeys(LIKE, False)

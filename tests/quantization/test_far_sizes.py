@@ -56,7 +56,7 @@ def lost(kind, state, path):
 @example([(0.0, 0.0, -30.05), (0.0, 0.0, -30.2), (0.0, 0.0, -30.05)])
 @example([(36.0, 36.0, -36.0)])
 @settings(max_examples=20)
-def test_nothing_is_lost(kind, saves):
+def test_tensors_of_any_size_keep_their_values(kind, saves):
     with tempfile.TemporaryDirectory() as directory:
         for number, exponents in enumerate(saves):
             errors, told = lost(kind, state_of(kind, exponents, number), Path(directory, str(number)))

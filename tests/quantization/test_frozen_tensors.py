@@ -30,33 +30,33 @@ def train(model: Model) -> None:
         model.head.weight.add_(0.01)
 
 
-def told(model: nn.Module) -> set[str]:
+def find_unchanged(model: nn.Module) -> set[str]:
     found = find_frozen(model)
     return {name for name in found.unchanged if name in found}
 
 
 def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
     model = Model()
-    assert told(model) == {"base.weight", "table"}
+    assert find_unchanged(model) == {"base.weight", "table"}
     model.requires_grad_(False)
-    assert told(model) == set()  # a model that is not in training, to be made small as any other
+    assert find_unchanged(model) == set()  # a model that is not in training, to be made small as any other
     model.requires_grad_(True)
-    assert told(model) == {"table"}
+    assert find_unchanged(model) == {"table"}
 
 
 def test_what_changes_twice_in_a_row_is_not():
     """The average of a student's weights; a layer that was loaded anew once is still frozen."""
     model = Model()
     for frozen_still in ({"base.weight", "table"}, {"base.weight", "table"}, {"base.weight"}, {"base.weight"}):
-        assert told(model) == told(model) == frozen_still  # saved twice at a step
+        assert find_unchanged(model) == find_unchanged(model) == frozen_still  # saved twice at a step
         train(model)
         model.table.lerp_(model.head.weight.detach(), 0.5)
-    assert told(model) == {"base.weight"}
+    assert find_unchanged(model) == {"base.weight"}
     train(model)
-    assert told(model) == {"base.weight", "table"}
+    assert find_unchanged(model) == {"base.weight", "table"}
     nn.init.normal_(model.base.weight)
     train(model)
-    assert told(model) == {"base.weight", "table"}
+    assert find_unchanged(model) == {"base.weight", "table"}
 
 
 def test_buffers_that_are_no_copies_of_parameters_are_frozen_whatever_they_do():
@@ -64,7 +64,7 @@ def test_buffers_that_are_no_copies_of_parameters_are_frozen_whatever_they_do():
     model = Model()
     model.register_buffer("covariance", torch.eye(96) + 0.1)
     for _ in range(4):
-        assert "covariance" in told(model)
+        assert "covariance" in find_unchanged(model)
         model.covariance *= 0.99
         train(model)
 
@@ -74,7 +74,7 @@ def test_buffers_near_no_parameter_are_frozen_whatever_they_do():
     model = Model()
     model.register_buffer("codebook", torch.randn(64, 128))
     for number in range(5):
-        assert told(model) == {"base.weight", "codebook"} | ({"table"} if number < 2 else set())
+        assert find_unchanged(model) == {"base.weight", "codebook"} | ({"table"} if number < 2 else set())
         train(model)
         model.codebook.lerp_(torch.randn(64, 128), 0.1)
         model.table.lerp_(model.head.weight.detach(), 0.5)
@@ -84,7 +84,7 @@ def test_what_cannot_be_looked_at_is_not_known():
     model = Model()
     model.add_module("lazy", nn.LazyBatchNorm1d())
     model.add_module("meta", nn.Linear(64, 64, device="meta").requires_grad_(False))
-    assert told(model) == {"base.weight", "table"}
+    assert find_unchanged(model) == {"base.weight", "table"}
 
 
 def test_ranks_agree():
@@ -97,7 +97,7 @@ def test_ranks_agree():
 
 def test_models_are_let_go():
     model = Model()
-    told(model)
+    find_unchanged(model)
     reference, known = weakref.ref(model), len(frozen_tensors._watches)
     del model
     gc.collect()

@@ -37,7 +37,7 @@ def test_one_row_or_column_is_found(shape: tuple[int, ...], dtype: torch.dtype) 
     normal(90, 300).exp().t(), normal(1, 90_000), normal(3, 90_000), normal(90_000, 3), normal(90_000, 6),
     normal(16, 8, 9, 9).to(memory_format=torch.channels_last),
 ])
-def test_others_are_not(values: torch.Tensor) -> None:
+def test_weights_without_lost_rows_are_not_found(values: torch.Tensor) -> None:
     assert not has_lost_rows(values)
 
 
@@ -64,7 +64,7 @@ def test_zeros_do_not_hide_a_small_row() -> None:
     assert has_lost_rows(table)
 
 
-def test_it_is_said_at_a_keyframe(tmp_path: Path) -> None:
+def test_lost_rows_are_reported_at_a_keyframe(tmp_path: Path) -> None:
     """And true: the columns come back changed; of an exempt tensor they do not."""
     table = with_part(normal(2000, 7), (slice(None), slice(4)), 100.0)
     said = []
@@ -153,7 +153,7 @@ def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_what_becomes_small_after_a_keyframe_is_told_once_or_exact(tmp_path: Path, gradients: bool) -> None:
+def test_what_becomes_small_after_a_keyframe_is_reported_once_or_exact(tmp_path: Path, gradients: bool) -> None:
     """As a buffer of observations that was empty, or weights for inputs that grew."""
     weights, history = normal(300, 90), dsq_ckpt.SaveHistory()
     filled = with_part(normal(2000, 7), POSES, 100.0)

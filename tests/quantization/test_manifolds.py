@@ -88,7 +88,7 @@ ORDINARY = {
 }
 
 
-def test_all_at_once() -> None:
+def test_screens_of_many_tensors_at_once_agree() -> None:
     named = CONSTRAINED | BALLS | ORDINARY
     found = need_exact_storage([*named.values()])
     assert dict(zip(named, found, strict=True)) == {name: name not in ORDINARY for name in named}

@@ -42,7 +42,7 @@ def test_state_of_optimizers_is_not(names: list[str]) -> None:
     assert find_model_tensors(["m.a.weight", *names], ()) == {"m.a.weight"}
 
 
-def test_what_is_known_is_known() -> None:
+def test_known_model_tensors_stay_the_models() -> None:
     model = nn.Module()
     model.state = nn.ParameterDict({"exp_avg": nn.Linear(2, 2).weight, "table": nn.Linear(2, 2).weight})
     names = ["net.state.exp_avg", "net.state.table", "o.state.state.table.exp_avg"]
@@ -59,7 +59,7 @@ def test_weights_of_modules_have_no_twins_and_state_by_the_names_of_weights_has(
     assert exclude_parameter_state([*own, *state], dict.fromkeys([*own, *state], (9, 9)) | beside) == own
 
 
-def test_whose_tensors_are_is_told_once_for_a_save(tmp_path, monkeypatch):
+def test_whose_tensors_are_is_reported_once_for_a_save(tmp_path, monkeypatch):
     """Names are many: a model of 20,000 weights has 80,000 with its optimizer."""
     asked = []
 

@@ -90,7 +90,7 @@ def test_the_update_is_restored_within_a_part_of_a_cell(tmp_path) -> None:
 
 @pytest.mark.parametrize("bound", [0.11, 0.2, 0.4, 0.8])
 @pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99])
-def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: float, beta1: float) -> None:
+def test_the_bound_on_the_error_of_the_update_is_kept_and_reported(tmp_path, bound: float, beta1: float) -> None:
     """The sketch tells it before anything is written; a bit less would break it, and nearly all of it is used."""
     saved = state()
     saved["state"]["w"]["exp_avg"] *= ((1 - beta1) / (1 + beta1) / 0.0526) ** 0.5  # of the size that such a mean has
@@ -110,7 +110,7 @@ def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: 
     assert fewest <= told and (told > 0.8 * bound or fewest == told_with[0])
 
 
-def test_a_bound_that_the_bits_cannot_keep_is_said(tmp_path) -> None:
+def test_a_bound_that_the_bits_cannot_keep_is_reported(tmp_path) -> None:
     """Once for a run, though the error differs from save to save."""
     said = r"next update in 'exp_avg/linear/update' by \d+%, more than the 25%.*refinement_bits, which is 1"
     for run in ("run", "another"):

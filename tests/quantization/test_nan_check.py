@@ -29,7 +29,7 @@ def with_nan(tree):
 
 
 @pytest.mark.parametrize("others", OTHERS, ids=lambda others: next(iter(others)))
-def test_it_is_told_of_and_older_refinement_stays(tmp_path, others):
+def test_it_is_reported_and_older_refinement_stays(tmp_path, others):
     history = dsq_ckpt.SaveHistory()
     weights = torch.randn(96, 96, generator=torch.Generator().manual_seed(0))
     config = {"refinement": {"keep_last": 2}, "quantize": RULES}
@@ -49,7 +49,7 @@ def test_it_is_told_of_and_older_refinement_stays(tmp_path, others):
         dsq_ckpt.save(state, tmp_path / "6", history=history, config={"quantize": {"nonfinite": "error", **RULES}})
 
 
-def test_where_nothing_is_quantized(tmp_path):
+def test_nan_is_reported_where_nothing_is_quantized(tmp_path):
     with pytest.warns(UserWarning, match="not quantized hold NaN: w$"):
         dsq_ckpt.save({"w": torch.full((80, 80), NAN)}, tmp_path / "a", config="exact")
 

@@ -54,7 +54,7 @@ class Wrapper(nn.Module):
         self.linear, self.weight_quantizer = nn.Linear(64, 64), quantizer
 
 
-def told(model: nn.Module) -> set[str]:
+def find_rounded(model: nn.Module) -> set[str]:
     return {name for name, one in find_rounded_weights(model).items() if one}
 
 
@@ -63,7 +63,7 @@ def parametrized(function: nn.Module, layer: nn.Module | None = None) -> nn.Modu
     return parametrize.register_parametrization(layer or nn.Linear(96, 96), "weight", function)
 
 
-def named(name: str) -> nn.Module:
+def make_named_layer(name: str) -> nn.Module:
     layer: nn.Module = type(name, (nn.Linear,), {})(8, 8)
     return layer
 
@@ -74,7 +74,7 @@ def named(name: str) -> nn.Module:
     "Int8DynActInt4WeightQATLinear", "Conv2dLSQ", "Linear_Q", "TEQLinearFakeQuant",
 ])
 def test_layers_are_known_by_the_name_of_their_class(name: str) -> None:
-    assert told(named(name)) == {"weight", "bias"}
+    assert find_rounded(make_named_layer(name)) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("name", [
@@ -84,7 +84,7 @@ def test_layers_are_known_by_the_name_of_their_class(name: str) -> None:
     "TernaryConvBlock",
 ])
 def test_other_names_tell_nothing(name: str) -> None:
-    assert find_rounded_weights(named(name)) == {}
+    assert find_rounded_weights(make_named_layer(name)) == {}
 
 
 def test_ordinary_models_are_as_before() -> None:
@@ -98,11 +98,11 @@ def test_a_script_tells_nothing_and_breaks_nothing() -> None:
     assert find_rounded_weights(torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(1, 8))) == {}
 
 
-def test_all_names_of_a_tied_weight_are_told() -> None:
+def test_all_names_of_a_tied_weight_are_reported() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(9, 64), "head": TernaryLinear(64, 9), "other": nn.Linear(9, 9)})
     model["embedding"].weight = model["head"].weight
-    assert told(model) == {"embedding.weight", "head.weight", "head.bias"}
-    assert told(nn.Sequential(Own(64, 64))) == {"0.weight", "0.bias"}
+    assert find_rounded(model) == {"embedding.weight", "head.weight", "head.bias"}
+    assert find_rounded(nn.Sequential(Own(64, 64))) == {"0.weight", "0.bias"}
 
 
 def test_layers_with_quantizers_of_their_weights() -> None:
@@ -112,12 +112,12 @@ def test_layers_with_quantizers_of_their_weights() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao calls itself deprecated
         prepared = prepare_qat(model)
-    assert told(prepared) == {"0.weight", "0.bias"}
-    assert told(Wrapper(nn.Module())) == {"linear.weight", "linear.bias"}
+    assert find_rounded(prepared) == {"0.weight", "0.bias"}
+    assert find_rounded(Wrapper(nn.Module())) == {"linear.weight", "linear.bias"}
     assert find_rounded_weights(Wrapper(nn.Identity())) == {}
     layer = nn.Linear(64, 64)
     layer.rounds = FakeQuantize()
-    assert told(layer) == {"weight", "bias"}
+    assert find_rounded(layer) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("name, rounded", [
@@ -131,14 +131,14 @@ def test_weights_are_known_by_the_name_of_their_own_class(name: str, rounded: bo
     """No layer tells of torchao's BitNet training: its weights round themselves, and came back lossy."""
     layer = nn.Linear(8, 8)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(type(name, (torch.Tensor,), {})))
-    assert type(layer.weight).__name__ == name and told(layer) == ({"weight"} if rounded else set())
+    assert type(layer.weight).__name__ == name and find_rounded(layer) == ({"weight"} if rounded else set())
 
 
 @pytest.mark.parametrize("name", ["Ternary", "WeightQuantizer", "Int4FakeQuant", "RoundSTE", "Sign", "Binarize"])
 def test_parametrizations_are_known_by_the_name_of_their_class(name: str) -> None:
     function: nn.Module = type(name, (nn.Tanh,), {})()
-    assert told(parametrized(function)) == {"parametrizations.weight.original"}
-    assert told(parametrized(FakeQuantize())) == {"parametrizations.weight.original"}
+    assert find_rounded(parametrized(function)) == {"parametrizations.weight.original"}
+    assert find_rounded(parametrized(FakeQuantize())) == {"parametrizations.weight.original"}
 
 
 @pytest.mark.parametrize("name", ["Symmetric", "Signal", "Rounded", "Orthogonal", "Quantiles", "Stereo", "Clip"])

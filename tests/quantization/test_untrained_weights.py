@@ -73,7 +73,7 @@ def state(*owners: str, shape: tuple[int, ...] = M, leaf: str = "exp_avg", optim
     ({"m.a.weight": M, "optimizer.masters.a.weight": M} | state("a.weight"), {}),
     ({"m.a.weight": M, "model.optimizer.masters.a.weight": M} | state("a.weight", optimizer="model.optimizer"), {}),
 ])
-def test_which_weights_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: dict[str, bool]) -> None:
+def test_weights_without_state_are_in_doubt(shapes: dict[str, tuple[int, ...]], expected: dict[str, bool]) -> None:
     assert doubtful(shapes) == expected
 
 

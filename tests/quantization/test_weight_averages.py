@@ -21,7 +21,7 @@ def weights(number: int = 4) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
-def test_averages_of_weights_in_training_are_told(dtype: torch.dtype, decay: float) -> None:
+def test_averages_of_weights_in_training_are_reported(dtype: torch.dtype, decay: float) -> None:
     """From the first steps to the last; an average of all steps too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 96), nn.GELU(), nn.Linear(96, 80))

@@ -222,7 +222,7 @@ def test_a_page_of_an_object_store(tmp_path):
     assert "damaged" not in page.text
 
 
-def test_a_directory_that_it_makes_is_told(trained, tmp_path):
+def test_a_directory_that_it_makes_is_reported(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "new" / "page.html"
     assert "in a new directory" in dsq_stdout("report", run, "-o", target)

@@ -46,7 +46,7 @@ def test_every_way_to_save_tells_once(tmp_path, state):
 
 
 @pytest.mark.parametrize("errors", [False, True])
-def test_what_it_raises_harms_nothing(tmp_path, state, errors, caplog):
+def test_errors_of_on_save_harm_no_checkpoint(tmp_path, state, errors, caplog):
     def on_save(result):
         raise KeyError("no run")
 
@@ -63,7 +63,7 @@ def test_what_it_raises_harms_nothing(tmp_path, state, errors, caplog):
 
 
 @pytest.mark.timeout(100)
-def test_it_may_load_and_save(tmp_path, state):
+def test_on_save_may_load_and_save(tmp_path, state):
     """Also in the thread of a save in the background, which it does not wait for."""
     found: list[dict[str, object]] = []
 

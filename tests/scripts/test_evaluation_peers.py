@@ -157,7 +157,7 @@ def test_packages_in_their_own_environment(worker: Worker) -> None:
         worker(codec="nncodec", do="decode", source="/nowhere", target="/nowhere")
 
 
-def test_a_missing_package_is_told(tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "python"))
     with pytest.raises(PeerMissingError, match="which is no file: name the python of an environment"):
         environment.install()

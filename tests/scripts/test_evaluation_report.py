@@ -83,7 +83,7 @@ def test_restarts_are_drawn_in_steps_behind() -> None:
     assert list(lines["floor"].get_ydata()) == [0.0] * 5 and list(lines["floor"].get_xdata()) == [0, 5, 10, 15, 20]
 
 
-def test_the_median_restart_under_deepspeed_is_told() -> None:
+def test_the_median_restart_under_deepspeed_is_reported() -> None:
     rows = [
         {"system": system, "lost_steps": float(lost), "behind": 0.01, "behind_at_end": 0.0, "written": written}
         for system, written in (("DeepSpeed's own tags", None), ("default", 6.0)) for lost in (0, 1, 5)

@@ -34,7 +34,7 @@ def test_passes_are_parts_of_the_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_pass_is_the_rest() -> None:
+def test_time_outside_passes_is_the_rest() -> None:
     assert measure_passes.pass_of("/usr/lib/python3/json/decoder.py", "decode") == measure_passes.REST
     assert measure_passes.pass_of("~", "<built-in method builtins.len>") == measure_passes.REST
     assert measure_passes.pass_of("~", "<method 'write' of '_io.BufferedWriter' objects>") == "files"

@@ -68,7 +68,7 @@ def test_what_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon
             assert changed <= quality["restore_may_lose"]
 
 
-def test_a_check_that_nothing_keeps_is_said(tmp_path):
+def test_a_check_that_nothing_keeps_is_reported(tmp_path):
     model, optimizer = train_model(60)
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -95,7 +95,7 @@ size_kinds = st.sampled_from(["additive", "noisy", "random", "ties"])
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**32), shapes, qualities, size_kinds, st.integers(1, 9))
-def test_it_finds_the_optimum(seed, shape, quality, sizes, batch):
+def test_guided_search_finds_the_optimum(seed, shape, quality, sizes, batch):
     feasible, size = problem(seed, shape, quality, sizes)
     point, trials = solve(feasible, size, batch)
     assert_optimal(point, feasible, size)

@@ -26,7 +26,7 @@ def accuracy_of(model: Net) -> float:
         return float((model(tokens).topk(64).indices == targets[:, None]).any(-1).float().mean())
 
 
-def said(recorded: list[warnings.WarningMessage]) -> int:
+def count_warnings(recorded: list[warnings.WarningMessage]) -> int:
     return sum(WRONG in str(one.message) for one in recorded)
 
 
@@ -44,7 +44,7 @@ def base(path) -> Net:
 
 
 @pytest.mark.parametrize("steps", [20, 150])
-def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_path, steps):
+def test_an_accuracy_is_reported_once_and_keeps_its_bound_in_both_directions(tmp_path, steps):
     model, optimizer = train_model(steps)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))
     for number in range(3):
@@ -52,13 +52,13 @@ def test_an_accuracy_is_said_once_and_keeps_its_bound_in_both_directions(tmp_pat
         with pytest.warns(UserWarning) if not number else warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        assert said(recorded) == (number == 0)
+        assert count_warnings(recorded) == (number == 0)
         assert abs(base_accuracy(tmp_path / str(number)) / exact - 1) <= 0.05
         train(model, optimizer, steps + 10 * number, steps + 10 * (number + 1))
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.05])
-def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
+def test_a_snapshot_by_an_accuracy_is_reported(tmp_path, bound):
     model, _ = train_model(60)
     exact = accuracy_of(model)
     with pytest.warns(UserWarning, match=WRONG):
@@ -70,14 +70,14 @@ def test_a_snapshot_by_an_accuracy_is_said(tmp_path, bound):
         dsq_ckpt.explore(model, tmp_path / "front", evaluate=lambda: accuracy_of(model), bounds=[bound], probes=0)
 
 
-def test_an_accuracy_is_said_once_there_is_something_to_lose(tmp_path):
+def test_an_accuracy_is_reported_once_there_is_something_to_lose(tmp_path):
     """A model that has learned nothing is as good with other signs; one that has is asked about again."""
     model, optimizer = train_model(0)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: accuracy_of(model))
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         compressor.save(tmp_path / "0")
-    assert not said(recorded)
+    assert not count_warnings(recorded)
     train(model, optimizer, 0, 60)
     with pytest.warns(UserWarning, match=WRONG):
         compressor.save(tmp_path / "1")
@@ -104,7 +104,7 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
         compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
         compressor.load(tmp_path / str(number))
         compressor.save(tmp_path / "resumed")
-    assert not said(recorded), [str(one.message) for one in recorded]
+    assert not count_warnings(recorded), [str(one.message) for one in recorded]
     zeros = Net()
     with torch.no_grad():
         for weight in (zeros.embed.weight, zeros.hidden.weight, zeros.head.weight):
@@ -133,7 +133,7 @@ def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, exp
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        assert not said(recorded)
+        assert not count_warnings(recorded)
         asked.append(sum(ruined))
         train(model, optimizer, 20 * number, 20 * (number + 1))
     assert asked == expected

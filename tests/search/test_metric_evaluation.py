@@ -42,12 +42,12 @@ def metrics(model: Net, kind: str):
     return lambda: loss_on(model, draw())
 
 
-def said(recorded: list[warnings.WarningMessage]) -> list[str]:
+def find_messages(recorded: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in recorded if CHANCE in str(one.message)]
 
 
 @pytest.mark.parametrize("kind", ["dropout", "torch", "numpy", "python", "its own", "next batch"])
-def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
+def test_a_metric_that_is_chance_is_reported_once(tmp_path, kind):
     model, optimizer = train_model(60)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=metrics(model, kind))
     state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
@@ -56,14 +56,14 @@ def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        found.append(said(recorded))
+        found.append(find_messages(recorded))
     assert [len(texts) for texts in found] == [1, 0], found
     assert "`evaluate`" in found[0][0] and "0.02 %" in found[0][0], "the bound that a restore has"
     assert (random.getstate(), np.random.get_state()[2]) == state[:2] and torch.equal(torch.get_rng_state(), state[2])
 
 
 @pytest.mark.parametrize("function", ["evaluate", "check"])
-def test_a_snapshot_by_a_metric_that_is_chance_is_said(tmp_path, function):
+def test_a_snapshot_by_a_metric_that_is_chance_is_reported(tmp_path, function):
     model, _ = train_model(60)
     functions = {"evaluate": lambda: compute_loss(model), function: metrics(model, "torch")}
     with pytest.warns(UserWarning, match=f"`{function}` {CHANCE}.* a bound of this search is 0.1 %"):
@@ -83,7 +83,7 @@ def test_noise_that_no_bound_notices_is_not_said(tmp_path):
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / name)
-        assert not said(recorded)
+        assert not find_messages(recorded)
         assert ("noise" in compressor.quality) == (name == "a little")
 
 
@@ -98,7 +98,7 @@ def test_a_bound_that_is_used_up_is_not_kept_by_chance(tmp_path):
     compressor.load(tmp_path / "1")
     with pytest.warns(UserWarning, match="are stored exactly") as recorded:
         compressor.save(tmp_path / "2")
-    assert not said(list(recorded))
+    assert not find_messages(list(recorded))
 
 
 def test_the_same_seed_gives_the_same_trials(tmp_path):

@@ -26,7 +26,7 @@ def test_points_are_those_contained_from_aggressive_to_conservative():
 
 
 @pytest.mark.parametrize("point", [(6, 0, 0), (0, 0, 1), (-1, 0, 0), (0, 0), (0, 0, 0, 0), (0.5, 0, 0), [0, 0], None])
-def test_what_is_no_point_is_refused(point):
+def test_invalid_points_are_refused(point):
     assert point not in SPACE
     with pytest.raises(ValueError, match="is no point of a space of shape"):
         SPACE.values(point, MAGNITUDE)

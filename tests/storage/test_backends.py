@@ -110,7 +110,7 @@ def test_an_exclusive_file_replaces_none(storage, directory):
     assert storage.read(directory / "a", 100) == b"first"
 
 
-def test_what_is_not_there_is_told(storage, directory):
+def test_missing_files_raise_file_not_found(storage, directory):
     for missing in (directory / "a", directory / "b" / "c"):
         for request in (storage.size, storage.open, lambda path: storage.read(path, 1)):
             with pytest.raises(FileNotFoundError) as caught:

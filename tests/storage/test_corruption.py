@@ -86,7 +86,7 @@ def test_truncated_files(damaged):
     assert failure(path, state) is None
 
 
-def test_a_damaged_index_is_told_once(damaged, caplog):
+def test_a_damaged_index_is_reported_once(damaged, caplog):
     """By the error that is raised; DCP prints the traceback of one with which it goes on."""
     path, state, _ = damaged
     index = next(path.glob("*.index"))

@@ -281,7 +281,7 @@ def test_merged(tmp_path: Path, keyframe: bool) -> None:
     check(goes_on, state_at(7))
 
 
-def test_nothing_to_merge(tmp_path: Path) -> None:
+def test_packs_without_differences_are_not_merged(tmp_path: Path) -> None:
     for number in range(2):
         path = save(number, tmp_path)
     with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):

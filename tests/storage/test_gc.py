@@ -172,7 +172,7 @@ def test_a_save_that_was_killed(tmp_path, monkeypatch, later):
     assert sorted(os.listdir(tmp_path / "run")) == sorted(NAMES)
 
 
-def test_no_directory(tmp_path):
+def test_gc_without_a_directory_raises(tmp_path):
     with pytest.raises(CheckpointNotFound, match="is not a directory"):
         find_garbage(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFound, match="is not a directory"):

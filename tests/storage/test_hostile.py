@@ -108,7 +108,7 @@ def test_a_value_above_other_values(saved):
     assert is_equal(found["w"], load_copy(saved, {"w": torch.zeros(40, 60)})["w"])
 
 
-def test_a_name_without_a_value_is_told(saved):
+def test_a_name_without_a_value_is_reported(saved):
     edit_index(saved, lambda index: index["tensors"].pop("list.0"))
     assert export_torch(saved, saved.parent / "out.pt").left_out == ["list.0"]
     with pytest.raises(dsq_ckpt.DSQError, match="no 'list"):

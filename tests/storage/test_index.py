@@ -21,7 +21,7 @@ from dsq_ckpt.storage.index import find_coverage_error
     ([3, 3], [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]), ([1, 1], [1, 1])], None),
     ([1] * 9, [([0] * 9, [1] * 9)], None),
 ])
-def test_what_covers_a_tensor(shape, boxes, expected):
+def test_chunks_that_cover_a_tensor(shape, boxes, expected):
     problem = find_coverage_error(shape, boxes)
     assert problem is None if expected is None else expected in problem
 

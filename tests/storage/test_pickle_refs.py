@@ -122,7 +122,7 @@ def test_an_altered_checkpoint(tag):
 
 
 @pytest.mark.parametrize("piece", [FlatRange("model.other", 0, 3, 0), FlatRange("model.weight", 998, 3, 0)])
-def test_what_is_not_there(tag, piece):
+def test_references_to_missing_entries_raise(tag, piece):
     directory = tag[0]
     wrong = StoredTensor(Manifest.read(directory).save_id, torch.float32, (3,), [piece], [])
     torch.save(wrong, directory / "wrong.pt")
@@ -162,7 +162,7 @@ def test_what_is_stored_nowhere_is_zero(tag):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_base_layer_is_told_of_once(tag):
+def test_a_base_layer_is_reported_once(tag):
     """Whoever loads the whole checkpoint tells of it; a file that is read by itself does."""
     directory, *_ = tag
     config = {"quantize": {"min_elements": 1}, "refinement": {"keep_last": 1}}

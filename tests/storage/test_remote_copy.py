@@ -117,7 +117,7 @@ def test_a_damaged_file_is_not_copied(place, kinds):
     assert get_storage(target).list_entries(target / "step-1") == []
 
 
-def test_what_is_not_copied_is_told(place):
+def test_skipped_files_are_reported(place):
     source, target = place("disk", "run"), place("store", "copied")
     chain(str(source), 1)
     (source / "notes.txt").write_text("mine")
@@ -188,7 +188,7 @@ def test_latest_names_what_is_in_the_copy(place, kinds, monkeypatch):
     assert get_storage(target).read(target / "latest", 99) == b"step-2"
 
 
-def test_a_file_that_goes_meanwhile_is_told(place, monkeypatch):
+def test_a_file_that_goes_meanwhile_is_reported(place, monkeypatch):
     source, target = place("disk", "run"), place("store", "copied")
     chain(str(source), 1)
     put(source / "notes.txt", b"mine")

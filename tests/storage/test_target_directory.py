@@ -70,7 +70,7 @@ def test_the_root_and_the_working_directory(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["train.py"] and not Path("/manifest.json").exists()
 
 
-def test_what_is_ours_is_written_to(trained, tmp_path):
+def test_own_and_empty_directories_are_written_to(trained, tmp_path):
     """New, empty, left by interrupted saves, with what file systems leave; complete ones where that is asked for."""
     path = tmp_path / "c"
     path.mkdir()

@@ -279,10 +279,10 @@ def _refined_error(
     @cache
     def load() -> tuple[Codes, F64, F64, float]:
         codes = occupied.codes(table)
-        kept = codes < len(low)
-        _, bins, counts = occupied.where(kept)
+        is_coded = codes < len(low)
+        _, bins, counts = occupied.where(is_coded)
         weight = counts / max(int(counts.sum()), 1)
-        return codes[kept], values[bins], weight, float((weight * values[bins] ** 2).sum()) or 1.0
+        return codes[is_coded], values[bins], weight, float((weight * values[bins] ** 2).sum()) or 1.0
 
     def error(bits: int, widened: float) -> float:
         codes, values, weight, energy = load()

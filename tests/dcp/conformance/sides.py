@@ -93,7 +93,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def told(metadata: Metadata) -> Any:
+def summarize(metadata: Metadata) -> Any:
     """What DCP's metadata tell of a state dict."""
     entries = {
         name: (tuple(entry.size), str(entry.properties.dtype), sorted(
@@ -160,7 +160,7 @@ def summary(value: Any) -> Any:
     if isinstance(value, list):
         return [summary(entry) for entry in value]
     if isinstance(value, Metadata):
-        return told(value)
+        return summarize(value)
     if hasattr(value, "index") and hasattr(value, "size_in_bytes"):
         return "result", value.index.fqn, tuple(value.index.offset or ())
     if isinstance(value, Path):

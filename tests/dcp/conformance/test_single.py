@@ -25,7 +25,7 @@ from tests.dcp.conformance.sides import (
     ruined,
     sides,
     state,
-    told,
+    summarize,
 )
 from tests.dcp.planners import Balancing, Extra, Half, Losing, PlusOne, Recording, Renaming, calls
 
@@ -94,7 +94,7 @@ def test_planners(tmp_path, way, make):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = side.load(like, planner=loading) if not isinstance(planner, Half) else halves(side, like)
-        return told(metadata), found
+        return summarize(metadata), found
 
     found = agree(tmp_path, case)
     assert isinstance(found, str) == (make in (Failing,)) or make is Losing
@@ -152,7 +152,7 @@ def sorted_results(argument: Any) -> Any:
 ], ids=str)
 def test_options_of_a_save(tmp_path, way, options):
     def case(side: Side) -> Any:
-        return told(WAYS[way](side, state(), options)), side.load(blank(state()))
+        return summarize(WAYS[way](side, state(), options)), side.load(blank(state()))
 
     agree(tmp_path, case)
 
@@ -202,7 +202,7 @@ def test_an_async_stager_that_goes_on_beside_training(tmp_path):
 
 def test_a_thread_is_the_default(tmp_path):
     def case(side: Side) -> Any:
-        return told(WAYS["async"](side, state(), {"async_checkpointer_type": AsyncCheckpointerType.THREAD}))
+        return summarize(WAYS["async"](side, state(), {"async_checkpointer_type": AsyncCheckpointerType.THREAD}))
 
     agree(tmp_path, case)
 

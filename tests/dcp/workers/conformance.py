@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.dcp.conformance.sides import Side, outcome, plain, ruined, sides, told
+from tests.dcp.conformance.sides import Side, outcome, plain, ruined, sides, summarize
 from tests.dcp.planners import Balancing, Extra, Half, PlusOne, Recording, Renaming, calls
 
 
@@ -41,13 +41,13 @@ def saved(side: Side, rank: int, way: str, background: Any, name: str = "a", **o
     """What a save tells, in one of three ways."""
     mine, writer = state(rank), side.writer(side.path(name))
     if way == "sync":
-        return told(dcp.save(mine, storage_writer=writer, **options))
+        return summarize(dcp.save(mine, storage_writer=writer, **options))
     options |= {"process_group": background} if way == "thread" else {
         "async_checkpointer_type": AsyncCheckpointerType.PROCESS
     }
     future: Any = dcp.async_save(mine, storage_writer=writer, **options)
     ruined(mine)
-    return told(future.result(timeout=HANG))
+    return summarize(future.result(timeout=HANG))
 
 
 def planners(side: Side, rank: int, way: str, background: Any) -> Any:
@@ -79,7 +79,7 @@ def replicated(side: Side, rank: int, way: str, background: Any) -> Any:
             metadata = future.result(timeout=HANG)
         dist.barrier()
         like: dict[str, Any] = {key: torch.zeros_like(mine[key], dtype=dtype) for key in ("x", "y", "z")}
-        found.append((told(metadata), side.load({**like, "k": 0}, name)))
+        found.append((summarize(metadata), side.load({**like, "k": 0}, name)))
     return found
 
 

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from harness import done, fails_everywhere, world
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def pipeline(run: Path, rank: int) -> None:
@@ -72,9 +75,45 @@ def replicas(run: Path, rank: int) -> None:
     done("replicas")
 
 
+def excluded(run: Path, rank: int) -> None:
+    """Checksums of weights left out are those of the whole tensors, however they are sharded."""
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        base = nn.Sequential(nn.Embedding(101, 64), nn.Linear(64, 203), nn.LayerNorm(203)).requires_grad_(False)
+        base.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
+        model = nn.Module()
+        model.base, model.adapter = base, nn.Linear(64, 64)
+        return model
+
+    def warnings_of_load(model: nn.Module, path: Path) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsq_ckpt.Compressor(model, frozen=False).load(path)
+        return [str(one.message) for one in caught if "frozen=False" in str(one.message)]
+
+    meshes = {"sharded": ((2,), ("x",)), "replicated": ((2, 1), ("x", "y")), "plain": None}
+    for name, mesh in meshes.items():
+        model = made(0)
+        if mesh is not None:
+            fully_shard(model.base, mesh=init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]))
+            fully_shard(model, mesh=init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]))
+        dsq_ckpt.Compressor(model, frozen=False).save(run / name)
+        assert warnings_of_load(model, run / name) == []
+        texts = Manifest.read(run / name).excluded
+        assert len(texts) == 6 and texts == Manifest.read(run / "sharded").excluded, (name, texts)
+        assert warnings_of_load(made(0), run / name) == []
+        texts_of_load = warnings_of_load(made(1), run / name)
+        assert len(texts_of_load) == (not rank), texts_of_load  # rank 0 warns
+        assert rank or texts_of_load[0].startswith("'base.0.weight', 'base.1.bias', 'base.1.weight' of this model")
+    dsq_ckpt.Compressor(made(rank), frozen=False).save(run / "unknown")  # as shards that nothing tells of
+    assert Manifest.read(run / "unknown").excluded.keys() == {"base.2.weight", "base.2.bias", "base.scale"}
+    done("excluded")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (own, _):
         pipeline(Path(sys.argv[1]) / "pipeline", own)
         replicas(Path(sys.argv[1]) / "replicas", own)
         stages(Path(sys.argv[1]) / "stages", own)
+        excluded(Path(sys.argv[1]) / "excluded", own)

@@ -29,7 +29,7 @@ LEFT_OUT = {("empty", 0, "last{}"), ("fewer", 1, "expert{}")}
 """Layers that a rank does not have."""
 
 
-def made(kind: str, rank: int, seed: int = 0, *, step: float = 1.0) -> Made:
+def make_pair(kind: str, rank: int, seed: int = 0, *, step: float = 1.0) -> Made:
     """Return the part of a model that a rank has, and an optimizer whose groups have rates of their own."""
     torch.manual_seed(seed + rank)
     groups = [
@@ -49,7 +49,7 @@ def made(kind: str, rank: int, seed: int = 0, *, step: float = 1.0) -> Made:
 
 
 def trained(kind: str, rank: int) -> Made:
-    model, optimizer = made(kind, rank, step=0.5)
+    model, optimizer = make_pair(kind, rank, step=0.5)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.3
     for step in range(2):
@@ -88,7 +88,7 @@ def restored_alike(root: Path, rank: int) -> None:
     for kind in LAYERS:
         before = trained(kind, rank)
         for background in (False, True):
-            after, path = made(kind, rank, 5), root / kind / str(background)
+            after, path = make_pair(kind, rank, 5), root / kind / str(background)
             with warned(rank=rank):
                 saved = dsq_ckpt.Compressor(*before, "exact").save(path, background=background)
                 if background:
@@ -100,7 +100,7 @@ def restored_alike(root: Path, rank: int) -> None:
 
 def searched(root: Path, rank: int) -> None:
     """A save that is quantized before it is planned lists the same."""
-    before, after = trained("experts", rank), made("experts", rank, 5)
+    before, after = trained("experts", rank), make_pair("experts", rank, 5)
     dsq_ckpt.Compressor(*before, evaluate=lambda: 1.0).save(root / "a")
     dsq_ckpt.Compressor(*after, evaluate=lambda: 1.0).load(root / "a")
     assert [group["lr"] for group in after[1].param_groups] == [group["lr"] for group in before[1].param_groups]
@@ -115,7 +115,7 @@ def by_state_dicts(root: Path, rank: int) -> None:
         return {"model": of_model, "optimizer": of_optimizer}
 
     for kind in ("experts", "stages"):
-        before, after = trained(kind, rank), made(kind, rank, 5)
+        before, after = trained(kind, rank), make_pair(kind, rank, 5)
         with warned(rank=rank):
             dsq_ckpt.save(state_of(*before), root / kind / "a", config="exact")
             state = state_of(*after)
@@ -143,7 +143,7 @@ def other_ranks(root: Path, rank: int) -> None:
         group.update({**found, "params": group["params"]})
     check_equal(before, (own, optimizer))
     dsq_ckpt.Compressor(*whole, "exact", process_group=alone).save(root / f"one{rank}" / "a")
-    after = made("experts", rank, 5)
+    after = make_pair("experts", rank, 5)
     dist.barrier()
     with warned(rank=rank):
         dsq_ckpt.Compressor(*after).load(root / "one0" / "a")
@@ -180,7 +180,7 @@ def told_at_the_save(root: Path, rank: int) -> None:
 def lists_of_one_rank(root: Path, rank: int) -> None:
     """DCP's own planner stores them, as earlier versions did: groups are found by their places, with a warning."""
     for kind in LAYERS:
-        before, after = trained(kind, rank), made(kind, rank, 5)
+        before, after = trained(kind, rank), make_pair(kind, rank, 5)
         state = dsq_ckpt.Compressor(*before).state()
         dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(root / kind / "a", "exact"))
         with warned(rank=rank, of="" if kind == "fewer" else "in no group of its optimizer, though it has their state"):
@@ -208,7 +208,7 @@ def sharded(root: Path, rank: int) -> None:
 def stages_without_state(root: Path, rank: int) -> None:
     """A rank whose parameters had no gradient yet, as those of a stage that is trained later, has no state again."""
     for stepped in range(2):
-        before, after, path = trained("stages", rank), made("stages", rank, 5), root / str(stepped)
+        before, after, path = trained("stages", rank), make_pair("stages", rank, 5), root / str(stepped)
         if rank != stepped:
             before[1].state.clear()
         dsq_ckpt.Compressor(*before, "exact").save(path)

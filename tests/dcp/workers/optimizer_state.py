@@ -36,7 +36,7 @@ class Sharing(CountingAdamW):
         return found
 
 
-def made(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
+def make_pair(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model: nn.Module = nn.Linear(64, 64)
     if sharded:
@@ -50,17 +50,17 @@ def made(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int
 
 def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
     steps = 1 if kind is Sharing else 0  # an optimizer itself tells how its own tensors are sharded
-    before = made(kind, sharded, 4, 0)
+    before = make_pair(kind, sharded, 4, 0)
     expected = leaves(before[1].state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("default", module="torch")
         dsq_ckpt.Compressor(*before, "exact").save(root / "a")
-        after = made(kind, sharded, steps, 1)
+        after = make_pair(kind, sharded, steps, 1)
         dsq_ckpt.Compressor(*after).load(root / "a")
         assert leaves(after[1].state_dict()) == expected, kind
         dsq_ckpt.save(TrainingState(before[:1], before[1:]).collect(), root / "b", config="exact")
-        after = made(kind, sharded, steps, 1)
+        after = make_pair(kind, sharded, steps, 1)
         TrainingState(after[:1], after[1:]).restore(root / "b")
         assert leaves(after[1].state_dict()) == expected, kind
     for one in (before, after):
@@ -71,9 +71,9 @@ def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
 
 def unknown(root: Path) -> None:
     """A tensor that the new optimizer does not have yet, of another shape than the parameter, may be sharded or not."""
-    dsq_ckpt.Compressor(*made(GradientWindow, True, 5, 0)).save(root / "a")
+    dsq_ckpt.Compressor(*make_pair(GradientWindow, True, 5, 0)).save(root / "a")
     says = "has 'unset' in the optimizer's state of 'bias', which this optimizer does not have, so that nothing tells"
-    fails_everywhere(lambda: dsq_ckpt.Compressor(*made(GradientWindow, True, 0, 1)).load(root / "a"), says)
+    fails_everywhere(lambda: dsq_ckpt.Compressor(*make_pair(GradientWindow, True, 0, 1)).load(root / "a"), says)
     done("unknown")
 
 

@@ -41,7 +41,7 @@ class Late(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def made(size: int, known: bool) -> nn.Sequential:
+def make_model(size: int, known: bool) -> nn.Sequential:
     torch.manual_seed(int(known))
     model = nn.Sequential(nn.Linear(16, 16), Late(), nn.Linear(16, 4))
     if known:
@@ -52,12 +52,12 @@ def made(size: int, known: bool) -> nn.Sequential:
 
 
 def sharded(root: Path, size: int) -> None:
-    saved = made(size, True)
+    saved = make_model(size, True)
     values = whole(saved.state_dict())
     dsq_ckpt.Compressor(saved, config="exact").save(root / "compressor" / "a")
     dsq_ckpt.save({"model": saved}, root / "module" / "a", config="exact")
     for way in ("compressor", "module"):
-        target = made(size, False)
+        target = make_model(size, False)
         if way == "compressor":
             dsq_ckpt.Compressor(target, config="exact").load(root / way / "a")
         else:

@@ -30,7 +30,7 @@ def state_of(size: int) -> dict[str, Any]:
     }
 
 
-def told(work: Any) -> int:
+def count_warnings(work: Any) -> int:
     """How often all ranks together warn of the limit; collective."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -56,7 +56,7 @@ def check(run: Path, rank: int, size: int, background: bool) -> None:
                 dsq_ckpt.save(state, path, config=config)
 
         # An asynchronous save ends on rank 0 when all is committed, and elsewhere it may be seen a little later.
-        assert told(save) == (number >= 2)
+        assert count_warnings(save) == (number >= 2)
         dist.barrier()
         manifest = Manifest.read(path)
         assert manifest.lossy_resumes == min(number, 2)

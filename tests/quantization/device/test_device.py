@@ -285,7 +285,7 @@ def test_a_device_without_memory_is_served_by_the_host(here, tmp_path, monkeypat
         assert codes_of(tmp_path / "device" / str(number)) == codes_of(path)
 
 
-def test_it_can_be_turned_off(here, tmp_path, monkeypatch):
+def test_device_quantization_can_be_turned_off(here, tmp_path, monkeypatch):
     monkeypatch.setattr(DeviceChunk, "__init__", _full)
     dsq_ckpt.save(mixed_state(), tmp_path / "0", config={"storage": {"on_device": False}})
     assert codes_of(tmp_path / "0")

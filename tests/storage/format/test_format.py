@@ -335,7 +335,7 @@ def test_example(example: Path) -> None:
     assert independent.value(book, 2, one, 0, 2) == 1.001953125
 
 
-def test_no_damage_passes(example: Path) -> None:
+def test_every_damaged_byte_is_refused(example: Path) -> None:
     """Every byte is under a checksum or a rule."""
     intact = example.read_bytes()
 

@@ -1,0 +1,119 @@
+"""Weights that a `Compressor` leaves out of checkpoints: with `frozen=False`, those that need no gradient.
+
+Adapters fit the model that they were trained on and no other, so manifests have checksums of the weights left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.sampled_checksums import SampleSum, join_sums, sum_sample
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.gradients.sensitivity import get_named_parameters
+from dsq_ckpt.storage.manifest import Manifest
+
+_MAX_CHECKSUMS = 256
+"""Number of weights with a checksum in a manifest: another model differs in most of its weights."""
+
+
+class ExcludedWeights:
+    """Parameters of a model that checkpoints do not contain.
+
+    Args:
+        model: the model.
+        frozen: whether parameters that need no gradient are saved; if so, none is left out.
+    """
+
+    def __init__(self, model: nn.Module, frozen: bool) -> None:
+        self._model, self._frozen = model, frozen
+
+    @property
+    def names(self) -> set[str]:
+        """All names of these parameters."""
+        return set(self._parameters())
+
+    def select_others(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the saved entries of the model's state dict; torch's `ignore_frozen_params` keeps tied frozen ones."""
+        selected = copy.copy(state)  # keeps `_metadata`, the versions of modules
+        for name in self.names & selected.keys():
+            del selected[name]
+        if state and not selected:  # a load would fill the empty dict with frozen weights
+            raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
+        return selected
+
+    def warn_of_trained(self, optimizer: Optimizer | None) -> None:
+        """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
+        optimizer_state = getattr(optimizer, "state", {})
+        if trained := sorted(name for name, one in self._parameters().items() if optimizer_state.get(one)):
+            warn(
+                f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
+                "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
+            )
+
+    def sum_samples(self, names: Collection[str] | None = None) -> dict[str, SampleSum]:
+        """Return sums of this rank's samples of tensors, by name; `names` selects the tensors, None: some of all."""
+        tensors = dict(pair for name, one in self._parameters().items() for pair in _plain_tensors(name, one))
+        chosen = _choose(tensors) if names is None else names
+        sums = {name: sum_sample(tensors[name]) for name in chosen if name in tensors}
+        return {name: one for name, one in sums.items() if one is not None}
+
+    def warn_of_changes(self, directory: Path, comm: Communicator) -> None:
+        """Warn of weights that are not those that a checkpoint was saved with; collective over `comm`."""
+        saved = dict[str, str]()
+
+        def sum_saved() -> dict[str, SampleSum]:
+            saved.update(Manifest.read(directory).excluded)
+            return self.sum_samples(saved)
+
+        present = join_ranks(gather_from_all_ranks(comm, sum_saved, LoadFailed))
+        same_dtype = {name for name, text in present.items() if text.split()[0] == saved[name].partition(" ")[0]}
+        if changed := sorted(name for name in same_dtype if present[name] != saved[name]):
+            warn(
+                f"{quote(changed)} of this model have other values than at the save of '{directory}', which has "
+                f"checksums of {len(saved)} tensors that it leaves out (frozen=False): what is loaded was trained "
+                "beside those values. Load it into the model that it was trained in. If adapters change that model in "
+                "each process, as some initializations do, save with frozen=True", rank=comm.rank,
+            )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        parameters = {} if self._frozen else get_named_parameters(self._model)
+        return {name: one for name, one in parameters.items() if not one.requires_grad}
+
+
+def join_ranks(ranks: Sequence[Mapping[str, SampleSum]]) -> dict[str, str]:
+    """Return checksums of tensors by name, at most `_MAX_CHECKSUMS`, from the sums of all ranks."""
+    sums: dict[str, list[SampleSum]] = {}
+    for rank in ranks:
+        for name, one in rank.items():
+            sums.setdefault(name, []).append(one)
+    texts = {name: join_sums(of_ranks) for name, of_ranks in sums.items()}
+    known = {name: text for name, text in texts.items() if text is not None}
+    return {name: known[name] for name in _choose(known)}
+
+
+def _choose(names: Iterable[str]) -> list[str]:
+    """Return all names, or `_MAX_CHECKSUMS` of them, spread evenly in alphabetical order."""
+    ordered = sorted(names)
+    count = min(len(ordered), _MAX_CHECKSUMS)
+    return [ordered[number * len(ordered) // count] for number in range(count)]
+
+
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, or the inner tensors of one that packs them, as of a quantized model, with their names."""
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for key in tensor.__tensor_flatten__()[0]:
+        if isinstance(inner := getattr(tensor, key), torch.Tensor):
+            yield from _plain_tensors(f"{name}.{key}", inner)
