@@ -26,6 +26,7 @@ from dsq_ckpt.engine.history import forget
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError, LoadFailed
 from dsq_ckpt.integrations import accelerate as integration
 from tests.integrations.huggingface.workers.background import background_trainer, before_publishing, full_disk
+from tests.integrations.huggingface.workers.callbacks import callback_states, full_disk_in_last_write
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
 
 ROOT, SINGLE = map(Path, sys.argv[1:3])
@@ -326,7 +327,7 @@ if __name__ == "__main__":
     run(
         [
             ddp, ddp_in_background, rank_counts, rank_fails, plain_states, ddp_states, several_models, fsdp2_states,
-            trainer_fsdp2,
+            trainer_fsdp2, callback_states, full_disk_in_last_write,
         ], ROOT, rank(),
     )
     dist.barrier()
