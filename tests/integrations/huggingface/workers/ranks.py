@@ -307,6 +307,13 @@ def several_models(output: Path) -> None:
         assert all(found[0][name].equal(before[0][name]) for name in ("0.weight", "codebook"))
         assert not found[0]["1.weight"].equal(before[0]["1.weight"])
         assert not found[1]["0.weight"].equal(before[1]["0.weight"])
+    for count, expected in ((2, []), (1, ["fewer are prepared: model_1; to load them, prepare 2 models"])):
+        accelerator._models, accelerator._optimizers = accelerator._models[:count], accelerator._optimizers[:count]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.load_state(str(output / "1"))
+        texts = [str(warning.message) for warning in caught if "models that are not loaded" in str(warning.message)]
+        assert [text.partition("since ")[2].partition(" in the order")[0] for text in texts] == expected[: 1 - rank()]
 
 
 def urls_are_refused(accelerator: Any) -> None:
