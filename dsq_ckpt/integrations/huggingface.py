@@ -82,10 +82,8 @@ class DSQTrainer(Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _is_saving_checkpoint = False
     _staged: StagedCheckpoint | None = None
     _pending_save: Future[None] | None = None
-    _checkpoint_path: str
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, and wait for the save in the background at the end.
@@ -118,62 +116,63 @@ class DSQTrainer(Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._wait_for_save()
-        self._is_saving_checkpoint = True
-        try:
-            if self.dsq_asynchronous:
-                self._save_in_background(model, trial)
-            else:
-                super()._save_checkpoint(model, trial)
-        except BaseException as error:
-            if self._staged is not None:
-                self._staged.__exit__(type(error), error, None)
-            raise
-        finally:
-            self._staged, self._is_saving_checkpoint = None, False
-
-    def _save_in_background(self, model: nn.Module, trial: Any) -> None:
-        """Save in the background; Trainer writes its own files to a hidden directory without other checkpoints.
+        """Save a checkpoint; Trainer writes all of its files to a hidden directory without other checkpoints.
 
         So it removes no old checkpoints, which must be kept until the new checkpoint is complete.
         """
-        run_directory = super()._get_output_dir(trial)
+        self._wait_for_save()
+        run_directory = self._get_output_dir(trial)
         target = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        self._staged = staged = StagedCheckpoint(target, self.dsq_config or DSQConfig(), self.dsq_on_save, True)
-        super()._save_checkpoint(model, trial)
-        if self.state.best_global_step:  # Trainer looked for this checkpoint in the hidden directory
-            best_checkpoint = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            if self._is_best() or os.path.exists(best_checkpoint):
-                self.state.best_model_checkpoint = best_checkpoint
-        self._write_trainer_state()
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        def remove_old_checkpoints() -> None:
-            rotate_checkpoints(run_directory, limit, best, use_mtime=True)
+        config, save = self.dsq_config or DSQConfig(), super()._save_checkpoint
+        self._staged = staged = StagedCheckpoint(target, config, self.dsq_on_save, self.dsq_asynchronous)
 
-        self._pending_save = staged.publish_in_background(remove_old_checkpoints)
+        def save_files() -> None:
+            save(model, trial)
+            if not staged.is_saved:
+                raise ConfigError(
+                    f"'{target}': the trainer's class overrides _save_checkpoint without a call of Trainer's, so there "
+                    "is nothing to compress; call super()._save_checkpoint in it, or use the trainer without attach"
+                )
+
+        try:
+            run_on_all_ranks(communicator(None), save_files)
+            if self.state.best_global_step:  # Trainer looked for this checkpoint in the hidden directory
+                best_checkpoint = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+                if self._is_best() or os.path.exists(best_checkpoint):
+                    self.state.best_model_checkpoint = best_checkpoint
+            staged.write(self._write_trainer_state)
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+
+            def remove_old_checkpoints() -> None:
+                rotate_checkpoints(run_directory, limit, best, use_mtime=True)
+
+            if self.dsq_asynchronous:
+                self._pending_save = staged.publish_in_background(remove_old_checkpoints)
+            else:
+                staged.publish(remove_old_checkpoints)
+        except BaseException as error:
+            staged.__exit__(type(error), error, None)
+            raise
+        finally:
+            self._staged = None
         if self.control.should_training_stop:  # on SIGTERM, enable_jit_checkpoint expects a complete checkpoint
             self._wait_for_save()
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._is_saving_checkpoint and self._staged is not None and self.dsq_asynchronous:
+        if self._staged is not None:
             return str(self._staged.files_directory.parent)
         directory: str = super()._get_output_dir(trial)
         return directory
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`, as Trainer does; within a checkpoint, save it with the optimizer."""
-        if not (self._is_saving_checkpoint and _internal_call and output_dir is not None):
+        if self._staged is None or not _internal_call:
             super().save_model(output_dir, _internal_call=_internal_call)
             return
         _check_supported(self)
-        self._checkpoint_path = output_dir
-        if self._staged is None:
-            self._staged = StagedCheckpoint(output_dir, self.dsq_config or DSQConfig(), self.dsq_on_save)
         state = TrainingState([self.model], [] if self.args.save_only_model else [self._unwrap_optimizer()])
         self._staged.save(state.collect, model=self.model, pinned=self._is_best())
         self._staged.write(self._write_model_files)
-        if self.args.save_only_model:
-            self._publish_checkpoint()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._staged is None:
@@ -199,7 +198,6 @@ class DSQTrainer(Trainer):
             save(output_dir)
         else:
             self._staged.write(lambda directory: save(str(directory)))
-            self._publish_checkpoint()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_compressed_on_all_ranks(resume_from_checkpoint):
@@ -255,25 +253,9 @@ class DSQTrainer(Trainer):
                 for file in directory.glob(pattern):
                     file.unlink()
 
-    def _publish_checkpoint(self) -> None:
-        """Publish the checkpoint; Trainer writes `trainer_state.json` again afterwards, with the state of callbacks."""
-        if self.dsq_asynchronous:
-            return
-        assert self._staged is not None
-        if self._is_best():  # Trainer looked for the directory before it was published
-            self.state.best_model_checkpoint = self._checkpoint_path
-        self._write_trainer_state()
-        self._staged.publish()
-        self._staged = None
-
-    def _write_trainer_state(self) -> None:
-        assert self._staged is not None
-
-        def write(directory: Path) -> None:
-            if self.args.should_save:
-                self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
-
-        self._staged.write(write)
+    def _write_trainer_state(self, directory: Path) -> None:
+        if self.args.should_save:
+            self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
 
 def _check_supported(trainer: Trainer) -> None:

@@ -52,8 +52,7 @@ class StagedCheckpoint:
 
     Attributes:
         target: directory to publish.
-        files_directory: directory for files of the library. This is the hidden directory of the compressed checkpoint;
-            if `asynchronous`, a directory with the name of `target` in another hidden directory.
+        files_directory: directory for files of the library, with the name of `target`, in a hidden directory.
     """
 
     def __init__(
@@ -61,15 +60,14 @@ class StagedCheckpoint:
         asynchronous: bool = False,
     ) -> None:
         self.target, self._config, self._on_save = resolve_local_path(target), config, on_save
+        self._asynchronous, name = asynchronous, self.target.name
         if self.target.is_symlink():
             self.target = self.target.resolve()
         self._comm = communicator(None)
         token = gather_from_all_ranks(self._comm, lambda: uuid.uuid4().hex)[0]
         self._hidden_directory = hidden_name(self.target, token[:8])
-        self._files_parent = hidden_name(self.target, token[8:16]) if asynchronous else None
-        self.files_directory = self._hidden_directory
-        if self._files_parent is not None:
-            self.files_directory = self._files_parent / self.target.name
+        self._files_parent = hidden_name(self.target, token[8:16])
+        self.files_directory = self._files_parent / name
         self._result: SaveResult | None = None
         self._save_future: Future[SaveResult] | None = None
         self._is_published = False
@@ -86,8 +84,7 @@ class StagedCheckpoint:
             default_history().remove(self._result.save_id)
         if self._comm.rank == 0:
             for directory in (self._hidden_directory, self._files_parent):
-                if directory is not None:
-                    shutil.rmtree(directory, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
 
     def save(
         self, collect: Callable[[], dict[str, Any]], *, model: nn.Module | None = None, pinned: bool = False
@@ -103,10 +100,15 @@ class StagedCheckpoint:
 
         state = run_on_all_ranks(self._comm, prepare_state)
         options: dict[str, Any] = {"config": self._config, "model": model, "pinned": pinned}
-        if self._files_parent is None:
-            self._result = save(state, self._hidden_directory, **options)
-        else:
+        if self._asynchronous:
             self._save_future = async_save(state, self._hidden_directory, **options)
+        else:
+            self._result = save(state, self._hidden_directory, **options)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `save` has returned."""
+        return self._result is not None or self._save_future is not None
 
     def write(self, write_files: Callable[[Path], object]) -> None:
         """Call `write_files` with `files_directory` on every rank, to write files of the library.
@@ -115,6 +117,7 @@ class StagedCheckpoint:
             SaveFailed: `write_files` failed on a rank.
         """
         def write() -> None:
+            self.files_directory.mkdir(parents=True, exist_ok=True)
             with in_user_code():  # the library calls objects of the user
                 write_files(self.files_directory)
 
@@ -140,14 +143,16 @@ class StagedCheckpoint:
         assert self._save_future is not None, "save comes first"
         with self:
             self._result = run_on_all_ranks(self._comm, self._save_future.result)
-            self.publish()
-            run_on_all_ranks(self._comm, lambda: on_publish() if self._comm.rank == 0 else None)
+            self.publish(on_publish)
 
-    def publish(self) -> None:
+    def publish(self, on_publish: Callable[[], object] = lambda: None) -> None:
         """Rename the directory to `target`, then drop refinements of older checkpoints as configured.
 
+        Args:
+            on_publish: function that is called on rank 0 after the directory is published.
+
         Raises:
-            SaveFailed: the directory cannot be flushed or renamed.
+            SaveFailed: the directory cannot be flushed or renamed, or `on_publish` failed.
         """
         assert self._result is not None, "save comes first"
         run_on_all_ranks(self._comm, self._rename_to_target)
@@ -156,6 +161,7 @@ class StagedCheckpoint:
         if self._comm.rank == 0:
             with suppress(OSError):  # some libraries remove old checkpoints by this time
                 os.utime(self.target)
+        run_on_all_ranks(self._comm, lambda: on_publish() if self._comm.rank == 0 else None)
 
     def _prepare_directories(self) -> None:
         """Create directories, and remove hidden ones that killed saves of the same checkpoint left.
@@ -174,16 +180,13 @@ class StagedCheckpoint:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             for stale in self.target.parent.glob(f".{glob.escape(shorten_name(self.target.name))}.dsq-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
-            if self._files_parent is not None:
-                self.files_directory.mkdir(parents=True)
 
     def _rename_to_target(self) -> None:
         if self._comm.rank != 0:
             return
-        if self._files_parent is not None:
-            for file in self.files_directory.iterdir():
-                file.rename(self._hidden_directory / file.name)
-            shutil.rmtree(self._files_parent)
+        for file in self.files_directory.iterdir():
+            file.rename(self._hidden_directory / file.name)
+        shutil.rmtree(self._files_parent)
         manifest = Manifest.read(self._hidden_directory)
         own_names = {MANIFEST, *(file.name for file in manifest.files)}
         files = (file for file in walk_files(self._hidden_directory) if file.is_file())

@@ -133,6 +133,12 @@ class TrainingState:
             manifest = opened.checkpoint.manifest
             if dropped := manifest.refinement == "dropped":
                 warnings.append(describe_base_loss(opened.checkpoint.directory, manifest))
+            keys = {str(path[0]) for path in nesting.values()} - self._models.keys()
+            if unread := sorted(key for key in keys if key.startswith("model")):
+                warnings.append(
+                    f"'{directory}' has models that are not loaded, since fewer are prepared: {', '.join(unread)}; to "
+                    f"load them, prepare {len(self._models) + len(unread)} models in the order of the save"
+                )
             for key in self._optimizers:
                 if nesting.below((key,)) is None:
                     raise LoadFailed(

@@ -26,6 +26,7 @@ from dsq_ckpt.engine.history import forget
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError, LoadFailed
 from dsq_ckpt.integrations import accelerate as integration
 from tests.integrations.huggingface.workers.background import background_trainer, before_publishing, full_disk
+from tests.integrations.huggingface.workers.callbacks import callback_states, full_disk_in_last_write
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
 
 ROOT, SINGLE = map(Path, sys.argv[1:3])
@@ -306,6 +307,13 @@ def several_models(output: Path) -> None:
         assert all(found[0][name].equal(before[0][name]) for name in ("0.weight", "codebook"))
         assert not found[0]["1.weight"].equal(before[0]["1.weight"])
         assert not found[1]["0.weight"].equal(before[1]["0.weight"])
+    for count, expected in ((2, []), (1, ["fewer are prepared: model_1; to load them, prepare 2 models"])):
+        accelerator._models, accelerator._optimizers = accelerator._models[:count], accelerator._optimizers[:count]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.load_state(str(output / "1"))
+        texts = [str(warning.message) for warning in caught if "models that are not loaded" in str(warning.message)]
+        assert [text.partition("since ")[2].partition(" in the order")[0] for text in texts] == expected[: 1 - rank()]
 
 
 def urls_are_refused(accelerator: Any) -> None:
@@ -326,7 +334,7 @@ if __name__ == "__main__":
     run(
         [
             ddp, ddp_in_background, rank_counts, rank_fails, plain_states, ddp_states, several_models, fsdp2_states,
-            trainer_fsdp2,
+            trainer_fsdp2, callback_states, full_disk_in_last_write,
         ], ROOT, rank(),
     )
     dist.barrier()

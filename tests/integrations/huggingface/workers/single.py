@@ -33,6 +33,13 @@ from tests.integrations.huggingface.workers.background import (
     refused_in_background,
     stopped_in_background,
 )
+from tests.integrations.huggingface.workers.callbacks import (
+    callback_states,
+    full_disk_in_last_write,
+    killed_in_last_write,
+    linked_checkpoint,
+    writing_in_subclass,
+)
 from tests.integrations.huggingface.workers.common import (
     WORDS,
     everything,
@@ -162,7 +169,7 @@ class Settings:
         self.killed = killed
 
     def save_pretrained(self, directory: str) -> None:
-        if not Path(directory).name.startswith(".checkpoint-4."):
+        if not Path(directory).parent.name.startswith(".checkpoint-4."):
             return
         if self.killed:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -178,7 +185,8 @@ def killed(output: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert get_last_checkpoint(output) == str(output / "checkpoint-2")
     left = [name for name in names(output) if name.startswith(".checkpoint-4.")]
-    assert len(left) == 1 and Manifest.read(output / left[0])
+    (saved,) = [name for name in left if (output / name / "manifest.json").exists()]  # beside Trainer's own files
+    assert len(left) == 2 and Manifest.read(output / saved)
     trainer(output, 6).train(resume_from_checkpoint=True)
     assert names(output) == ["checkpoint-4", "checkpoint-6"]
 
@@ -313,6 +321,7 @@ if __name__ == "__main__":
                 exact_resume, deltas, rotation, best_model, best_strategy, only_model, switched, killed, failed,
                 damaged, other_dtype, models, exported, refused, in_background, deltas_in_background,
                 best_in_background, only_model_in_background, failed_in_background, killed_in_background,
-                refused_in_background, moved_in_background, stopped_in_background,
+                refused_in_background, moved_in_background, stopped_in_background, callback_states,
+                killed_in_last_write, full_disk_in_last_write, linked_checkpoint, writing_in_subclass,
             ], root,
         )
