@@ -106,10 +106,6 @@ offline-papers-gpt-seed0     evaluate.py offline gpt --seed 0 --systems dsq,insh
 offline-papers-gpt-seed1     evaluate.py offline gpt --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-resnet-seed0  evaluate.py offline resnet --seed 0 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-resnet-seed1  evaluate.py offline resnet --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
-offline-papers-llama-seed0   evaluate.py offline llama --systems dsq,inshrinkerator,inshrinkerator_relaxed
-offline-papers-bert-seed0    evaluate.py offline bert --systems dsq,inshrinkerator,inshrinkerator_relaxed
-offline-papers-moe-seed0     evaluate.py offline moe --systems dsq,inshrinkerator,inshrinkerator_relaxed
-offline-papers-lstm-seed0    evaluate.py offline lstm --systems dsq,inshrinkerator,inshrinkerator_relaxed
 peers-gpt-short-seed0   evaluate.py peers gpt-short --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
 peers-llama-seed0       evaluate.py peers llama --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
 -                       evaluate.py record llama-bf16
@@ -158,18 +154,6 @@ online-variants         evaluate.py online llama --systems dsq --per-failure 2 -
 online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 3
 online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 4
 online-variants         evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 5
-online-budget           evaluate.py online lstm --systems dsq,noise --per-failure 2 --seed 0
-                          --config '{"search":{"max_run_loss":0.005}}'
-online-budget           evaluate.py online lstm --systems dsq,noise --per-failure 2 --seed 1
-                          --config '{"search":{"max_run_loss":0.005}}'
-online-budget           evaluate.py online lstm --systems dsq,noise --per-failure 2 --seed 2
-                          --config '{"search":{"max_run_loss":0.005}}'
-online-budget           evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 0
-                          --config '{"search":{"max_run_loss":0.005}}'
-online-budget           evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 1
-                          --config '{"search":{"max_run_loss":0.005}}'
-online-budget           evaluate.py online llama --systems dsq,noise --per-failure 2 --seed 2
-                          --config '{"search":{"max_run_loss":0.005}}'
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
@@ -236,6 +220,11 @@ ablations-vit-seed0     evaluate.py ablations vit --part coders --part component
 -                       evaluate.py record moe
 -                       evaluate.py record bert
 -                       evaluate.py record lstm
+offline-papers-llama-seed0     evaluate.py offline llama --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-papers-bert-seed0      evaluate.py offline bert --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-papers-moe-seed0       evaluate.py offline moe --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-papers-lstm-seed0      evaluate.py offline lstm --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-papers-finetune-seed0  evaluate.py offline finetune --systems dsq,inshrinkerator
 ablations-lstm-seed0    evaluate.py ablations lstm --part coders --part components
 ablations-bert-seed0    evaluate.py ablations bert --part coders --part components
 strengths               measure_defaults.py strengths llama moe bert lstm
@@ -296,6 +285,10 @@ stall                   dsq bench --stall --repeats 7
 """ + "".join(
     f"online-noise            evaluate.py online {workload} --systems noise --per-failure 2 --seed {seed}\n"
     for workload in ("llama", "llama-bf16", "vit", "lstm", "moe", "finetune") for seed in range(3)
+) + "".join(
+    f"online-budget           evaluate.py online {workload} --systems dsq,noise --per-failure 2 --seed {seed}"
+    """ --config '{"search":{"max_run_loss":0.005}}'\n"""
+    for workload in ("llama", "lstm") for seed in range(3)
 ) + "".join(
     f"online-octaves          evaluate.py online {workload} --systems dsq --per-failure 2 --seed {seed}"
     ''' --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","per_octave":1,"rate_distortion":0.0}}}}'\n'''

@@ -22,7 +22,10 @@ PUBLISHED = {
     "nncodec": "NNCodec", "excp": "ExCP", "uniform": "uniform (QD-Compressor)", "adaptive": "adaptive (Check-N-Run)",
     "kmeans": "kmeans (GOBO)", "lc": "lc (LC-Checkpoint)", "scar": "scar (SCAR)", "exact": "exact (without loss)",
 }
-MODELS = {"gpt": "o", "gpt-short": "^", "llama": "D", "resnet": "s"}
+MODELS = {
+    "gpt": "o", "gpt-short": "^", "llama": "D", "resnet": "s", "bert": "v", "moe": "P", "lstm": "X", "vit": "*",
+    "finetune": "<",
+}
 
 
 class Point(NamedTuple):
@@ -86,7 +89,7 @@ def _colours(found: Sequence[Point]) -> dict[str, str]:
 
 def _markers(found: Sequence[Point]) -> dict[str, str]:
     """Return the marker of each workload that there is."""
-    return _styles([point.workload for point in found], MODELS, ("v", "P", "X", "*", "<", ">"))
+    return _styles([point.workload for point in found], MODELS, (">", "p", "h", "8", "d"))
 
 
 def _styles(names: Iterable[str], known: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
