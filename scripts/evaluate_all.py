@@ -224,6 +224,8 @@ offline-papers-llama-seed0     evaluate.py offline llama --systems dsq,inshrinke
 offline-papers-bert-seed0      evaluate.py offline bert --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-moe-seed0       evaluate.py offline moe --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-lstm-seed0      evaluate.py offline lstm --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-papers-vit-seed0       evaluate.py offline vit --systems dsq,inshrinkerator
+                          --dsq-epsilon 0.03 --dsq-epsilon 0.02 --dsq-epsilon 0.01
 offline-papers-finetune-seed0  evaluate.py offline finetune --systems dsq,inshrinkerator
 ablations-lstm-seed0    evaluate.py ablations lstm --part coders --part components
 ablations-bert-seed0    evaluate.py ablations bert --part coders --part components
