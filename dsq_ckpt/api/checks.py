@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.optimizer_state import get_parameter_states
+from dsq_ckpt.api.optimizer_state import get_parameter_states, list_nested_optimizers
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
 from dsq_ckpt.search.trial import ModelChanged
 
-_WRAPPER_LIBRARIES = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+_WRAPPER_LIBRARIES = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "ray.train.")
 """Prefixes of modules whose optimizers around others forward their state dicts."""
+
 
 def check_search(config: DSQConfig, sharded: bool) -> None:
     """Raise an error if the search is incompatible with the rest of the configuration or with a sharded model.
@@ -157,10 +158,7 @@ def _fingerprint(optimizer: Optimizer) -> Any:
 
 def has_state(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has state of a parameter; other entries may exist before the first step."""
-    try:
-        return bool(get_parameter_states(optimizer))
-    except Exception:  # raised again when the state is collected
-        return False
+    return bool(get_parameter_states(optimizer))
 
 
 @contextmanager
@@ -186,7 +184,7 @@ def reset_on_failure(optimizer: Optimizer) -> Iterator[None]:
     The optimizer has no state of parameters before.
     """
     groups = [dict(group) for group in optimizer.param_groups]
-    optimizers = [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
+    optimizers = list_nested_optimizers(optimizer)
     parameterless = [
         {key: copy.deepcopy(value) for key, value in one.state.items() if not torch.is_tensor(key)}
         for one in optimizers
@@ -224,7 +222,8 @@ def without_gradients(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            with suppress(RuntimeError):  # the block changed the parameter, which has no such gradient any more
+                parameter.grad = gradient
 
 
 def _step_failure_message(optimizer: Optimizer) -> str:

@@ -23,7 +23,7 @@ from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import get_named_parameters
 from dsq_ckpt.storage.manifest import Manifest
 
-_MAX_CHECKSUMS = 256
+_MAX_CHECKSUMS = 64
 """Number of weights with a checksum in a manifest: another model differs in most of its weights."""
 
 
@@ -77,8 +77,8 @@ class ExcludedWeights:
             return self.sum_samples(saved)
 
         present = join_ranks(gather_from_all_ranks(comm, sum_saved, LoadFailed))
-        same_dtype = {name for name, text in present.items() if text.split()[0] == saved[name].partition(" ")[0]}
-        if changed := sorted(name for name in same_dtype if present[name] != saved[name]):
+        alike = {name for name, text in present.items() if text.rpartition(" ")[0] == saved[name].rpartition(" ")[0]}
+        if changed := sorted(name for name in alike if present[name] != saved[name]):
             warn(
                 f"{quote(changed)} of this model have other values than at the save of '{directory}', which has "
                 f"checksums of {len(saved)} tensors that it leaves out (frozen=False): what is loaded was trained "

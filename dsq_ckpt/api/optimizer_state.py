@@ -128,14 +128,23 @@ def join_state(torch_state: Mapping[Any, Any], extra: Mapping[Any, Any]) -> Tree
 def get_parameter_states(optimizer: Optimizer) -> Tree:
     """Return the state of an optimizer's parameters, by parameter.
 
-    An optimizer around another one may have none of it in `state`, such as Lookahead of timm: its state dict counts
-    then, which has numbers of parameters.
-
-    Raises:
-        ConfigError: there is no `state`, and the state dict has another form than that of torch's optimizers.
+    An optimizer around others may have none of it in `state`, such as Lookahead of timm: theirs counts then. Its state
+    dict does not, as creating that may wait for other ranks.
     """
-    states = {key: value for key, value in optimizer.state.items() if isinstance(key, torch.Tensor)}
-    return states or cast(Tree, _OptimizerProxy(optimizer).state_dict()["state"])
+    outer, *inner = (
+        {key: value for key, value in one.state.items() if isinstance(key, torch.Tensor)}
+        for one in list_nested_optimizers(optimizer)
+    )
+    return outer or {key: value for states in inner for key, value in states.items()}
+
+
+def list_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those that are attributes of it, or of one of these."""
+    nested = [optimizer]
+    for one in nested:
+        attributes = (value for value in vars(one).values() if isinstance(value, Optimizer))
+        nested.extend(value for value in attributes if not any(value is other for other in nested))
+    return nested
 
 
 class _OptimizerProxy:

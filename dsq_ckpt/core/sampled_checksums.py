@@ -40,9 +40,9 @@ def sum_sample(tensor: torch.Tensor) -> SampleSum | None:
 
     Of several ranks with the same shard of a DTensor, the first sums it.
     """
-    if is_lazy(tensor):
+    if is_lazy(tensor) or tensor.is_nested:
         return None
-    local, offsets, is_first = tensor.detach(), (0,) * tensor.ndim, True
+    local, offsets, is_first = tensor.detach(), (0,) * tensor.dim(), True
     if isinstance(local, DTensor):
         coordinates, placements = local.device_mesh.get_coordinate(), local.placements
         if coordinates is None or any(placement.is_partial() for placement in placements):
@@ -51,7 +51,9 @@ def sum_sample(tensor: torch.Tensor) -> SampleSum | None:
         is_first = not any(replicated)
         (chunk,) = local.__create_chunk_list__()
         local, offsets = local.to_local(), tuple(chunk.offsets)
-    is_plain = local.layout is torch.strided and not (local.is_quantized or local.is_meta or local.is_complex())
+    is_plain = local.layout is torch.strided and not (
+        local.is_quantized or local.is_meta or local.is_complex() or local.is_neg()
+    )
     if not is_plain or hasattr(local, "__tensor_flatten__") or local.itemsize not in INTEGERS:
         return None
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

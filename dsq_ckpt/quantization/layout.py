@@ -14,7 +14,7 @@ from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.groups import to_relative_config
 from dsq_ckpt.quantization.model_tensors import find_model_tensors
-from dsq_ckpt.quantization.update_rules import find_extra_state, find_weight_bound_state, with_finer_error
+from dsq_ckpt.quantization.update_rules import BETAS, find_extra_state, find_weight_bound_state, with_finer_error
 
 _BY_UPDATE, _BY_SIZE = "/update", "/relative"
 """Suffixes of groups whose first moments are in units of Adam's update, and of their own size."""
@@ -112,7 +112,10 @@ class Layout:
         extra = find_extra_state([*large, *objects] if known_updates else [])
         unlike = frozenset[str]().union(*(part.unknown_updates for part in parts))
         momentum = {name for name in known_updates if tensors.get(name, "").startswith("momentum/")}
-        rounded = {name: names for name, names in extra.items() if name in known_updates and name not in momentum}
+        rounded = {
+            name: names for name, names in extra.items() if name in known_updates and name not in momentum
+            and (names != {BETAS} or tensors.get(name, "").endswith(_BY_UPDATE))
+        }
         fine = {tensors[name] for name in momentum if name in extra or name.startswith(tuple(unlike))}
         divided = frozenset[str]().union(*(part.prenormalized for part in parts))
         prefixes = tuple(divided)

@@ -105,7 +105,7 @@ def test_weights_that_were_left_out_and_are_others_at_the_load_are_named(tmp_pat
 
 
 def test_checksums_of_weights_left_out_are_few(tmp_path):
-    """Of a model of thousands of tensors, 256, spread evenly; a merge keeps them."""
+    """Of a model of thousands of tensors, 64, spread evenly; a merge keeps them."""
     model = torch.nn.ModuleDict({"base": torch.nn.ParameterList(torch.full((2,), float(at)) for at in range(1000))})
     model.requires_grad_(False)["adapter"] = torch.nn.Linear(80, 80)
     compressor = dsq_ckpt.Compressor(model, frozen=False)
@@ -114,6 +114,7 @@ def test_checksums_of_weights_left_out_are_few(tmp_path):
             model["adapter"].weight.add_(0.01 * torch.randn(80, 80))
         compressor.save(tmp_path / f"{step}")
     texts = Manifest.read(tmp_path / "2").excluded
-    assert len(texts) == 256 == len(set(texts.values())) and max(int(name.split(".")[1]) for name in texts) > 990
+    names = sorted(f"base.{number}" for number in range(1000))
+    assert sorted(texts) == [names[number * 1000 // 64] for number in range(64)] and len(set(texts.values())) == 64
     dsq_ckpt.merge(tmp_path / "2", tmp_path / "merged")
     assert Manifest.read(tmp_path / "merged").excluded == texts

@@ -103,6 +103,27 @@ class Around(torch.optim.SGD):
         return {"base": self.optimizer.state_dict(), "rate": 0.5}
 
 
+class AroundAdamW(torch.optim.Optimizer):
+    """An optimizer around another one that alone has state, and whose state dict has none of it, as some SAMs."""
+
+    def __init__(self, params):
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.AdamW(self.param_groups)
+        self.base.outer = self  # a cycle
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+def test_a_load_that_fails_keeps_the_state_of_an_inner_optimizer(tmp_path):
+    model, optimizer = make_pair(AroundAdamW, 3)
+    before = leaves(optimizer.base.state_dict())
+    with pytest.raises(dsq_ckpt.CheckpointNotFound):
+        dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "missing")
+    assert before and leaves(optimizer.base.state_dict()) == before
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, HiddenStateAdamW])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
@@ -125,14 +146,16 @@ def test_gradients_are_averaged_at_the_steps_of_an_inner_optimizer():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, SlowWeights, ForwardingAdamW])
-def test_wrappers_of_accelerate_and_lightning_are_what_they_wrap(kind):
+def test_wrappers_of_other_libraries_are_what_they_wrap(kind):
     """They step otherwise than the optimizer in them; one that is more than it wraps stays as it is."""
     accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
     wrap_for_lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
     model, optimizer = make_pair(kind)
     wrapper = accelerated.__new__(accelerated)  # a new one needs a state of the process
     wrapper.optimizer = optimizer
-    for wrapped in (wrapper, wrap_for_lightning(optimizer), wrap_for_lightning(wrapper)):
+    wrap_for_ray = pytest.importorskip("ray.train.torch.train_loop_utils")._WrappedOptimizer
+    wrappers = [wrapper, wrap_for_lightning(optimizer), wrap_for_lightning(wrapper), wrap_for_ray(optimizer)]
+    for wrapped in wrappers:
         with dsq_ckpt.Compressor(model, wrapped) as compressor:
             assert compressor.optimizer is optimizer
 

@@ -40,8 +40,9 @@ def test_each_element_of_a_small_tensor_counts():
 
 @pytest.mark.parametrize("tensor", [
     torch.empty(3, device="meta"), torch.zeros(3, dtype=torch.complex64), torch.eye(3).to_sparse(),
-    torch.nn.LazyLinear(3).weight,
-], ids=["meta", "complex", "sparse", "lazy"])
+    torch.nn.LazyLinear(3).weight, torch.zeros(3, dtype=torch.complex64).conj().imag,
+    torch.nested.nested_tensor([torch.zeros(3), torch.zeros(4)]),
+], ids=["meta", "complex", "sparse", "lazy", "negative", "nested"])
 def test_tensors_without_plain_elements_have_none(tensor):
     assert sum_sample(tensor) is None
 

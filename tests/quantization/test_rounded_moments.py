@@ -64,6 +64,21 @@ def test_first_moments_that_last_longer_than_second_ones_are_rounded(tmp_path, r
     assert found.equal(moment.bfloat16().float()) == (first > second)
 
 
+def test_first_moments_without_second_ones_are_quantized_whatever_the_betas(tmp_path, recwarn) -> None:
+    """Those of Lion are in units of their own size."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(80, 80, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.99, 0.9))
+    optimizer.state[model.weight]["exp_avg"] = moment = torch.randn(80, 80)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dsq_ckpt.save(state, tmp_path / "0")
+    assert not any("rounded to bf16" in str(one.message) for one in recwarn)
+    found = torch.zeros(80, 80)
+    name = "optimizer.state.0.exp_avg"
+    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "0"), no_dist=True)
+    assert not found.equal(moment.bfloat16().float())
+
+
 class Rotated(torch.optim.Optimizer):
     """Adam in a basis of its own, which it keeps in a tuple or an object, beside moments or in its groups."""
 
