@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.optimizer_state import get_parameter_states, list_nested_optimizers
+from dsq_ckpt.api.optimizer_state import OptimizerProxy, get_parameter_states, list_nested_optimizers
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
@@ -110,7 +110,12 @@ def check_step(optimizer: Optimizer) -> None:
     except ValueError:  # not a Python function
         return
     closure = parameters.get("closure")
-    if closure is not None:
+    if closure is None and len(list_nested_optimizers(optimizer)) > 1:  # its step is called without one
+        fails = any(
+            one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            for one in parameters.values()
+        )
+    elif closure is not None:
         fails = closure.default is inspect.Parameter.empty  # LBFGS
     else:
         fails = all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -208,7 +213,7 @@ def initialize_state(optimizer: Optimizer) -> None:
         LoadFailed: the step fails.
     """
     with without_gradients(optimizer), explain_step_failure(optimizer):
-        _init_optim_state(optimizer)
+        _init_optim_state(OptimizerProxy(optimizer).as_torch_argument()[0])
 
 
 @contextmanager

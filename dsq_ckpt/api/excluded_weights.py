@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ class ExcludedWeights:
         """Return sums of this rank's samples of tensors, by name; `names` selects the tensors, None: some of all."""
         tensors = dict(pair for name, one in self._parameters().items() for pair in _plain_tensors(name, one))
         chosen = _choose(tensors) if names is None else names
-        sums = {name: sum_sample(tensors[name]) for name in chosen if name in tensors}
-        return {name: one for name, one in sums.items() if one is not None}
+        sums = dict[str, SampleSum]()
+        for name in tensors.keys() & chosen:
+            with suppress(RuntimeError):  # tensors of a class that has no such elements; a warning is all this is for
+                if (one := sum_sample(tensors[name])) is not None:
+                    sums[name] = one
+        return sums
 
     def warn_of_changes(self, directory: Path, comm: Communicator) -> None:
         """Warn of weights that are not those that a checkpoint was saved with; collective over `comm`."""
@@ -76,9 +81,13 @@ class ExcludedWeights:
             saved.update(Manifest.read(directory).excluded)
             return self.sum_samples(saved)
 
-        present = join_ranks(gather_from_all_ranks(comm, sum_saved, LoadFailed))
-        alike = {name for name, text in present.items() if text.rpartition(" ")[0] == saved[name].rpartition(" ")[0]}
-        if changed := sorted(name for name in alike if present[name] != saved[name]):
+        ranks = gather_from_all_ranks(comm, sum_saved, LoadFailed)
+        groups = [ranks, *([rank] for rank in ranks)]  # a rank that has whole tensors may have others than the rest
+        present = {pair for group in groups for pair in join_ranks(group).items()}
+        if changed := sorted({
+            name for name, text in present
+            if text.rpartition(" ")[0] == saved[name].rpartition(" ")[0] and text != saved[name]
+        }):
             warn(
                 f"{quote(changed)} of this model have other values than at the save of '{directory}', which has "
                 f"checksums of {len(saved)} tensors that it leaves out (frozen=False): what is loaded was trained "

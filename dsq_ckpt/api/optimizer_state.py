@@ -43,7 +43,7 @@ def get_optimizer_state(
     Raises:
         ConfigError: the optimizer's state dict has another form than that of torch's optimizers.
     """
-    proxy = _OptimizerProxy(optimizer)
+    proxy = OptimizerProxy(optimizer)
     return {**get_optimizer_state_dict(model, proxy.as_torch_argument(), options=options), **proxy.extra}
 
 
@@ -61,7 +61,7 @@ def set_optimizer_state(
             name: parameter_states[name] for name, one in get_named_parameters(model).items()
             if name in parameter_states and not one.requires_grad
         }
-        proxy = _OptimizerProxy(optimizer, extra_entries(state), dropped)
+        proxy = OptimizerProxy(optimizer, extra_entries(state), dropped)
         set_optimizer_state_dict(model, proxy.as_torch_argument(), torch_state, options=options)
 
 
@@ -147,7 +147,7 @@ def list_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return nested
 
 
-class _OptimizerProxy:
+class OptimizerProxy:
     """Proxy of an optimizer that shows torch's functions the part of its state dict that they handle.
 
     Args:
@@ -174,6 +174,18 @@ class _OptimizerProxy:
     def state(self) -> Tree:
         """State of parameters; torch initializes the optimizer before a load if it is empty."""
         return get_parameter_states(self._optimizer)
+
+    def step(self, closure: None = None) -> None:
+        """Take the step by which torch initializes the state; counts and rates that are attributes stay as they are."""
+        attributes = vars(self._optimizer)
+        settings = {key: value for key, value in attributes.items() if isinstance(value, int | float | str | None)}
+        try:
+            if len(list_nested_optimizers(self._optimizer)) > 1:  # some take no closure
+                self._optimizer.step()
+            else:
+                self._optimizer.step(closure=closure)
+        finally:
+            attributes.update(settings)
 
     def as_torch_argument(self) -> tuple[Optimizer]:
         """Return a tuple of this proxy: torch checks the class of a single optimizer, but not of several."""

@@ -116,6 +116,26 @@ class AroundAdamW(torch.optim.Optimizer):
         self.base.step()
 
 
+class WarmUp(ForwardingAdamW):
+    """An optimizer around another one with a count and a rate of its own, which takes no closure."""
+
+    count = 0
+
+    def step(self):
+        self.count += 1
+        self.param_groups[0]["lr"] = 1e-4 * self.count
+        self.optimizer.step()
+
+
+def test_a_load_into_a_new_optimizer_around_another_counts_no_step(tmp_path):
+    model, optimizer = make_pair(WarmUp, 3)
+    dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
+    other, around = make_pair(WarmUp)
+    around.count = 3
+    dsq_ckpt.Compressor(other, around, "exact").load(tmp_path / "a")
+    assert around.count == 3 and leaves(around.state_dict()) == leaves(optimizer.state_dict())
+
+
 def test_a_load_that_fails_keeps_the_state_of_an_inner_optimizer(tmp_path):
     model, optimizer = make_pair(AroundAdamW, 3)
     before = leaves(optimizer.base.state_dict())
