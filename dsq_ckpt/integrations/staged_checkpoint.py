@@ -22,6 +22,7 @@ from torch import nn
 from dsq_ckpt.api import background
 from dsq_ckpt.api.saving import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import default_history
@@ -184,6 +185,11 @@ class StagedCheckpoint:
     def _rename_to_target(self) -> None:
         if self._comm.rank != 0:
             return
+        if others := {path.name for path in self._files_parent.iterdir()} - {self.files_directory.name}:
+            raise SaveFailed(
+                f"{quote(sorted(others))} was written beside the files of '{self.target}', in a hidden directory that "
+                f"is removed after the save; write to the directory of the checkpoint, or to '{self.target.parent}'"
+            )
         for file in self.files_directory.iterdir():
             file.rename(self._hidden_directory / file.name)
         shutil.rmtree(self._files_parent)

@@ -141,7 +141,7 @@ def full_disk_in_last_write(output: Path) -> None:
 def writing_in_subclass(output: Path) -> None:
     """A file that a subclass writes in `_save_checkpoint` is part of the checkpoint when it gets its name.
 
-    A subclass that saves nothing by Trainer's own method is refused.
+    A subclass that saves nothing by Trainer's own method is refused, and files beside the checkpoint's directory.
     """
 
     class Writing(Trainer):
@@ -154,7 +154,17 @@ def writing_in_subclass(output: Path) -> None:
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             Path(self._get_output_dir(trial), "adapter.bin").parent.mkdir(parents=True, exist_ok=True)
 
+    class Beside(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            Path(self._get_output_dir(trial), "beside.txt").touch()
+
     seen = []
+    made = trainer(output, 4, attached=False)
+    made.__class__ = Beside
+    with pytest.raises(SaveFailed, match=r"'beside\.txt' was written beside the files of .*checkpoint-2"):
+        huggingface.attach(made).train()
+    assert names(output) == []
     made = trainer(output, 4, attached=False)
     made.__class__ = Replacing
     with pytest.raises(ConfigError, match=r"checkpoint-2': .* overrides _save_checkpoint"):
