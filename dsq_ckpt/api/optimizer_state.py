@@ -176,14 +176,14 @@ class OptimizerProxy:
         return get_parameter_states(self._optimizer)
 
     def step(self, closure: None = None) -> None:
-        """Take the step by which torch initializes the state; counts and rates that are attributes stay as they are."""
+        """Take the step by which torch initializes the state; one around another keeps its counts and rates."""
+        if len(list_nested_optimizers(self._optimizer)) == 1:
+            self._optimizer.step(closure=closure)
+            return
         attributes = vars(self._optimizer)
         settings = {key: value for key, value in attributes.items() if isinstance(value, int | float | str | None)}
         try:
-            if len(list_nested_optimizers(self._optimizer)) > 1:  # some take no closure
-                self._optimizer.step()
-            else:
-                self._optimizer.step(closure=closure)
+            self._optimizer.step()  # some take no closure
         finally:
             attributes.update(settings)
 
