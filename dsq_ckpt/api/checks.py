@@ -63,7 +63,7 @@ def check_parameters(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) 
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning, whose `step` is the relevant one.
+    """Return the optimizer inside a wrapper of Accelerate, Lightning or Ray, whose `step` is the relevant one.
 
     Such a wrapper has the inner optimizer's state and state dict. An optimizer around another one with a state or a
     state dict of its own, such as Lookahead, is not a wrapper, even if its state dict has nothing more at the moment.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.optimizer_state import get_parameter_states
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.sampled_checksums import SampleSum, join_sums, sum_sample
@@ -55,8 +56,8 @@ class ExcludedWeights:
 
     def warn_of_trained(self, optimizer: Optimizer | None) -> None:
         """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
-        optimizer_state = getattr(optimizer, "state", {})
-        if trained := sorted(name for name, one in self._parameters().items() if optimizer_state.get(one)):
+        states = {} if optimizer is None else get_parameter_states(optimizer)
+        if trained := sorted(name for name, one in self._parameters().items() if states.get(one)):
             warn(
                 f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
                 "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"

@@ -8,6 +8,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.odd_optimizers import HiddenStateAdamW, train_on_noise
 from tests.helpers.training import compute_loss, train, train_model
 
 
@@ -61,6 +62,16 @@ def test_weights_that_are_trained_by_turns_are_not_left_out_in_silence(tmp_path)
         compressor.save(tmp_path / "1")
 
 
+def test_weights_trained_by_an_inner_optimizer_are_not_left_out_in_silence(tmp_path):
+    """The optimizer around it has no state of its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = HiddenStateAdamW(model.parameters())
+    train_on_noise(model, optimizer, 2)
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"has state of are not saved: '0\.bias', '0\.weight' need no gradient"):
+        dsq_ckpt.Compressor(model, optimizer, frozen=False).save(tmp_path / "0")
+
+
 def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
     linear = torch.nn.Linear
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), linear(64, 64), linear(64, 64, bias=False))
@@ -105,7 +116,7 @@ def test_weights_that_were_left_out_and_are_others_at_the_load_are_named(tmp_pat
 
 
 def test_checksums_of_weights_left_out_are_few(tmp_path):
-    """Of a model of thousands of tensors, 64, spread evenly; a merge keeps them."""
+    """A manifest has 64 of a model of a thousand tensors, spread evenly; a merge keeps them."""
     model = torch.nn.ModuleDict({"base": torch.nn.ParameterList(torch.full((2,), float(at)) for at in range(1000))})
     model.requires_grad_(False)["adapter"] = torch.nn.Linear(80, 80)
     compressor = dsq_ckpt.Compressor(model, frozen=False)

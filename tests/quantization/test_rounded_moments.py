@@ -65,7 +65,7 @@ def test_first_moments_that_last_longer_than_second_ones_are_rounded(tmp_path, r
 
 
 def test_first_moments_without_second_ones_are_quantized_whatever_the_betas(tmp_path, recwarn) -> None:
-    """Those of Lion are in units of their own size."""
+    """Lion has no second moments: its first ones are in units of their own size."""
     torch.manual_seed(0)
     model = torch.nn.Linear(80, 80, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.99, 0.9))
