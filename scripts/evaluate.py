@@ -118,6 +118,7 @@ def peers(
     peers: str = typer.Option(",".join(beside.JOBS), help=f"Separated by commas, of {', '.join(beside.JOBS)}."),
     epsilon: list[float] = typer.Option([0.05, 0.01, 0.002], help="Bounds of every lossy peer, and of dsq."),
     dsq_epsilon: list[float] = typer.Option([0.03, 0.02, 0.005], help="Further bounds for dsq."),
+    dsq_sensitivity: list[float] = typer.Option([], help="Further strengths of steps by gradients, for dsq."),
     json_path: Path = JSON,
 ) -> None:
     """Compress recorded runs with other projects' coders and with dsq at equal harm: ratio, and speed in MB/s.
@@ -130,12 +131,12 @@ def peers(
     torch.set_num_threads(1)
     settings = {
         "workload": names_of, "seed": seed, "peers": chosen, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon,
-        "tolerance": beside.TOLERANCE,
+        "dsq_sensitivity": dsq_sensitivity, "tolerance": beside.TOLERANCE,
     }
     rows: list[results.Row] = []
     for recording in recordings:
         try:
-            for row in beside.compare(recording, chosen, epsilon, dsq_epsilon, console.print):
+            for row in beside.compare(recording, chosen, epsilon, dsq_epsilon, dsq_sensitivity, console.print):
                 rows.append(row)
                 # After each row: what was measured is kept, should the program be stopped.
                 made = results.document("peers", settings, rows, versus=beside.versus(rows))

@@ -70,6 +70,7 @@ lowdiff-ranks           evaluate_lowdiff.py ranks {}/lowdiff-constants.json --co
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
 passes                  measure_passes.py --parameters 2000000 --rounds 2
+startup                 measure_startup.py --rounds 3
 bench                   dsq bench --parameters 2e7 --repeats 3
 stall                   dsq bench --stall --parameters 2e7 --repeats 3
 """
@@ -107,7 +108,9 @@ offline-papers-gpt-seed1     evaluate.py offline gpt --seed 1 --systems dsq,insh
 offline-papers-resnet-seed0  evaluate.py offline resnet --seed 0 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-resnet-seed1  evaluate.py offline resnet --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 peers-gpt-short-seed0   evaluate.py peers gpt-short --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
+                          --dsq-sensitivity 0.125
 peers-llama-seed0       evaluate.py peers llama --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
+                          --dsq-sensitivity 0.125
 -                       evaluate.py record llama-bf16
 exact-differences       evaluate.py exact finetune llama-bf16 gpt-short
 peers-finetune-seed0    evaluate.py peers finetune --peers bitsnap,zstd,zipnn,exact
@@ -282,6 +285,7 @@ lowdiff-kills           ../tests/lowdiff/kills.py --trials 200
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
 passes                  measure_passes.py --parameters 20000000
+startup                 measure_startup.py
 bench                   dsq bench
 stall                   dsq bench --stall --repeats 7
 """ + "".join(
@@ -306,12 +310,7 @@ class Step(NamedTuple):
 
 
 def steps(table: str, directory: Path) -> list[Step]:
-    """Return the commands of a table, in their order.
-
-    Args:
-        table: `QUICK` or `FULL`.
-        directory: For the files.
-    """
+    """Return the commands of a table, `QUICK` or `FULL`, in their order; the directory is for the files."""
     found = []
     for line in re.split(r"\n(?=\S)", table.strip()):
         name, command = line.split(maxsplit=1)

@@ -55,8 +55,8 @@ _TARGETS = {  # name: (target, True if more is better)
     f"{STALL} / of dcp.async_save": (1.0, False),
 }
 
-_DEPTHS = (8, 32)
-"""Numbers of deltas before a load, measured for weights alone."""
+_DEPTHS = (4, 8, 32)
+"""Numbers of deltas before a load, measured for weights alone; `delta.max_chain: auto` has four at most."""
 
 _CODER_TARGETS = {  # for coders with vector instructions
     "rANS encode, G codes/s": (0.6, True),

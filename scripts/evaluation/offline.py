@@ -49,15 +49,17 @@ VERSUS = (
 )
 
 
-def system_config(system: str, epsilon: float) -> dsq_ckpt.DSQConfig:
+def system_config(system: str, epsilon: float, sensitivity: float | None = None) -> dsq_ckpt.DSQConfig:
     """Return the configuration of a system with the papers' bound, on one thread: figures are per core.
+
+    `sensitivity` is the strength of the gradients in the steps of weights, where it is not the system's.
 
     Raises:
         ConfigError: it cannot be configured so.
     """
     return dsq_ckpt.DSQConfig.create({
         "system": system, "search": {"bound": "relative", "epsilon": epsilon}, "storage": {"threads": 1},
-    })
+    } | ({} if sensitivity is None else {"quantize": {"weights": {"codebook": {"sensitivity": sensitivity}}}}))
 
 
 def compare(

@@ -208,9 +208,10 @@ def test_what_changes_bits_is_not_lossless(recording: Path) -> None:
 
 
 def test_versus_is_at_no_more_harm() -> None:
-    def row(peer: str, epsilon: float, ratio: float, harm: float) -> dict:
+    def row(peer: str, epsilon: float, ratio: float, harm: float, sensitivity: float | None = None) -> dict:
         return {
-            "run": "r", "part": "weights", "peer": peer, "name": peer, "epsilon": epsilon, "ratio": ratio,
+            "run": "r", "part": "weights", "peer": peer, "name": peer, "epsilon": epsilon, "sensitivity": sensitivity,
+            "ratio": ratio,
             "degradation_mean": harm, "degradation_final": harm, "degradation_max": harm, "compress": 4 * ratio,
             "decompress": 1.0, "ratio_later": 2 * ratio, "lossless": peer == "zstd",
         }
@@ -220,6 +221,8 @@ def test_versus_is_at_no_more_harm() -> None:
     assert [(one["name"], one["ours"], one["times"]) for one in found] == [
         ("excp", 50, 2.0), ("nncodec", 20, 0.5)
     ]
+    both = versus([row("excp", 0.05, 25, 0.03), *ours, row("dsq", 0.05, 200, 0.02, 0.125)])
+    assert [(one["sensitivity"], one["ours"]) for one in both] == [(None, 50), (0.125, 200)]
     [lonely] = versus([row("excp", 0.05, 25, -1.0), ours[0]])
     assert "ours" not in lonely
 
@@ -229,14 +232,20 @@ def test_peers_command(recording: Path, tmp_path: Path) -> None:
     target = tmp_path / "peers.json"
     arguments = ["peers", "gpt-tiny", "--directory", str(recording), "--json", str(target)]
     result = CliRunner().invoke(app, [
-        *arguments, "--peers", "excp,bitsnap,zstd,exact,dsq", "--epsilon", "0.05", "--dsq-epsilon", "0.01",
+        *arguments, "--peers", "excp,bitsnap,zstd,exact,dsq", "--epsilon", "0.05", "--dsq-sensitivity", "0.125",
+        "--dsq-epsilon", "0.05",
     ])
     assert result.exit_code == 0, result.output
     made = json.loads(target.read_text())
     rows = made["rows"]
     assert made["measured"] == "peers" and made["settings"]["epsilon"] == [0.05]
     assert {row["peer"] for row in rows} == {"excp", "bitsnap", "zstd", "exact", "dsq"} < set(JOBS)
-    assert {row["name"] for row in rows if row["peer"] == "dsq"} == {"dsq", "dsq, refined"}
+    assert {row["name"]: row["sensitivity"] for row in rows if row["peer"] == "dsq"} == {
+        "dsq": None, "dsq, refined": None, "dsq, sensitivity 0.125": 0.125, "dsq, sensitivity 0.125, refined": 0.125,
+    }
+    by_strength = {row["sensitivity"]: row["bytes"] for row in rows if row["name"] in ("dsq", "dsq, sensitivity 0.125")
+                   and row["part"] == "weights"}
+    assert by_strength[None] != by_strength[0.125]
     assert {row["name"] for row in rows if row["peer"] == "exact"} == {"dsq, exact", "dsq, exact, deltas"}
     for row in rows:
         assert row["compress"] > 0 < row["decompress"] and len(row["checkpoints"]) == 3
@@ -248,7 +257,7 @@ def test_peers_command(recording: Path, tmp_path: Path) -> None:
         assert row["ratio_later"] == pytest.approx(later)
         continued = row["part"] == "weights + moments" and row["degradation_max"] != 0
         assert (row["continued"] is not None) == continued
-    assert [one["name"] for one in made["versus"]] == [row["name"] for row in rows if row["peer"] == "excp"]
+    assert [one["name"] for one in made["versus"]] == 2 * [row["name"] for row in rows if row["peer"] == "excp"]
     assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {one["name"] for one in made["versus"]}
     assert "dsq at no greater mean and final harm" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--peers", "gzip"])

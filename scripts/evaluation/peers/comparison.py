@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -97,7 +98,8 @@ is a keyframe of dsq, and of others a difference to the state at step 0; harm: r
 what was read back; continued: the same after 20 more steps; missed: checkpoints beyond the bound; speeds: medians"""
 VERSUS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
-    Column("ratio", "theirs", ratio), Column("dsq at no more harm", "ours", ratio), Column("its bound", "at", percent),
+    Column("ratio", "theirs", ratio), Column("sensitivity of dsq", "sensitivity"),
+    Column("dsq at no more harm", "ours", ratio), Column("its bound", "at", percent),
     Column("times the ratio", "times", digits(2)), Column("after the first", "times_later", digits(2)),
     Column("times the speed", "faster", digits(1)),
     Column("of decompression", "faster_back", digits(1)),
@@ -106,7 +108,7 @@ VERSUS = (
 
 def compare(
     directory: Path, peers: Sequence[str], epsilons: Sequence[float], ours: Sequence[float],
-    report: Callable[[str], None],
+    sensitivities: Sequence[float], report: Callable[[str], None],
 ) -> Iterator[Row]:
     """Compress a recorded run with every peer at every bound, and with `dsq` at more of them.
 
@@ -115,6 +117,7 @@ def compare(
         peers: Of `JOBS`.
         epsilons: Bounds of every lossy peer, and of `dsq`.
         ours: Further bounds of `dsq`.
+        sensitivities: Further strengths of the gradients in the steps of `dsq`, at all of its bounds.
         report: Called with progress, line by line.
 
     Yields:
@@ -147,24 +150,30 @@ def compare(
                     } | row
             if name != OURS:
                 continue
-            for part in (WEIGHTS, STATE):
-                for epsilon in sorted({*epsilons, *ours}, reverse=True):
-                    report(f"{run['run']}: dsq, {part}, bound {epsilon}")
-                    for row in walk_ours(
-                        directory, epsilon, moments=part == STATE, continuation=continuation, report=report
-                    ):
-                        yield run | {"peer": name, "part": part, "epsilon": epsilon, "lossless": False} | row
+            bounds = sorted({*epsilons, *ours}, reverse=True)
+            for part, sensitivity, epsilon in itertools.product((WEIGHTS, STATE), (None, *sensitivities), bounds):
+                report(f"{run['run']}: dsq, {part}, bound {epsilon}, sensitivity {sensitivity or 'by default'}")
+                for row in walk_ours(
+                    directory, epsilon, moments=part == STATE, sensitivity=sensitivity, continuation=continuation,
+                    report=report,
+                ):
+                    yield run | {"peer": name, "part": part, "epsilon": epsilon, "lossless": False} | row
 
 
 def versus(rows: Sequence[Row]) -> list[Row]:
-    """Return, per row of a lossy peer, the highest ratio of `dsq` at no greater mean and final harm."""
+    """Return, per row of a lossy peer, the highest ratio of `dsq` at no greater mean and final harm.
+
+    There is one for each strength of the gradients in the steps of `dsq`.
+    """
     found = []
-    for other in rows:
-        if other["peer"] == OURS or other["lossless"]:
+    lossy = [row for row in rows if not row["lossless"]]
+    strengths = dict.fromkeys(row["sensitivity"] for row in lossy if row["peer"] == OURS)
+    for sensitivity, other in itertools.product(strengths or [None], lossy):
+        if other["peer"] == OURS:
             continue
         harmless = [
-            row for row in rows
-            if row["peer"] == OURS and not row["lossless"]
+            row for row in lossy
+            if row["peer"] == OURS and row["sensitivity"] == sensitivity
             and all(row[key] == other[key] for key in ("run", "part"))
             and all(
                 row[f"degradation_{which}"] <= max(other[f"degradation_{which}"], 0.0) + TOLERANCE
@@ -172,6 +181,7 @@ def versus(rows: Sequence[Row]) -> list[Row]:
             )
         ]
         made: dict[str, Any] = {key: other[key] for key in ("run", "part", "name", "epsilon")}
+        made["sensitivity"] = sensitivity
         made["theirs"] = other["ratio"]
         if harmless:
             best = max(harmless, key=lambda row: row["ratio"])

@@ -177,13 +177,14 @@ def first_that(keeps: Callable[[int], bool], count: int, guess: int) -> int:
 
 
 def walk_ours(
-    directory: Path, epsilon: float, *, moments: bool, continuation: Continuation | None = None,
-    report: Report = lambda line: None,
+    directory: Path, epsilon: float, *, moments: bool, sensitivity: float | None = None,
+    continuation: Continuation | None = None, report: Report = lambda line: None,
 ) -> Iterator[Row]:
     """Compress a recorded run with `dsq`, and yield a row of base layers alone and one with refinement layers.
 
     The keyframe is counted. Times are those of saves and loads of files, refinement
-    layers included, without the search.
+    layers included, without the search. `sensitivity` is the strength of the gradients in the steps of weights; None:
+    the default.
     """
     figures = {False: Figures(), True: Figures()}
     sizes = {state.step: state.nbytes for state in read(directory, moments)}
@@ -202,10 +203,11 @@ def walk_ours(
             made.continued.append(continuation.rise(run, point.step))
 
     parts = ("model", "optimizer") if moments else ("model",)
-    replay(directory, system_config("dsq", epsilon), parts=parts, visit=visit, report=report)
+    replay(directory, system_config("dsq", epsilon, sensitivity), parts=parts, visit=visit, report=report)
+    name = "dsq" if sensitivity is None else f"dsq, sensitivity {sensitivity:g}"
     for refined, made in figures.items():
         if made.points:
-            yield {"name": "dsq, refined" if refined else "dsq"} | made.row()
+            yield {"name": f"{name}, refined" if refined else name, "sensitivity": sensitivity} | made.row()
 
 
 def _run(directory: Path) -> Workload:
