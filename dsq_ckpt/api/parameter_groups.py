@@ -64,7 +64,8 @@ def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, ra
     """
     saved = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
     defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
-    lacking = sorted(defaults.keys() - saved)
+    options = defaults.keys() & set().union(*optimizer.param_groups)  # defaults of some have more than groups take
+    lacking = sorted(options - saved)
     foreign = sorted(saved.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
     if lacking and foreign:
         warn(

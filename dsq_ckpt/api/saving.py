@@ -29,7 +29,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.core.tensor_subclasses import to_storable
-from dsq_ckpt.dcp.background_process import describe_exit, explain_missing_cpu_backend
+from dsq_ckpt.dcp.background_process import describe_exit, explain_missing_cpu_backend, kill_process
 from dsq_ckpt.dcp.call_stack import AsyncCall
 from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.dcp.writer import DSQStorageWriter
@@ -259,6 +259,8 @@ def async_save_with_writer(
         if isinstance(error, Exception) and not isinstance(error, DSQError):
             exit_text = describe_exit(after_error=True) if processes else None
             location = "in DCP's background process: " if processes else ""
+            if processes and exit_text is None:
+                kill_process()
             raise SaveFailed(
                 f"{location}{described(error)}" if exit_text is None
                 else f"DCP's background process {exit_text}; the next save starts another"

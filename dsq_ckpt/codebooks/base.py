@@ -172,6 +172,22 @@ class CodebookConfig(StrictModel, ABC):
         """
         return RefinementFit(most)
 
+    def explain_misfit(self, kind: str) -> str | None:
+        """Return why tensors of a kind, or of a group of weights, cannot be stored by these levels; None if they can.
+
+        Second moments span many powers of two. A cell next to zero of evenly spaced levels holds most of them, and may
+        be restored as zero, by whose square root Adam divides.
+        """
+        if KIND_OF_COORDINATES.get(self.coordinates, kind) != kind:
+            return f"fit '{self.fit}' is for {KIND_OF_COORDINATES[self.coordinates]} alone; choose another codebook"
+        if kind == "exp_avg_sq" and self.coordinates == "values" and not self.logarithmic:
+            return (
+                f"fit '{self.fit}' measures distance on a linear axis, so small second moments would be restored as "
+                "zero, and Adam's next update would be thousands of times too large; choose fit 'octaves', or 'kmeans' "
+                "with domain 'log'"
+            )
+        return None
+
     def as_fine_as(self, other: CodebookConfig) -> bool:
         """Return whether no value has a larger error than with `other`; tied tensors take the finest configuration."""
         return self == other

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from dsq_ckpt.codebooks.base import KIND_OF_COORDINATES
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.codebooks.octaves import Octaves
@@ -140,9 +139,8 @@ class QuantizeConfig(StrictModel):
         blocks = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
                   "momentum": self.momentum, **{f"groups.{name}": group for name, group in self.groups.items()}}
         for name, block in blocks.items():
-            kind = KIND_OF_COORDINATES.get(block.codebook.coordinates, name)
-            if name != kind:
-                raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
+            if (misfit := block.codebook.explain_misfit(name)) is not None:
+                raise ValueError(f"{name}: {misfit}")
         return self
 
     @model_validator(mode="after")

@@ -35,6 +35,18 @@ def describe_exit(after_error: bool = False) -> str | None:
     )
 
 
+def kill_process() -> None:
+    """Kill the background process of this rank, if there is one.
+
+    For a request that did not get to it, as where shared memory is full on one host: the processes of other ranks are
+    in a collective with it then, and would wait for the whole timeout of the group.
+    """
+    process = _get_process()
+    if process is not None:
+        process.kill()
+        process.join()
+
+
 def reset_dead_processes(comm: Communicator) -> None:
     """Make DCP start new background processes on all ranks if one has ended; collective over the default group.
 

@@ -238,7 +238,10 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may return their own memory
                     tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
                 if load.tensor is not into:
-                    target.copy_(piece)
+                    try:
+                        target.copy_(piece)
+                    except RuntimeError as error:  # such as for an expanded tensor, whose elements share memory
+                        raise LoadFailed(f"'{key.fqn}' cannot be written to: {error}") from error
                 elif not target.is_inference():
                     increment_version(target)  # for a backward pass that needs the former values
                 planner.commit_tensor(item, target)

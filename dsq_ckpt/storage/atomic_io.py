@@ -23,6 +23,7 @@ import xxhash
 
 INCOMPLETE = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _EXCHANGE_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
 _MAX_NAME_BYTES = 255 - len("..dsq-01234567.tmp")
 """Largest name in bytes to which prefix and suffix of a hidden name can be added within the limit of 255."""
@@ -76,11 +77,18 @@ def flush(stream: IO[bytes] | IO[str], fsync: bool) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory to the device, so that renames in it survive a power failure."""
+    """Flush a directory to the device, so that renames in it survive a power failure.
+
+    Some file systems, such as those of network shares and of shared folders, cannot flush a directory. They write names
+    in an order of their own, which is all that there is.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with add_path_to_errors(directory, "while names in it were flushed to the device"):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _SYNC_UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

@@ -351,3 +351,10 @@ def test_configuration_sources_are_equal(tmp_path):
         dsq_ckpt.save(state, tmp_path / str(number) / "a", config=source)
         results.append(load_copy(tmp_path / str(number) / "a", state))
     assert all(find_differences(results[0], other) == [] for other in results[1:])
+
+
+def test_a_target_that_cannot_be_written_to_is_named(tmp_path):
+    """The elements of an expanded tensor share memory."""
+    dsq_ckpt.save({"wide": torch.randn(1, 200).expand(100, 200)}, tmp_path / "a")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'wide' cannot be written to: .*single memory location"):
+        dsq_ckpt.load({"wide": torch.zeros(1, 200).expand(100, 200)}, tmp_path / "a")

@@ -290,6 +290,22 @@ def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own,
     assert all(one.grad is gradient for one, gradient in zip(model.parameters(), gradients_before, strict=True))
 
 
+def test_defaults_that_groups_do_not_take_are_not_missed(tmp_path, recwarn):
+    """As of heavyball, whose defaults are the variables of its constructor, and whose groups get entries in steps."""
+    class Widened(torch.optim.AdamW):
+        def __init__(self, parameters, **options):
+            super().__init__(parameters, **options)
+            self.defaults["__class__"] = Widened
+
+        def step(self, closure=None):
+            super().step(closure)
+            self.param_groups[0]["base_lr"] = self.param_groups[0]["lr"]
+
+    dsq_ckpt.Compressor(*train_model(2, kind=Widened)).save(tmp_path / "a")
+    dsq_ckpt.Compressor(*train_model(0, kind=Widened)).load(tmp_path / "a")
+    assert not any("another optimizer" in str(one.message) for one in recwarn)
+
+
 def test_options_of_an_optimizer_of_another_class_are_told_of(tmp_path, recwarn):
     """No entry is missing if either has no state: the learning rate of the other was taken without a word."""
     for kind, steps in (("AdamW", 2), ("SGD", 2)):

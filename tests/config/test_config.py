@@ -319,3 +319,14 @@ def test_values_of_another_kind(tree, says):
 def test_settings_that_value_deltas_refuse(tree, says):
     with pytest.raises(dsq_ckpt.ConfigError, match=says):
         dsq_ckpt.DSQConfig.create(tree)
+
+
+@pytest.mark.parametrize("codebook", [fit for fit in CODEBOOKS if fit not in ("octaves", "update", "relative")])
+def test_second_moments_are_not_stored_on_a_linear_axis(codebook):
+    """A small one would be restored as zero, by whose square root Adam divides."""
+    says = rf"exp_avg_sq: fit '{codebook}' measures distance on a linear axis.* choose fit 'octaves', or 'kmeans'"
+    settings = {"fit": codebook, "domain": "linear"} if codebook in ("kmeans", "lloyd") else {"fit": codebook}
+    if "domain" in settings and "domain" not in CODEBOOKS[codebook].model_fields:
+        del settings["domain"]
+    with pytest.raises(ConfigError, match=says):
+        DSQConfig.create({"quantize": {"exp_avg_sq": {"codebook": settings}}})

@@ -46,7 +46,7 @@ def test_planners(tmp_path):
 
 
 def test_a_background_process_dies(tmp_path):
-    assert checks(torchrun("revived", 2, tmp_path)) == 3
+    assert checks(torchrun("revived", 2, tmp_path)) == 4
 
 
 def test_faults(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from unittest.mock import Mock
 
 import pytest
@@ -101,6 +102,26 @@ def test_names(tmp_path):
     assert hidden_name(tmp_path / "a") != hidden_name(tmp_path / "a")
     make_directory(tmp_path / "one" / "two", fsync=True)
     assert (tmp_path / "one" / "two").is_dir()
+
+
+def test_a_file_system_that_cannot_flush_directories_is_used_as_it_is(tmp_path, monkeypatch):
+    """A flush of a file that fails there is an error as anywhere, and so is one of a directory that should work."""
+    fsync, error = os.fsync, errno.EINVAL
+
+    def refuse_directories(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(error, os.strerror(error))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    with AtomicFile(tmp_path / "file", fsync=True) as file:
+        file.stream.write(b"whole")
+        file.publish()
+    assert (tmp_path / "file").read_bytes() == b"whole"
+    make_directory(tmp_path / "one" / "two", fsync=True)
+    error = errno.EIO
+    with pytest.raises(OSError, match="while names in it were flushed"):
+        make_directory(tmp_path / "other" / "two", fsync=True)
 
 
 @pytest.mark.parametrize("system", ["renameat2", "neither", "not on this file system"])

@@ -1,8 +1,9 @@
-"""DCP's background process of one rank is killed, between saves and during one: argv = an empty directory."""
+"""DCP's background process of one rank is killed, or is not reached: argv = an empty directory."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -70,7 +71,25 @@ def killed(root: Path, rank: int) -> None:
     done("killed before a save by DCP's own function")
 
 
+def not_reached(root: Path, rank: int) -> None:
+    """Shared memory is full on one host, so the state does not get to its process: the others do not wait for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    future = dsq_ckpt.async_save(state(5, rank), root / "5", config="exact", processes=True)
+    fails_everywhere(lambda: future.result(timeout=HANG), "background process")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(future.exception(), dsq_ckpt.SaveFailed), future.exception()
+    assert not is_complete(root / "5")
+    dist.barrier()
+    dsq_ckpt.async_save(state(6, rank), root / "6", processes=True).result(timeout=HANG)
+    dist.barrier()
+    assert Manifest.read(root / "6").parent_name == "4"
+    done("a request that did not get to it")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, _):
         killed(Path(sys.argv[1]), me)
+        not_reached(Path(sys.argv[1]), me)
