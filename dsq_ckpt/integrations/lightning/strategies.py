@@ -87,7 +87,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         """Save Lightning's checkpoint dict, whose tensors are sharded; anything at the path is replaced. Collective.
 
         Raises:
-            ConfigError: `storage_options` is not None.
+            ConfigError: `storage_options` is not None, or the dict has the weights of `WeightAveraging`.
             SaveFailed: a value of the dict cannot be stored; the message names it.
             DSQError: any other failure, on every rank. Earlier checkpoints are untouched.
         """
@@ -100,6 +100,12 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
                 raise ConfigError(
                     f"storage_options is {storage_options!r}, expected None: {type(self).__name__}(config=...) has all "
                     "settings"
+                )
+            if "current_model_state" in checkpoint:
+                raise ConfigError(
+                    "the checkpoint has 'current_model_state' of the callback WeightAveraging, with which Lightning "
+                    "resumes no run of ModelParallelStrategy: remove the callback, or average in a callback of your "
+                    "own that returns the weights from state_dict()"
                 )
             state.update(to_state_dict(checkpoint, include_skeleton=self.is_global_zero))
             if not self.is_global_zero:

@@ -182,6 +182,10 @@ def errors(directory: Path) -> None:
     one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(average=part)
     with pytest.raises(dsq_ckpt.SaveFailed, match="'average' is distributed"):
         one.save_checkpoint(directory / "refused" / "other.ckpt")
+    one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(current_model_state={})
+    with pytest.raises(dsq_ckpt.ConfigError, match="WeightAveraging, with which Lightning resumes no run"):
+        one.save_checkpoint(directory / "refused" / "other.ckpt")
+    assert names(directory / "refused") == before
 
 
 def main() -> None:
