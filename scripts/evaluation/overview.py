@@ -59,6 +59,8 @@ def points(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
             if made["measured"] == "offline":
                 for part, key in ((WEIGHTS, "ratio_weights"), (STATE, "ratio_files")):
                     found.append(Point(part, run, row["workload"], row["system"], row["degradation_mean"], row[key]))
+            elif row.get("sensitivity") is not None:  # another configuration of ours, which the tables have
+                continue
             elif made["measured"] == "peers" and row["part"] in (WEIGHTS, STATE) and not row["lossless"]:
                 system = REFINED if row["name"].startswith("dsq, refined") else row["peer"]
                 found.append(Point(row["part"], run, row["workload"], system, row["degradation_mean"], row["ratio"]))
