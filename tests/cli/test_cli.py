@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import dsq_ckpt
 from dsq_ckpt.cli import benchmark as bench
 from dsq_ckpt.cli import output
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import processes
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
 from tests.helpers.small_run import NAMES
 from tests.helpers.states import find_differences, load_copy
@@ -228,13 +227,12 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
     assert isinstance(run_dsq("verify", tmp_path).exception, ZeroDivisionError)
 
 
-def test_as_a_process(trained, run):
+def test_as_a_process(run, monkeypatch):
     """The entry point, the exit status and the streams as a shell sees them."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
     def shell(*arguments):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment.pop("COLUMNS", None)
-        command = [sys.executable, "-m", "dsq_ckpt.cli", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        return processes.run_apart(["-m", "dsq_ckpt.cli", *map(str, arguments)])
 
     good = shell("verify", run, "--json")
     assert good.returncode == 0 and good.stderr == "" and json.loads(good.stdout)["ok"]
@@ -244,10 +242,7 @@ def test_as_a_process(trained, run):
     assert find_file(run / NAMES[2]).name in bad.stdout
     assert bad.stderr == f"error: 1 of 3 checkpoint(s) damaged: {NAMES[2]}\n"
     assert "\x1b" not in bad.stdout
-    entry = subprocess.run(
-        [sys.executable, "-c", "from dsq_ckpt.cli import main; main()", "--version"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
-    )
+    entry = processes.run_apart(["-c", "from dsq_ckpt.cli import main; main()", "--version"])
     assert entry.stdout == f"dsq_ckpt {dsq_ckpt.__version__}\n"
 
 
@@ -263,6 +258,7 @@ def test_inspect_knows_the_chain_without_its_directories(trained, tmp_path):
 FULL = """
 import resource, signal, sys
 from dsq_ckpt.cli import app
+sys.dont_write_bytecode = True  # of what is imported later: Python would leave the first bytes of it
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 for command, target in (
@@ -278,10 +274,7 @@ for command, target in (
 def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
     """Torch's writers hide the system's error behind one of their own."""
     run, _ = trained
-    result = subprocess.run(
-        [sys.executable, "-c", FULL, str(run / NAMES[2])], capture_output=True, text=True, cwd=tmp_path, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    result = processes.run_apart(["-c", FULL, str(run / NAMES[2])], tmp_path)
     assert result.stdout.splitlines() == [
         "state.pt 1", "flat.safetensors 1", "plain 1", "copied 1"
     ], result.stderr

@@ -36,9 +36,10 @@ TEARDOWN = "DSQ_TEST_TEARDOWN"
 EXECUTABLE = "DSQ_TEST_EXECUTABLE"
 """What `sys.executable` is in a fork with this variable: an `interpreter`, so that what it starts are forks, too."""
 _USED_LATE = (  # prefixes of variables that nothing reads when it is imported, or that are others in every process
-    "AWS_", "COLUMNS=", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GFORTRAN_", "GLOO_", "HYD", "LINES=", "MPI",
+    "AWS_", "COLUMNS=", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GFORTRAN_", "GLOO_", "HYD", "LINES=",
+    "LOCAL_ADDR=", "LOG_DIR=", "MAX_RESTARTS=", "MPI", "NNODES=", "NPROC_PER_NODE=",
     "NCCL_SOCKET_IFNAME", "OLDPWD", "OMPI_", "PMI", "PRTE_", "PWD", "PYTEST_", "PYTHON=",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "RDZV_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=",
     "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN,
     EXECUTABLE,
 )
@@ -83,7 +84,7 @@ class Fork:
 
 def start(
     arguments: Sequence[str], environment: Mapping[str, str], directory: str | Path, output: int,
-    pass_fds: Sequence[int] = (), turn: int = 0, tied: bool = False,
+    pass_fds: Sequence[int] = (), turn: int = 0, tied: bool = False, errors: int | None = None,
 ) -> Fork:
     """Start a Python process.
 
@@ -95,15 +96,17 @@ def start(
         pass_fds: other files that it has, by the same numbers.
         turn: it is forked from one server if this is even, else from another.
         tied: it is killed once the process that started it is gone.
+        errors: the file that its stderr is, if another one.
     """
     server = _connect(environment, turn)
     request = {
         "arguments": list(arguments), "environment": dict(environment), "directory": str(directory),
         "numbers": [1, 2, *pass_fds], "tied": tied,
     }
+    errors = output if errors is None else errors
     with contextlib.ExitStack() as stack:
         spaces = [stack.enter_context(open(f"/proc/self/ns/{name}")).fileno() for name in NAMESPACES]
-        socket.send_fds(server, [json.dumps(request).encode()], [*spaces, output, output, *pass_fds])
+        socket.send_fds(server, [json.dumps(request).encode()], [*spaces, output, errors, *pass_fds])
     return Fork(server)
 
 

@@ -78,6 +78,21 @@ def run(
     return process.returncode, output
 
 
+def run_apart(arguments: list[str], directory: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end as a fork, see `forks`; stdout and stderr are apart."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        whole = make_environment(environment)
+        process = forks.start(arguments, whole, directory, output.fileno(), errors=errors.fileno())
+        try:
+            process.wait(PATIENCE)
+        finally:
+            kill(process)
+        output.seek(0)
+        errors.seek(0)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(arguments, process.returncode, output.read(), errors.read())
+
+
 def _run_forked(
     arguments: list[str], timeout: float, environment: dict[str, str], directory: Path
 ) -> tuple[int, str]:
