@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import popen_spawn_posix
 from multiprocessing import util as processes
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from tests.helpers import forks
 
@@ -207,9 +207,12 @@ def run(work: Callable[[], None]) -> NoReturn:
     os._exit(status)
 
 
-def _rank(args: Sequence[str], env: Mapping[str, str], **options: object) -> forks.Fork:
+def _rank(
+    args: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None, stderr: IO[str] | None, **options: object
+) -> forks.Fork:
     """Start a rank of torchrun."""
-    return forks.start(args[1:], env, os.getcwd(), 1, turn=int(env["RANK"]))
+    output, errors = (file.fileno() if file else number for file, number in ((stdout, 1), (stderr, 2)))
+    return forks.start(args[1:], env, os.getcwd(), output, turn=int(env["RANK"]), errors=errors)
 
 
 class _Spawned(popen_spawn_posix.Popen):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cluster import ROOT
+from tests.helpers import forks
+from tests.helpers.processes import ROOT
 
 LAUNCHER = ROOT / "scripts" / "launch_multinode.sh"
 SBATCH = ROOT / "scripts" / "launch_slurm.sbatch"
@@ -90,8 +91,10 @@ def test_two_agents_meet(tmp_path):
     options = ["--nnodes", "2", "--nproc-per-node=1", "--rdzv-endpoint", given["RDZV_ENDPOINT"], "--rdzv-id", "both",
                "--max-restarts", "1", "--local-addr", "127.0.0.1", *interface]
     script = [str(TELLS), str(tmp_path), "--run", "a b", "--rdzv-id", "mine"]
+    path = {"PYTHONPATH": str(ROOT)}
+    python = {"PYTHON": str(forks.interpreter(tmp_path / "python", environment(**path))), **path}
     agents = [
-        subprocess.Popen([str(LAUNCHER), *more, *script], env=environment(**known), start_new_session=True)
+        subprocess.Popen([str(LAUNCHER), *more, *script], env=environment(**known, **python), start_new_session=True)
         for more, known in ((options, {}), ([], given))
     ]
     try:
