@@ -4,12 +4,12 @@ so does a changed model."""
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.deepspeed.launched import ON_CPU
+from tests.helpers import forks
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, run, start
 
@@ -29,7 +29,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     status, output = run([EXAMPLE, "--out", "run", "--steps", "10"], directory=directory, forked=True, **ON_CPU)
     assert status == 0, output[-4000:]
     assert len(COMMANDS) == 2 and "optimizer.pt" in COMMANDS[1]
-    script = "set -e\n" + f'dsq() {{ "{sys.executable}" -m dsq_ckpt "$@"; }}\n'
+    python = forks.interpreter(directory / "python")
+    script = "set -e\n" + f'dsq() {{ "{python}" -m dsq_ckpt "$@"; }}\n'
     for block in COMMANDS:
         shell = start(["-c", script + block.replace("checkpoint-500", "checkpoint-10")], python="bash",
                       directory=directory)
