@@ -39,8 +39,8 @@ def outside(monkeypatch):
     SYSTEMS.pop("powers", None)
 
 
-def python(text):
-    status, output = processes.run(["-c", text], forked=True)
+def python(text, *arguments):
+    status, output = processes.run(["-c", text, *arguments], forked=True)
     assert status == 0, output
     return output
 
@@ -117,8 +117,7 @@ def test_an_installed_package_needs_no_import(tmp_path, outside):
         "[dsq_ckpt.systems]\npowers = tests.codebooks.outside:SYSTEM\n"
     )
     torch.save(outside.state_at(0), tmp_path / "in.pt")
-    site = f"{tmp_path / 'site'}:{processes.ROOT}"
-    text = """
+    text = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})" + """
 from dsq_ckpt import ConfigError, DSQConfig
 for fit in ("broken", "other", "power", "powers"):
     try:
@@ -128,8 +127,7 @@ for fit in ("broken", "other", "power", "powers"):
 from dsq_ckpt.cli import app; app()
 """
     arguments = ["compress", str(tmp_path / "in.pt"), str(tmp_path / "out"), "--system", "powers"]
-    status, output = processes.run(["-c", text, *arguments], PYTHONPATH=site)
-    assert status == 0, output
+    output = python(text, *arguments)
     assert dsq_json("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
     assert "codebook 'broken': nowhere_at_all:Broken cannot be imported: ModuleNotFoundError" in output
     assert "codebook 'other': importing json registers nothing of that name" in output
