@@ -65,12 +65,16 @@ def nested_state(plain: bool = False) -> dict[str, object]:
 
 
 class Made(NamedTuple):
-    """Directories of what 4 ranks and what one process made of the same sources, these by name, and what was said."""
+    """Directories of what 4 ranks and what one process made of the same sources, these by name, and what was said.
+
+    And the interpreter of the ranks.
+    """
 
     together: Path
     alone: Path
     sources: dict[str, Path]
     output: str
+    python: Path
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,7 @@ def made(tmp_path_factory) -> Made:
     dsq_ckpt.forget()
     for name, path in found.items():
         dsq_ckpt.compress(path, alone / name)
-    return Made(together, alone, found, output)
+    return Made(together, alone, found, output, python)
 
 
 FORMS = ["safetensors", "index", "torch", "old_torch", "dcp", "dcp_in_parts", "dsq_in_parts"]
@@ -165,7 +169,8 @@ def test_on_the_command_line(made, tmp_path):
     source = made.together.parent / "given" / "plain.safetensors"
     expected = dsq_json("compress", source, tmp_path / "alone")
     several = json.loads(made.output[made.output.index("{") :].partition("\n}\n")[0] + "}")
-    single = json.loads(mpirun(1, "-m", "dsq_ckpt.cli", "compress", source, tmp_path / "one", "--json"))
+    command = ("-m", "dsq_ckpt.cli", "compress", source, tmp_path / "one", "--json")
+    single = json.loads(mpirun(1, *command, python=made.python))
     for found in (several, single):
         assert {name for name in expected if found[name] == expected[name]} >= {"source", "bytes_logical", "refinement"}
     outs = {"several": made.together / "command", "one": tmp_path / "one", "alone": tmp_path / "alone"}
