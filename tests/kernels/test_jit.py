@@ -8,19 +8,26 @@ import pytest
 from tests.helpers import processes
 
 KERNEL = """
+import os, sys
+import numba
+
+os.environ["NUMBA_CACHE_DIR"] = sys.argv[1]
+numba.config.reload_config()
 from dsq_ckpt.kernels.jit import count_compilations, jit
+
+before = count_compilations()
 
 @jit
 def twice(value):
     return 2 * value
 
 if __name__ == "__main__":
-    print(twice(21), count_compilations())
+    print(twice(21), count_compilations() - before)
 """
 
 
 def run(directory):
-    status, output = processes.run([str(directory / "kernel.py")], NUMBA_CACHE_DIR=str(directory / "cache"))
+    status, output = processes.run([str(directory / "kernel.py"), str(directory / "cache")], forked=True)
     assert status == 0, output
     return output.strip()
 
