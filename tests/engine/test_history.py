@@ -13,6 +13,7 @@ from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import processes
 from tests.helpers.saving import save_parts
 from tests.helpers.states import KEEP_ONE, mixed_state, perturb
 
@@ -71,9 +72,9 @@ def known_there(history, names, answers):
     answers.put((len(pickle.loads(pickle.dumps(history)).checkpoints()), repr(history)))
 
 
-def test_a_history_is_pickled_as_a_reference(tmp_path):
+def share(directory):
     history = dsq_ckpt.SaveHistory()
-    dsq_ckpt.save(state(0), tmp_path / "0", config=CONFIG, history=history)
+    dsq_ckpt.save(state(0), f"{directory}/0", config=CONFIG, history=history)
     assert pickle.loads(pickle.dumps(history)) is history
     assert pickle.loads(pickle.dumps(default_history())) is default_history()
     context = multiprocessing.get_context("spawn")
@@ -82,6 +83,12 @@ def test_a_history_is_pickled_as_a_reference(tmp_path):
     other.start()
     assert answers.get(timeout=200) == (1, "SaveHistory(1 checkpoints)")
     other.join()
+
+
+def test_a_history_is_pickled_as_a_reference(tmp_path):
+    text = "import sys; from tests.engine import test_history; test_history.share(sys.argv[1])"
+    status, output = processes.run(["-c", text, str(tmp_path)], forked=True)
+    assert status == 0, output
 
 
 def test_a_save_that_fails_is_not_kept(tmp_path, monkeypatch):
