@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +14,8 @@ import pytest
 
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.integrations.torchft import DSQTransport
-from tests.helpers.processes import ROOT
+from tests.helpers import forks
+from tests.helpers.processes import ROOT, kill, make_environment
 from tests.integrations.torchft.between import between
 from tests.integrations.torchft.common import PATIENCE, same, small
 
@@ -36,20 +35,19 @@ time.sleep(PATIENCE.total_seconds())
 @pytest.mark.slow
 def test_a_sender_that_is_killed_midway(transport: DSQTransport[Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     """In a process of its own, killed when a megabyte has passed; its address is then an error too."""
-    sender = subprocess.Popen(
-        [sys.executable, "-c", SENDER, str(tmp_path_factory.mktemp("sender"))], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    told, tell = os.pipe()
+    command = ["-c", SENDER, str(tmp_path_factory.mktemp("sender"))]
+    sender = forks.start(command, make_environment({}), ROOT, tell, errors=2)
+    os.close(tell)
 
     def killing(passed: int, block: bytes) -> bytes:
         if passed > 1 << 20 and sender.poll() is None:
-            sender.send_signal(signal.SIGKILL)
-            sender.wait()
+            kill(sender)
         return block
 
-    assert sender.stdout is not None
     try:
-        metadata = sender.stdout.readline().strip()
+        with open(told) as stream:
+            metadata = stream.readline().strip()
         with (
             between(metadata, killing) as address,
             pytest.raises(LoadFailed, match=r"the state of step 4 .*the sender has ended, or cannot be reached"),
@@ -59,8 +57,7 @@ def test_a_sender_that_is_killed_midway(transport: DSQTransport[Any], tmp_path_f
         with pytest.raises(LoadFailed, match="the sender has ended, or cannot be reached"):
             transport.recv_checkpoint(0, metadata, 4, PATIENCE)
     finally:
-        sender.kill()
-        sender.stdout.close()
+        kill(sender)
 
 
 def test_altered_bytes_are_one_error(transport: DSQTransport[Any]) -> None:
