@@ -59,17 +59,32 @@ def test_other_threads_pause_nothing_and_their_forks_collect() -> None:
     assert found == [True, True, 0]
 
 
-@pytest.mark.parametrize("setting", ["enable", "disable"])
-def test_imports_leave_the_collector_as_it_is_and_look_through_all_objects_never(setting) -> None:
-    program = f"""
-import gc, torch.distributed.checkpoint
+IMPORTS = """
+import gc, os, torch.distributed.checkpoint
 full = []
 gc.callbacks.append(lambda phase, about: full.append(about) if about["generation"] == 2 else None)
-gc.{setting}()
-from dsq_ckpt import DSQStorageWriter, load, save
-assert gc.isenabled() is {setting == "enable"}
-assert not full
-DSQStorageWriter("run/1")
-assert gc.isenabled() is {setting == "enable"}
+for setting in ("enable", "disable"):
+    child = os.fork()  # where nothing of the package is imported, while torch is imported once
+    if child:
+        print(setting, os.waitpid(child, 0)[1])
+        continue
+    getattr(gc, setting)()
+    from dsq_ckpt import DSQStorageWriter, load, save
+    assert gc.isenabled() is (setting == "enable")
+    assert not full
+    DSQStorageWriter("run/1")
+    assert gc.isenabled() is (setting == "enable")
+    os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.fixture(scope="module")
+def statuses() -> list[str]:
+    """How processes ended that import the package with the collector on, and off."""
+    command = [sys.executable, "-u", "-c", IMPORTS]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("setting", ["enable", "disable"])
+def test_imports_leave_the_collector_as_it_is_and_look_through_all_objects_never(statuses, setting) -> None:
+    assert f"{setting} 0" in statuses
