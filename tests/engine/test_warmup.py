@@ -56,8 +56,8 @@ warmup._TASKS = {group: tasks[-3:] for group, tasks in warmup._TASKS.items()}  #
 """
 
 
-def python(text, *arguments, forked=False, **environment):
-    status, output = processes.run(["-c", text, *map(str, arguments)], forked=forked, **environment)
+def python(text, *arguments, forked=False):
+    status, output = processes.run(["-c", text, *map(str, arguments)], forked=forked)
     assert status == 0, output[-6000:]
     return output
 
@@ -249,7 +249,7 @@ def test_processes_of_a_host_share_the_work(fresh, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
+def test_what_an_image_was_built_with_is_taken_over(fresh, warmed, tmp_path):
     """From beside the package, where its user may not write, to where they may."""
     site, own = tmp_path / "site" / "dsq_ckpt", tmp_path / "own"
     shutil.copytree(processes.ROOT / "dsq_ckpt", site, ignore=shutil.ignore_patterns("__pycache__"))
@@ -260,11 +260,12 @@ def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
         for file in directory.glob("*.nb[ci]"):
             (inside / "__pycache__").mkdir(exist_ok=True)
             shutil.copy(file, inside / "__pycache__")
-    output = python(
+    output = fresh(
         "import os\nos.access = lambda path, mode: False\n"  # as a file system that is read-only, even for root
+        f"import sys\nsys.path.insert(0, {str(site.parent)!r})\n"
         + SAVE + "use(sys.argv[1])\n"
         "print('COMPILED', jit.count_compilations(), jit.cache_directories(), dsq_ckpt.__file__)",
-        tmp_path / "run", NUMBA_CACHE_DIR=str(own), PYTHONPATH=str(site.parent), PYTHONSAFEPATH="1",
+        tmp_path / "run", caches=own,
     )
     assert "COMPILED 0 " in output and str(own) in output and str(site) in output
 
