@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -75,6 +76,7 @@ def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
     return np.frombuffer(planes, np.uint8).reshape(item, size // item).T.tobytes()
 
 
+@functools.lru_cache(32)  # the oldest differences of a chain are in each of its checkpoints
 def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, differences
     require(item in (1, 2, 4, 8) and len(block) >= 8 * item, "items of which there are differences")
     require(len(earlier) % item == 0, "whole items of earlier data")

@@ -62,12 +62,23 @@ def value(book: Tree, code: int, scale: float, symbol: int | None, bits: int) ->
     return np.float32(np.copysign(np.finfo(np.float32).max, v)) if np.isinf(v) else v
 
 
+@functools.lru_cache(256)
+def coder_of(name: str, model: bytes) -> Any:
+    return CODERS[name](model)
+
+
+@functools.lru_cache(256)  # checkpoints of a chain have the same blocks, and each is read in several ways
+def decoded(name: str, model: bytes, block: bytes, n: int, previous: bytes | None) -> bytes:
+    return bytes(coder_of(name, model).decode(block, n, None if previous is None else list(previous)))
+
+
 def refined_by_rans(data: bytes, codes: list[int], bits: int) -> list[int]:  # section 6
     (size,) = struct.unpack("<I", data[1:5])
     require(size <= len(data) - 5, "a model in its block")
-    coder = Rans(data[5 : 5 + size])
+    model, block = data[5 : 5 + size], data[5 + size :]
+    coder = coder_of("rans", model)
     require(coder.symbols == 1 << bits and max(codes, default=0) < coder.contexts, "a model of these codes")
-    return coder.decode(data[5 + size :], len(codes), codes)
+    return list(decoded("rans", model, block, len(codes), bytes(codes)))
 
 
 def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -321,7 +332,8 @@ class Reader:  # a checkpoint directory
         previous = None if parent is None else self._codes(parent[0], parent[1], shape, (*seen, (name, place)))
         group = record if merged else file.contents["groups"][record["group"]]
         require(group["coder"] in CODERS, "coder")
-        coder = CODERS[group["coder"]](file.block(group["model"]))
+        name, model = group["coder"], file.block(group["model"])
+        coder = coder_of(name, model)
         require(not previous or max(previous) < coder.contexts, "previous codes below contexts")
         out: list[int] = []
         for where, block in file.steps(record["blocks"], int(np.prod(shape, dtype=np.int64))):
@@ -329,5 +341,6 @@ class Reader:  # a checkpoint directory
                 require(previous is not None, "previous codes to repeat")
                 out += previous[where]
                 continue
-            out += coder.decode(block, where.stop - where.start, None if previous is None else previous[where])
+            before = None if previous is None else bytes(previous[where])
+            out += decoded(name, model, block, where.stop - where.start, before)
         return out
