@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,20 @@ def recording(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def replayed(recording) -> Callable[[str], Replay]:
-    """Replays by system, each made once."""
+def replayed(recording) -> Iterator[Callable[[str], Replay]]:
+    """Replays by system, each made once, also for commands."""
     made: dict[str, Replay] = {}
 
-    def get(system: str) -> Replay:
-        if system not in made:
-            made[system] = replay(recording, offline.system_config(system, 0.05))
-        return made[system]
+    def once(directory: Path, config: dsq_ckpt.DSQConfig, report: Callable[[str], None] = print) -> Replay:
+        assert directory == recording
+        key = config.model_dump_json()
+        if key not in made:
+            made[key] = replay(directory, config, report=report)
+        return made[key]
 
-    return get
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "replay", once)
+        yield lambda system: once(recording, offline.system_config(system, 0.05))
 
 
 def _run(*arguments: str) -> str:
@@ -150,6 +154,7 @@ def test_choices_are_taken_as_they_are(recording: Path, replayed: Callable[[str]
     assert all(point.quality is None for point in made.checkpoints)
 
 
+@pytest.mark.usefixtures("replayed")
 def test_offline_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
     usual = offline.system_config
 
