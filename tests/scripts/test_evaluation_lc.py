@@ -19,7 +19,13 @@ from typer.testing import CliRunner
 from dsq_ckpt.codebooks.exponent import exponent_buckets
 from tests.helpers.commands import unwrap_text
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "_few_probes")
+
+
+@pytest.fixture
+def _few_probes(monkeypatch):
+    """Losses of training are those of four batches: they are compared with each other alone."""
+    monkeypatch.setattr(rework, "PROBE_BATCHES", 4)
 
 
 def _run(*arguments: str) -> str:
@@ -51,9 +57,10 @@ def test_exponents_add_up_and_the_largest_are_promoted() -> None:
     assert [row["promoted"] for row in rows] == [3 / 8, 1 / 8, 0, 0]  # +1, -1 and +0.5 are three buckets
 
 
-def test_stages_end_at_what_rework_measures() -> None:
+def test_stages_end_at_what_rework_measures(monkeypatch) -> None:
     """Each stage makes a checkpoint smaller, and the last one is the size that a chain of checkpoints has."""
-    plan = rework.Experiment("gpt-tiny", 0, every=12, trials=25, limit=1)
+    monkeypatch.setattr(rework, "SPAN", (0.6, 0.6))  # one failure, after the last of the checkpoints
+    plan = rework.Experiment("gpt-tiny", 0, every=12, trials=1, limit=1)
     coarse, fine = (promotion.stages(plan, bits, samples=9) for bits in (2, 3))
     for row in (coarse, fine):
         assert row["steps"] == [12, 24, 36]
