@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
+from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from evaluate import app
 from evaluation.peers import environment
+from evaluation.peers import walk as walking
 from evaluation.peers.bitsnap import BitSnap
 from evaluation.peers.comparison import JOBS, TOLERANCE, versus
 from evaluation.peers.environment import PeerMissingError, Worker
@@ -27,6 +31,7 @@ from dsq_ckpt.cli import json_files
 from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+RUN = subprocess.run
 SHAPES = {"matrix": (33, 21), "vector": (7,), "scalar": ()}
 
 
@@ -157,6 +162,16 @@ def test_packages_in_their_own_environment(worker: Worker) -> None:
         worker(codec="nncodec", do="decode", source="/nowhere", target="/nowhere")
 
 
+def _with_our_pip(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+    """Run a command; an environment that it makes gets our pip, where ensurepip would compile another for 3 s."""
+    if command[1:3] != ["-m", "venv"]:
+        return RUN(command, **options)
+    done = RUN([*command, "--without-pip"], **options)
+    [packages] = Path(command[-1]).glob("lib/python*/site-packages")
+    (packages / "pip").symlink_to(str(distribution("pip").locate_file("pip")))
+    return done
+
+
 def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "python"))
     with pytest.raises(PeerMissingError, match="which is no file: name the python of an environment"):
@@ -164,6 +179,7 @@ def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv(environment.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(environment, "PACKAGES", (str(tmp_path / "missing.whl"),))
+    monkeypatch.setattr("subprocess.run", _with_our_pip)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(PeerMissingError, match=r"Install .*missing\.whl into an environment .* leave out nncodec"):
         environment.install()
@@ -228,7 +244,8 @@ def test_versus_is_at_no_more_harm() -> None:
 
 
 @pytest.mark.slow
-def test_peers_command(recording: Path, tmp_path: Path) -> None:
+def test_peers_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(walking, "CONTINUED_STEPS", 2)  # any number shows whether rows have it
     target = tmp_path / "peers.json"
     arguments = ["peers", "gpt-tiny", "--directory", str(recording), "--json", str(target)]
     result = CliRunner().invoke(app, [
