@@ -42,6 +42,12 @@ def ours(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     return online.train_with_failures(create("gpt-tiny"), dsq_ckpt.DSQConfig(), run, failures=2, per_failure=2), run
 
 
+@pytest.fixture
+def few_probes(monkeypatch):
+    """Losses of training are those of four batches: they are compared with each other alone."""
+    monkeypatch.setattr(rework, "PROBE_BATCHES", 4)
+
+
 def _finite(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_finite, value.values()))
@@ -242,6 +248,7 @@ def test_failures_are_drawn_once_and_within_the_run() -> None:
         rework.Experiment("gpt-tiny", 0, every=1, trials=32, limit=10).failures(60)
 
 
+@pytest.mark.usefixtures("few_probes")
 def test_rework_of_exact_checkpoints_is_what_was_lost() -> None:
     """Restored bit for bit, training is back after the steps since the checkpoint, if the loss fell all along."""
     plan = rework.Experiment("gpt-tiny", 0, every=3, trials=4, limit=10)
@@ -255,6 +262,7 @@ def test_rework_of_exact_checkpoints_is_what_was_lost() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_probes")
 def test_rework_command(tmp_path) -> None:
     path = tmp_path / "rework.json"
     command = ["rework", "gpt-tiny", "--systems", "dsq,inshrinkerator", "--trials", "2", "--every", "4", "--json"]
