@@ -277,7 +277,7 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
         first, slows = len(saved), False
         while replica._save_interval > 2:
             assert replica.steps_done < 10000
-            train(loop, replica, 1)
+            train(loop, replica, 1, pause=0.005)  # hundreds of steps would fit between saves
         assert replica.logging
     gaps = [after - before for before, after in itertools.pairwise(saved)]
     assert min(gaps[:-1]) >= 2 and max(gaps) >= 8, gaps
