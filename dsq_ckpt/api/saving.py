@@ -259,7 +259,7 @@ def async_save_with_writer(
         if isinstance(error, Exception) and not isinstance(error, DSQError):
             exit_text = describe_exit(after_error=True) if processes else None
             location = "in DCP's background process: " if processes else ""
-            if processes and exit_text is None:
+            if processes and exit_text is None and comm.size > 1:
                 kill_process()
             raise SaveFailed(
                 f"{location}{described(error)}" if exit_text is None

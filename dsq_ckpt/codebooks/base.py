@@ -172,15 +172,16 @@ class CodebookConfig(StrictModel, ABC):
         """
         return RefinementFit(most)
 
-    def explain_misfit(self, kind: str) -> str | None:
+    def explain_misfit(self, kind: str, in_use: bool = True) -> str | None:
         """Return why tensors of a kind, or of a group of weights, cannot be stored by these levels; None if they can.
 
         Second moments span many powers of two. A cell next to zero of evenly spaced levels holds most of them, and may
-        be restored as zero, by whose square root Adam divides.
+        be restored as zero, by whose square root Adam divides. A codebook on the linear axis that restores no number
+        but zero as zero overrides this method. `in_use` is False where the tensors are stored otherwise.
         """
         if KIND_OF_COORDINATES.get(self.coordinates, kind) != kind:
             return f"fit '{self.fit}' is for {KIND_OF_COORDINATES[self.coordinates]} alone; choose another codebook"
-        if kind == "exp_avg_sq" and self.coordinates == "values" and not self.logarithmic:
+        if in_use and kind == "exp_avg_sq" and self.coordinates == "values" and not self.logarithmic:
             return (
                 f"fit '{self.fit}' measures distance on a linear axis, so small second moments would be restored as "
                 "zero, and Adam's next update would be thousands of times too large; choose fit 'octaves', or 'kmeans' "

@@ -139,7 +139,8 @@ class QuantizeConfig(StrictModel):
         blocks = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
                   "momentum": self.momentum, **{f"groups.{name}": group for name, group in self.groups.items()}}
         for name, block in blocks.items():
-            if (misfit := block.codebook.explain_misfit(name)) is not None:
+            misfit = block.codebook.explain_misfit(name, block.method == "quantize")
+            if misfit is not None:
                 raise ValueError(f"{name}: {misfit}")
         return self
 

@@ -39,7 +39,8 @@ def kill_process() -> None:
     """Kill the background process of this rank, if there is one.
 
     For a request that did not get to it, as where shared memory is full on one host: the processes of other ranks are
-    in a collective with it then, and would wait for the whole timeout of the group.
+    in a collective with it then, and would wait for the whole timeout of the group. Saves of other writers in this
+    process fail too, until `reset_dead_processes` makes DCP start new processes on all ranks.
     """
     process = _get_process()
     if process is not None:

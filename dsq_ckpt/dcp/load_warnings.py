@@ -11,6 +11,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from dsq_ckpt.codebooks.registry import CODEBOOKS
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.hints import wrapped_hint
 from dsq_ckpt.core.nesting import Nesting, empty_dicts
@@ -31,11 +32,30 @@ def warn_of_unloaded(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: 
     """
     if not isinstance(planner, NestedLoadPlanner):
         warn_of_empty_dicts(planner.original_state_dict, checkpoint, rank)
+    warn_of_linear_moments(checkpoint, rank)
     if planner.allow_partial_load:
         warn_of_unfilled_keys(planner, checkpoint, rank)
     if is_alone:
         state_dict = getattr(planner, "caller_state_dict", None) or planner.original_state_dict
         warn_of_extra_modules(state_dict, checkpoint)
+
+
+def warn_of_linear_moments(checkpoint: Checkpoint, rank: int) -> None:
+    """Warn of second moments on a linear axis, which former versions stored: small ones come back as zero."""
+    block = checkpoint.manifest.config.get("quantize", {}).get("exp_avg_sq", {})
+    settings = block.get("codebook", {})
+    if "exp_avg_sq" not in checkpoint.manifest.lossy_kinds or settings.get("fit") not in CODEBOOKS:
+        return
+    try:
+        codebook = CODEBOOKS[settings["fit"]].model_validate(settings)
+    except ValueError:  # of another version
+        return
+    if codebook.explain_misfit("exp_avg_sq", block.get("method") == "quantize") is not None:
+        warn(
+            f"'{checkpoint.directory}' has second moments of fit '{codebook.fit}' on a linear axis, of which small "
+            "ones may have become zero: Adam's next update can be thousands of times too large. Load the keyframe of "
+            "its run, or leave the optimizer out", rank=rank,
+        )
 
 
 def warn_of_empty_dicts(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:

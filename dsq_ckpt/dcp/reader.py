@@ -220,7 +220,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                     ref, refined, workers, output, _get_element_range(items, key.shape),
                     _is_whole_chunk(items, key) and "residual" not in record, decoded_codes,
                 )
-                self._check_dtypes(index.fqn, load.tensor.dtype, targets)
+                self._check_targets(index.fqn, load.tensor.dtype, targets)
                 pending.append(_PendingChunk(ref, key, items, targets, output))
                 yield load
 
@@ -238,10 +238,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may return their own memory
                     tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
                 if load.tensor is not into:
-                    try:
-                        target.copy_(piece)
-                    except RuntimeError as error:  # such as for an expanded tensor, whose elements share memory
-                        raise LoadFailed(f"'{key.fqn}' cannot be written to: {error}") from error
+                    target.copy_(piece)
                 elif not target.is_inference():
                     increment_version(target)  # for a backward pass that needs the former values
                 planner.commit_tensor(item, target)
@@ -254,8 +251,12 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 "for; save it by a rule with exact: true, or drop it from exact="
             )
 
-    def _check_dtypes(self, fqn: str, saved: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
+    def _check_targets(self, fqn: str, saved: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
         for target in targets:
+            if any(length > 1 and not step for length, step in zip(target.shape, target.stride(), strict=True)):
+                raise LoadFailed(
+                    f"'{fqn}' is expanded: its elements share memory, so it cannot be written to; load into its clone()"
+                )
             if target.dtype != saved and not self._allow_cast:
                 raise LossyTensor(
                     f"'{fqn}' was saved as {saved} and is loaded into {target.dtype}; "

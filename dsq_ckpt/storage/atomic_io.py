@@ -23,7 +23,7 @@ import xxhash
 
 INCOMPLETE = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_SYNC_UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 _EXCHANGE_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
 _MAX_NAME_BYTES = 255 - len("..dsq-01234567.tmp")
 """Largest name in bytes to which prefix and suffix of a hidden name can be added within the limit of 255."""

@@ -107,6 +107,15 @@ except dsq_ckpt.ConfigError as error:
     assert not (tmp_path / "3").exists()
 
 
+def test_a_codebook_says_what_it_is_not_for(outside, monkeypatch):
+    """One without a level at zero may serve second moments, though its axis is linear."""
+    tree = {"quantize": {"exp_avg_sq": {"codebook": {"fit": "powers"}}}}
+    with pytest.raises(dsq_ckpt.ConfigError, match="fit 'powers' measures distance on a linear axis"):
+        dsq_ckpt.DSQConfig.create(tree)
+    monkeypatch.setattr(outside.Powers, "explain_misfit", lambda codebook, kind, in_use=True: None)
+    assert dsq_ckpt.DSQConfig.create(tree).quantize.exp_avg_sq.codebook == outside.Powers()
+
+
 def test_an_installed_package_needs_no_import(tmp_path, outside):
     """Entry points name its codebooks and systems; one that is broken says which."""
     about = tmp_path / "site" / "outside-1.0.dist-info"

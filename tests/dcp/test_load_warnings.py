@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.errors import LoadFailed
 from tests.api.test_module_placeholders import EXTRA, Remembering
 
@@ -162,3 +163,16 @@ def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_reported(t
     assert _said(tmp_path / "a", {"model": Remembering(same).state_dict()}, through_dcp) == []
     if not through_dcp:
         assert _said(tmp_path / "a", {"model": Remembering(before)}, through_dcp) == []
+
+
+def test_second_moments_on_a_linear_axis_are_told_of(tmp_path, monkeypatch, recwarn) -> None:
+    """As former versions stored them, where a configuration said so."""
+    state, config = training(nn.Sequential(nn.Linear(80, 80))), {"fit": "lattice"}
+    dsq_ckpt.save(state, tmp_path / "octaves")
+    dsq_ckpt.load(copy.deepcopy(state), tmp_path / "octaves")
+    assert not any("linear axis" in str(one.message) for one in recwarn)
+    with monkeypatch.context() as patch:
+        patch.setattr(CodebookConfig, "explain_misfit", lambda codebook, kind, in_use=True: None)
+        dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"exp_avg_sq": {"codebook": config}}})
+    with pytest.warns(UserWarning, match="a' has second moments of fit 'lattice' on a linear axis"):
+        dsq_ckpt.load(copy.deepcopy(state), tmp_path / "a")

@@ -96,7 +96,6 @@ def test_the_full_set_makes_every_file_of_the_page() -> None:
         "oneshot-torchcrepe", "gpu-h100", "gpu-h100-triton39", "online-large",
     }
     made = {step.file.stem for step in evaluate_all.steps(evaluate_all.FULL, Path()) if step.file}
-    linked = {"coder" if name == "changes-llama" else name for name in linked}
     assert not {re.sub(r"-2-core-amd-epyc.*|-first", "", name) for name in linked} - made
 
 

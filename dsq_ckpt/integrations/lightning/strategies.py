@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -77,6 +79,21 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
 
+    def setup(self, trainer: Trainer) -> None:
+        """Set up as `ModelParallelStrategy` does.
+
+        Raises:
+            ConfigError: training has the callback `WeightAveraging`, whose checkpoints Lightning cannot resume from.
+        """
+        averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        if averaging and trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigError(
+                f"the callback {type(averaging[0]).__name__} is there, and Lightning resumes no run of "
+                "ModelParallelStrategy with it: remove the callback, or average in a callback of your own that returns "
+                "the weights from state_dict()"
+            )
+        super().setup(trainer)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the complete sharded state of an optimizer by parameter name."""
         assert self.model is not None
@@ -87,7 +104,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         """Save Lightning's checkpoint dict, whose tensors are sharded; anything at the path is replaced. Collective.
 
         Raises:
-            ConfigError: `storage_options` is not None, or the dict has the weights of `WeightAveraging`.
+            ConfigError: `storage_options` is not None.
             SaveFailed: a value of the dict cannot be stored; the message names it.
             DSQError: any other failure, on every rank. Earlier checkpoints are untouched.
         """
@@ -100,12 +117,6 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
                 raise ConfigError(
                     f"storage_options is {storage_options!r}, expected None: {type(self).__name__}(config=...) has all "
                     "settings"
-                )
-            if "current_model_state" in checkpoint:
-                raise ConfigError(
-                    "the checkpoint has 'current_model_state' of the callback WeightAveraging, with which Lightning "
-                    "resumes no run of ModelParallelStrategy: remove the callback, or average in a callback of your "
-                    "own that returns the weights from state_dict()"
                 )
             state.update(to_state_dict(checkpoint, include_skeleton=self.is_global_zero))
             if not self.is_global_zero:

@@ -152,7 +152,8 @@ def compare(
                 continue
             bounds = sorted({*epsilons, *ours}, reverse=True)
             for part, sensitivity, epsilon in itertools.product((WEIGHTS, STATE), (None, *sensitivities), bounds):
-                report(f"{run['run']}: dsq, {part}, bound {epsilon}, sensitivity {sensitivity or 'by default'}")
+                strength = "by default" if sensitivity is None else sensitivity
+                report(f"{run['run']}: dsq, {part}, bound {epsilon}, sensitivity {strength}")
                 for row in walk_ours(
                     directory, epsilon, moments=part == STATE, sensitivity=sensitivity, continuation=continuation,
                     report=report,
@@ -167,13 +168,13 @@ def versus(rows: Sequence[Row]) -> list[Row]:
     """
     found = []
     lossy = [row for row in rows if not row["lossless"]]
-    strengths = dict.fromkeys(row["sensitivity"] for row in lossy if row["peer"] == OURS)
+    strengths = dict.fromkeys(row.get("sensitivity") for row in lossy if row["peer"] == OURS)
     for sensitivity, other in itertools.product(strengths or [None], lossy):
         if other["peer"] == OURS:
             continue
         harmless = [
             row for row in lossy
-            if row["peer"] == OURS and row["sensitivity"] == sensitivity
+            if row["peer"] == OURS and row.get("sensitivity") == sensitivity
             and all(row[key] == other[key] for key in ("run", "part"))
             and all(
                 row[f"degradation_{which}"] <= max(other[f"degradation_{which}"], 0.0) + TOLERANCE

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -42,6 +43,13 @@ class Wider(Sharded):
     def configure_model(self) -> None:
         self.more = nn.Linear(32, 64)
         super().configure_model()
+
+
+class Whole(Model):
+    """Weights of which no rank has a part; Lightning copies no others."""
+
+    def configure_model(self) -> None:
+        """Shard nothing."""
 
 
 def fit(strategy: Any, epochs: int, directory: Path, plugins: Any = (), path: Any = None, **options: Any) -> Any:
@@ -182,10 +190,10 @@ def errors(directory: Path) -> None:
     one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(average=part)
     with pytest.raises(dsq_ckpt.SaveFailed, match="'average' is distributed"):
         one.save_checkpoint(directory / "refused" / "other.ckpt")
-    one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(current_model_state={})
-    with pytest.raises(dsq_ckpt.ConfigError, match="WeightAveraging, with which Lightning resumes no run"):
-        one.save_checkpoint(directory / "refused" / "other.ckpt")
     assert names(directory / "refused") == before
+    averaged = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[EMAWeightAveraging()])
+    with pytest.raises(dsq_ckpt.ConfigError, match="the callback EMAWeightAveraging is there"):
+        averaged.fit(Whole())
 
 
 def main() -> None:
