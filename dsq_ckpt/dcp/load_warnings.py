@@ -42,15 +42,13 @@ def warn_of_unloaded(planner: DefaultLoadPlanner, checkpoint: Checkpoint, rank: 
 
 def warn_of_linear_moments(checkpoint: Checkpoint, rank: int) -> None:
     """Warn of second moments on a linear axis, which former versions stored: small ones come back as zero."""
-    block = checkpoint.manifest.config.get("quantize", {}).get("exp_avg_sq", {})
-    settings = block.get("codebook", {})
-    if "exp_avg_sq" not in checkpoint.manifest.lossy_kinds or settings.get("fit") not in CODEBOOKS:
-        return
     try:
-        codebook = CODEBOOKS[settings["fit"]].model_validate(settings)
-    except ValueError:  # of another version
+        block = checkpoint.manifest.config["quantize"]["exp_avg_sq"]
+        codebook = CODEBOOKS[block["codebook"]["fit"]].model_validate(block["codebook"])
+        in_use = block["method"] == "quantize" and "exp_avg_sq" in checkpoint.manifest.lossy_kinds
+    except (KeyError, TypeError, ValueError):  # a configuration of another version; no load needs it
         return
-    if codebook.explain_misfit("exp_avg_sq", block.get("method") == "quantize") is not None:
+    if codebook.explain_misfit("exp_avg_sq", in_use) is not None:
         warn(
             f"'{checkpoint.directory}' has second moments of fit '{codebook.fit}' on a linear axis, of which small "
             "ones may have become zero: Adam's next update can be thousands of times too large. Load the keyframe of "

@@ -41,7 +41,6 @@ NON_FINITE = 255 << MANTISSA_BITS
 """Smallest magnitude key that is not a finite number."""
 
 _EXPONENT_BIAS = 127
-_ONE = _EXPONENT_BIAS << MANTISSA_BITS
 """Magnitude key of 1.0."""
 
 
@@ -169,30 +168,6 @@ class KeyWindow:
         centre = (np.arange(self.lo, self.hi) + 0.5) / KEYS_PER_OCTAVE
         one_sign = np.concatenate(([0.0], centre, [self.hi / KEYS_PER_OCTAVE, np.inf]))
         return np.concatenate((one_sign, one_sign))
-
-    @classmethod
-    def from_counts(cls, counts_full: I64, margin_octaves: int) -> KeyWindow:
-        """Return the smallest window over all counts, plus a margin on both sides, clipped to ``FULL``.
-
-        Args:
-            counts_full: int64[FULL.size], a row of the full window.
-            margin_octaves: octaves added below and above, >= 0.
-
-        Returns:
-            The window; when no normal number was counted, one key at 1.0 plus the margins.
-
-        Raises:
-            ValueError: the row has the wrong length, or the margin is negative.
-        """
-        if counts_full.shape != (FULL.size,):
-            raise ValueError(f"from_counts needs a row of {FULL.size} counts, got shape {counts_full.shape}")
-        if margin_octaves < 0:
-            raise ValueError(f"margin_octaves is {margin_octaves}, expected >= 0")
-        resolved = counts_full.reshape(2, FULL.n)[:, 1:-2].any(axis=0)
-        occupied = np.flatnonzero(resolved)
-        first, last = (FULL.lo + int(occupied[0]), FULL.lo + int(occupied[-1])) if occupied.size else (_ONE, _ONE)
-        margin = margin_octaves * KEYS_PER_OCTAVE
-        return cls(max(first - margin, FULL.lo), min(last + 1 + margin, FULL.hi))
 
 
 FULL = KeyWindow(FIRST_NORMAL, NON_FINITE)

@@ -10,6 +10,7 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.lloyd import lloyd_kmeans, sample_weights, seed_levels
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.sketch import Sketch
+from tests.helpers.windows import tight_window
 
 DATASETS = {
     "normal": lambda rng, n: rng.standard_normal(n),
@@ -31,7 +32,7 @@ def cost_of_levels(points, weights, levels) -> float:
 def histogram(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Bins and counts of the sketch of Gaussian weights, ascending."""
     x = (0.02 * np.random.default_rng(seed).standard_normal(300_000)).astype(np.float32)
-    window = KeyWindow.from_counts(Sketch.of(x).counts, 0)
+    window = tight_window(x)
     window = KeyWindow(max(window.lo, window.hi - 700), window.hi)
     counts, values = Sketch.of(x, window).counts, window.values()
     order = np.argsort(values, kind="stable")

@@ -83,27 +83,3 @@ def test_bin_of_keeps_shape_and_refuses_other_dtypes():
     np.testing.assert_array_equal(FULL.bin_of(x.T), FULL.bin_of(x).T)
     with pytest.raises(TypeError, match="float64"):
         FULL.bin_of(x.astype(np.float64))
-
-
-@pytest.mark.parametrize("margin", [0, 1, 3])
-def test_from_counts_is_tight_up_to_the_margin(margin):
-    counts = np.zeros(FULL.size, np.int64)
-    counts[FULL.bin_of(np.array([0.0, 1e-44, 0.5, -4.0, np.inf, np.nan], np.float32))] += 1
-    window = KeyWindow.from_counts(counts, margin)
-    lowest, highest = (int(FULL.bin_of(np.float32([v]))[0]) - 1 + FULL.lo for v in (0.5, 4.0))
-    assert (window.lo, window.hi) == (lowest - 64 * margin, highest + 1 + 64 * margin)
-
-
-def test_from_counts_is_clipped_and_has_a_window_for_nothing():
-    counts = np.zeros(FULL.size, np.int64)
-    empty = KeyWindow.from_counts(counts, 0)
-    assert empty.bin_of(np.ones(1, np.float32))[0] == 1 and empty.hi == empty.lo + 1
-    counts[1], counts[FULL.size - 3] = 1, 1
-    assert KeyWindow.from_counts(counts, 2) == FULL
-
-
-def test_from_counts_refuses_rows_of_another_window_and_negative_margins():
-    with pytest.raises(ValueError, match="row of"):
-        KeyWindow.from_counts(np.zeros(NARROW.size, np.int64), 0)
-    with pytest.raises(ValueError, match="margin_octaves"):
-        KeyWindow.from_counts(np.zeros(FULL.size, np.int64), -1)

@@ -6,6 +6,7 @@ from ddsketch import DDSketch
 
 from dsq_ckpt.kernels.keys import ALPHA, FULL, KeyWindow
 from dsq_ckpt.quantization.sketch import BLOCK_ELEMENTS, Sketch
+from tests.helpers.windows import tight_window
 
 DATASETS = {
     "normal": lambda rng, n: rng.normal(37.4, 1.0, n),
@@ -134,7 +135,7 @@ def test_mean_square(name):
 
 
 def test_values_past_a_narrow_window_go_to_its_shared_bins():
-    window = KeyWindow.from_counts(Sketch.of(np.float32([0.5, 1.0])).counts, 0)
+    window = tight_window(np.float32([0.5, 1.0]))
     sketch = Sketch.of(np.float32([0.25, 0.5, 1.0, 2.0, -2.0]), window)
     assert sketch.zeros == 1 and sketch.counts[window.n - 2] == 1 and sketch.counts[2 * window.n - 2] == 1
     assert sketch.quantile(1.0) == window.values()[window.n - 2]
