@@ -253,7 +253,8 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
 
     def _check_targets(self, fqn: str, saved: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
         for target in targets:
-            if any(length > 1 and not step for length, step in zip(target.shape, target.stride(), strict=True)):
+            steps = zip(target.shape, target.stride(), strict=True)
+            if target.numel() and any(length > 1 and not step for length, step in steps):
                 raise LoadFailed(
                     f"'{fqn}' is expanded: its elements share memory, so it cannot be written to; load into its clone()"
                 )
