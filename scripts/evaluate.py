@@ -139,8 +139,7 @@ def peers(
             for row in beside.compare(recording, chosen, epsilon, dsq_epsilon, dsq_sensitivity, console.print):
                 rows.append(row)
                 # After each row: what was measured is kept, should the program be stopped.
-                made = results.document("peers", settings, rows, versus=beside.versus(rows))
-                json_files.write(json_path, made)
+                json_files.write(json_path, results.document("peers", settings, rows, versus=beside.versus(rows)))
         except (PeerMissingError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
     beside.print_comparison(rows, beside.versus(rows))
