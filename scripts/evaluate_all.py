@@ -215,6 +215,7 @@ resume-vit              evaluate.py resume vit --config default
                           --seed 2 --share 0.2 --share 0.4 --share 0.7
 resume-deepspeed        evaluate.py resume-deepspeed --seed 0 --seed 1 --seed 2
 oneshot                 evaluate.py oneshot vit llama lstm moe resnet
+oneshot-new-kinds       evaluate.py oneshot bert vgg finetune
 transfer                evaluate.py transfer llama vit --seed 0 --seed 1 --seed 2
 ablations-resnet-seed0  evaluate.py ablations resnet
 ablations-llama-seed0   evaluate.py ablations llama --part coders --part components

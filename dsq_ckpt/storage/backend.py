@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,11 @@ from typing import IO, NamedTuple, Protocol
 
 from dsq_ckpt.core.regular_files import RegularFile, read_regular
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.atomic_io import AtomicFile, make_directory, sync_directory
+
+MAX_REQUESTS = 16
+"""Most requests to an object store at a time."""
 
 
 class DirectoryEntry(NamedTuple):
@@ -88,8 +93,17 @@ class Storage(Protocol):
     def read(self, file: Path, limit: int) -> bytes:
         """Return all bytes of a file. Raise CorruptCheckpoint if there are more than `limit`."""
 
-    def open(self, file: Path) -> ReadableFile:
-        """Open a file for reads of ranges."""
+    def open(self, file: Path, expected: int | None = None) -> ReadableFile:
+        """Open a file for reads of ranges.
+
+        Args:
+            file: the file.
+            expected: required size in bytes; None: any.
+
+        Raises:
+            CorruptCheckpoint: it has another size. An object store finds this at the first read that fails or reaches
+                the end, since to ask for a size takes a request.
+        """
 
     def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> WritableFile:
         """Return a new file in an existing directory. It appears when it is published."""
@@ -127,8 +141,14 @@ class _LocalStorage:
     def read(self, file: Path, limit: int) -> bytes:
         return read_regular(file, limit)
 
-    def open(self, file: Path) -> RegularFile:
-        return RegularFile(file)
+    def open(self, file: Path, expected: int | None = None) -> RegularFile:
+        opened = RegularFile(file)
+        try:
+            check_size(file, opened.size, expected)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
 
     def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> AtomicFile:
         return AtomicFile(file, fsync, mark, buffering)
@@ -158,20 +178,36 @@ def _get_object_store() -> Storage:
     return ObjectStore()
 
 
+def check_size(file: Path, size: int, expected: int | None) -> None:
+    """Raise CorruptCheckpoint if a size in bytes is not the expected one; None: any."""
+    if expected not in (None, size):
+        raise CorruptCheckpoint(
+            f"'{file}' has {size} bytes, expected {expected}: truncated or overwritten; restore it or load another "
+            "checkpoint"
+        )
+
+
 def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
     """Return the size of each file, or the error of reading it. On an object store list each directory once."""
+    files = list(files)
+    directories = list({file.parent: None for file in files if is_remote(file)})
+    with ThreadPoolExecutor(MAX_REQUESTS) as requests:
+        listed = dict(zip(directories, requests.map(_list_sizes, directories), strict=True))
     sizes: dict[Path, int | OSError] = {}
-    listed: dict[Path, dict[str, int]] = {}
     for file in files:
-        storage = get_storage(file)
         try:
-            if is_remote(file):
-                if file.parent not in listed:
-                    listed[file.parent] = {entry.name: entry.size for entry in storage.list_entries(file.parent)}
-                if file.name in listed[file.parent]:
-                    sizes[file] = listed[file.parent][file.name]
-                    continue
-            sizes[file] = storage.size(file)  # a listing may be behind
+            found = listed.get(file.parent, {})
+            if isinstance(found, OSError):
+                raise found
+            size = found.get(file.name)  # a listing may be behind
+            sizes[file] = get_storage(file).size(file) if size is None else size
         except OSError as error:
             sizes[file] = error
     return sizes
+
+
+def _list_sizes(directory: Path) -> dict[str, int] | OSError:
+    try:
+        return {entry.name: entry.size for entry in get_storage(directory).list_entries(directory)}
+    except OSError as error:
+        return error

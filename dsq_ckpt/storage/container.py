@@ -131,16 +131,11 @@ class ContainerReader:
     def __init__(self, path: Path, expected: int | None = None) -> None:
         self.path = path
         try:
-            self._file = get_storage(path).open(path)
+            self._file = get_storage(path).open(path, expected)
         except OSError as error:
             raise unreadable_error(path, error) from error
         try:
             self.size = self._file.size
-            if expected not in (None, self.size):
-                raise CorruptCheckpoint(
-                    f"'{path}' has {self.size} bytes, expected {expected}: truncated or overwritten; restore it or "
-                    "load another checkpoint"
-                )
             self.checksum, self.contents = self._read_contents()
         except BaseException:
             self._file.close()

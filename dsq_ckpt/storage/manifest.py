@@ -25,7 +25,7 @@ from dsq_ckpt.core.regular_files import unreadable_error
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import is_hidden
-from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 from dsq_ckpt.storage.manifest_names import RelativePath, SiblingName, is_plain_name
 from dsq_ckpt.storage.manifest_text import NO_CHECKSUM, insert_checksum, parse_manifest_text
@@ -40,7 +40,6 @@ _MAX_BYTES = 1 << 28
 """Bytes of a manifest: a million files."""
 _CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
 """Number of cached parsed manifests, and the size in bytes of the largest of these."""
-_MAX_REQUESTS = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
@@ -349,7 +348,7 @@ def _iter_manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
     """Yield the directories of a run that may be checkpoints, with the manifest or the error of reading it."""
     if is_remote(run):
         below = [run / entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory]
-        with ThreadPoolExecutor(_MAX_REQUESTS) as requests:
+        with ThreadPoolExecutor(MAX_REQUESTS) as requests:
             yield from zip(below, requests.map(_read_or_error, below), strict=True)
         return
     for entry in run.iterdir() if run.is_dir() else ():

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import IO, Any, TypeVar, cast
 
 from dsq_ckpt.core.urls import RemoteError, RemotePath
-from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
-from dsq_ckpt.storage.backend import DirectoryEntry
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError
+from dsq_ckpt.storage.backend import DirectoryEntry, check_size
 from dsq_ckpt.storage.read_ahead import ReadAheadFile
 
 _PIECE = 1 << 23
@@ -84,24 +84,28 @@ class ObjectStore:
         return int(info["size"])
 
     def read(self, file: Path, limit: int) -> bytes:
-        data: bytes = self._request(lambda: _get_filesystem(file).cat_file(str(file)), file)
+        # A range, because s3fs would first ask for the size of a whole object.
+        data = self._request(lambda: _read_range(file, 0, limit + 1), file)
         if len(data) > limit:
-            raise CorruptCheckpoint(
-                f"'{file}' has {len(data)} bytes, more than the {limit} that such a file may have"
-            )
+            raise CorruptCheckpoint(f"'{file}' has more than the {limit} bytes that such a file may have")
         return data
 
-    def open(self, file: Path) -> ReadAheadFile:
+    def open(self, file: Path, expected: int | None = None) -> ReadAheadFile:
+        size = self.size(file) if expected is None else expected
+
         def fetch(start: int, stop: int) -> bytes:
+            is_last = expected is not None and stop == size
+
             def read_all() -> bytes:
-                data = bytes(_get_filesystem(file).cat_file(str(file), start=start, end=stop))
+                data = _read_range(file, start, stop + is_last)  # one byte more, which must not be there
                 if len(data) != stop - start:
+                    check_size(file, _size_now(file), expected)
                     raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}, from {start} on")
                 return data
 
             return _retry(read_all, file)
 
-        return ReadAheadFile(self.size(file), fetch)
+        return ReadAheadFile(size, fetch)
 
     def _request(self, call: Callable[[], Any], file: Path) -> Any:
         try:
@@ -247,6 +251,22 @@ def _get_filesystem(path: Path) -> Any:
         return system
 
 
+def _read_range(file: Path, start: int, stop: int) -> bytes:
+    """Return the bytes of an object from a start offset to a stop offset; fewer at its end."""
+    try:
+        return bytes(_get_filesystem(file).cat_file(str(file), start=start, end=stop))
+    except Exception as error:
+        is_elsewhere = _is_transient(error) or _class_names(error) & (_NETWORK_ERRORS | _ACCESS_ERRORS)
+        if is_elsewhere or isinstance(error, FileNotFoundError | PermissionError) or _size_now(file) > start:
+            raise
+        return b""  # stores refuse ranges that begin at the end, or after it
+
+
+def _size_now(file: Path) -> int:
+    """Return the size of an object in bytes, by a request that is not repeated."""
+    return int(_get_filesystem(file).info(str(file))["size"])
+
+
 def _retry(call: Callable[[], _T], path: Path) -> _T:
     """Return the result of a request, repeated after transient failures with exponential backoff.
 
@@ -300,7 +320,7 @@ def _is_transient(error: Exception) -> bool:
 
 def _translate_error(error: Exception, path: Path) -> Exception:
     """Return the error to raise for a failed request: mostly an OSError that names the URL and a remedy."""
-    if isinstance(error, ConfigError | RemoteError):
+    if isinstance(error, DSQError | RemoteError):
         return error
     text, names = f"{error}".strip() or type(error).__name__, _class_names(error)
     low, url = text.lower(), str(path)

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
-from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.runs import get_run
 
-_MAX_REQUESTS = 16
 _MAX_MANIFEST_BYTES = 1 << 28
 
 
@@ -143,7 +142,7 @@ def remove_files(files: Iterable[Path]) -> None:
     Raises:
         OSError: a file cannot be removed.
     """
-    with ThreadPoolExecutor(_MAX_REQUESTS) as requests:
+    with ThreadPoolExecutor(MAX_REQUESTS) as requests:
         for _ in requests.map(lambda file: get_storage(file).remove(file), list(files)):
             pass
 

@@ -147,6 +147,23 @@ def test_sizes_are_those_of_each_file(storage, directory):
     assert read_sizes([directory / "a", directory / "b"]) == {directory / "a": 5, directory / "b": 1}
 
 
+@pytest.mark.parametrize("size", [0, 1, 5000, _LARGE])
+@pytest.mark.parametrize("other", [-1, 1])
+def test_a_file_of_another_size_than_expected_is_refused(storage, directory, size, other):
+    if size + other < 0:
+        other = 5000
+    data = np.random.default_rng(0).bytes(size)
+    _write(directory, "a", data)
+    opened = storage.open(directory / "a", size)
+    assert opened.size == size
+    assert opened.read(0, size + 1) == data
+    opened.close()
+    with pytest.raises(CorruptCheckpoint, match=f"a' has {size} bytes, expected {size + other}: truncated or overwri"):
+        storage.open(directory / "a", size + other).read(size + other - 1, 1)
+    with pytest.raises(FileNotFoundError):
+        storage.open(directory / "b", size + 1).read(0, 1)
+
+
 def test_a_removed_file_is_gone(storage, directory):
     _write(directory, "a", b"1")
     storage.remove(directory / "a")
