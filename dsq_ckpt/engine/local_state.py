@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, Protocol
@@ -11,8 +11,11 @@ import torch
 
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.checksums import checksums, quote
 from dsq_ckpt.core.nesting import Path as NestedPath
 from dsq_ckpt.core.tensor_subclasses import check_storable
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -120,6 +123,11 @@ class SaveItem:
     def quantized(self) -> bool:
         return self.config is not None and self.config.method == "quantize"
 
+    @property
+    def rounded_dtype(self) -> torch.dtype | None:
+        """bfloat16 if the tensor is rounded to it, else None."""
+        return torch.bfloat16 if _is_rounded(self.config, self.dtype) else None
+
 
 @dataclass(frozen=True)
 class LocalItems:
@@ -142,9 +150,10 @@ class LocalItems:
     def apply_layout(self, layout: Layout) -> LocalItems:
         """Return the items with the settings of the layout of all ranks.
 
-        Tensors that are frozen on all ranks that have them are exact, as are weights that a module of any rank rounds,
-        and weights that are trained by L-BFGS or Rprop. First moments of an unknown update rule are rounded. First
-        moments that are themselves the update are quantized by their own size.
+        Of the weights that would be quantized or rounded to bf16, those that are frozen on all ranks that have them
+        are exact, as are weights that a module of any rank rounds, and weights that are trained by L-BFGS or Rprop.
+        First moments of an unknown update rule are rounded. First moments that are themselves the update are quantized
+        by their own size.
         """
         return replace(
             self, items=[_apply_layout_to_item(item, layout) for item in self.items],
@@ -152,12 +161,49 @@ class LocalItems:
         )
 
 
+    def compute_checksums(self, workers: Workers) -> dict[ChunkKey, Hashable]:
+        """Return the checksum of each local chunk."""
+        return checksums({item.key: item.load for item in (*self.items, *self.replicas)}, workers)
+
+    def check_unchanged(self, before: Mapping[ChunkKey, Hashable], workers: Workers) -> None:
+        """Raise if the state has changed since its checksums were computed.
+
+        Raises:
+            SaveFailed: `evaluate` or `check` changed it.
+        """
+        after = self.compute_checksums(workers)
+        changed = sorted({key.fqn for key, version in before.items() if after[key] != version})
+        if changed:
+            raise SaveFailed(
+                f"`evaluate` or `check` changed {quote(changed)}: they must leave model and optimizer as they are. The "
+                "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before "
+                "training goes on"
+            )
+
+    def find_gradient(self, key: ChunkKey) -> torch.Tensor | None:
+        """Return the averaged gradient of a chunk of weights, by the chunk or by the end of its name."""
+        gradients: Mapping[Any, torch.Tensor] = self.gradients
+        if key in gradients:
+            return gradients[key]
+        name = strip_wrappers(key.fqn)
+        while name and name not in gradients:
+            name = name.partition(".")[2]
+        gradient = gradients.get(name)
+        return gradient if gradient is not None and gradient.numel() == key.elements else None
+
+
+def _is_rounded(config: TensorConfig | None, dtype: torch.dtype) -> bool:
+    return config is not None and config.method == "bf16" and dtype.itemsize > 2
+
+
 def _apply_layout_to_item(item: SaveItem, layout: Layout) -> SaveItem:
-    if not item.quantized or item.config is None:
+    if item.config is None:
         return item
     is_exact = item.key.fqn in layout.frozen or item.key.fqn in layout.rounded_weights
     if is_exact or (layout.weight_bound_state and item.kind == "weights" and not item.by_rule):
         return replace(item, kind=EXACT, group=EXACT, config=None)
+    if not item.quantized:
+        return item
     if item.key.fqn in layout.rounded_moments:
         rounded = None if item.dtype == torch.float64 else item.config.model_copy(update={"method": "bf16"})
         return replace(item, config=rounded, second_moment=None)
@@ -188,6 +234,7 @@ def make_layout(
     rounding: set[str] = set()
     known_updates: set[str] = set()
     ruled: set[str] = set()
+    halved: set[str] = set()
     residual = config.delta.against == "values"
     assignments = Assignments.cached(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
@@ -208,20 +255,24 @@ def make_layout(
             by_update = chosen.config.codebook.coordinates in ("update", "relative") and not chosen.by_rule
             if by_update:
                 known_updates.add(fqn)
-            if chosen.kind == "weights" and chosen.by_rule:
+        is_halved = chosen.kind == "weights" and _is_rounded(chosen.config, shard.dtype)
+        if is_halved:
+            halved.add(fqn)
+        if is_halved or (lossy and chosen.kind == "weights"):
+            if chosen.by_rule:
                 ruled.add(fqn)
-            elif chosen.kind == "weights":
-                if (is_unchanged := find_by_suffix(fqn, options.frozen.unchanged)) is not None:
-                    rests[fqn] = is_unchanged
-                if find_by_suffix(fqn, options.rounding):
-                    rounding.add(fqn)
+                continue
+            if (is_unchanged := find_by_suffix(fqn, options.frozen.unchanged)) is not None:
+                rests[fqn] = is_unchanged
+            if find_by_suffix(fqn, options.rounding):
+                rounding.add(fqn)
     frozen = FrozenTensors(options.frozen.has_trained, rests)
     return Layout(
         tensors, groups, state, has_gradients, options.fractions, residual, frozenset(settings), shapes, frozen,
         frozenset() if residual else frozenset(known_updates), rule_weights=frozenset(ruled),
         unknown_updates=find_unknown_updates([*shapes, *objects]),
         prenormalized=find_prenormalized([*shapes, *objects]),
-        rounded_weights=frozenset(rounding), objects=find_optimizer_objects(objects),
+        rounded_weights=frozenset(rounding), objects=find_optimizer_objects(objects), bf16_weights=frozenset(halved),
     )
 
 

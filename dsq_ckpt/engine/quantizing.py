@@ -7,16 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import torch
 
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.autocast import no_autocast
-from dsq_ckpt.core.checksums import checksums, quote
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import defer_handler_errors
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import ParentCheckpoint
@@ -27,10 +25,10 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.parent_integrity import drop_damaged_parent
 from dsq_ckpt.engine.related_weights import is_related, record_exact_samples, select_watch
 from dsq_ckpt.engine.save_warnings import WarningCandidates, emit_save_warnings
-from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.exact_values import are_zero, need_exact_storage
+from dsq_ckpt.quantization.exact_values import are_zero, is_subnormal, need_exact_storage
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch, take_evenly
 from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.groups import find_by_suffix
@@ -97,7 +95,7 @@ def quantize(
         options.history.release_device_codes(expand_path(context.previous.path))
     gradients = {
         item.key: gradient for item in (*local.items, *local.replicas)
-        if item.kind == "weights" and (gradient := _find_gradient(item.key, local.gradients)) is not None
+        if item.kind == "weights" and (gradient := local.find_gradient(item.key)) is not None
     }
     searches = policy not in (plan_as_configured, plan_exact)
     if context.previous is None:
@@ -116,7 +114,7 @@ def quantize(
             sketches = replace(sketches, chunks=sketching.exclude_lost_rows(sketches.chunks, sketches.octaves))
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.load_replicas(sketches))
-                before = run_on_all_ranks(comm, lambda: _compute_checksums(local, workers))
+                before = run_on_all_ranks(comm, lambda: local.compute_checksums(workers))
     except DSQError:
         if context.parent is not None and (checkpoint := options.history.find(context.parent.save_id)) is not None:
             checkpoint.suspect = True
@@ -130,7 +128,7 @@ def quantize(
     worst = sketches.find_worst_tensors(plan.analysis, {key.fqn for key in plan.compensations})
     plan = replace(plan, analysis=replace(plan.analysis, worst_tensors=worst))
     if searches:
-        run_on_all_ranks(comm, lambda: _check_unchanged(before, _compute_checksums(local, workers)))
+        run_on_all_ranks(comm, lambda: local.check_unchanged(before, workers))
     if sketches.has_nan:
         nonfinite = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.nan_tensors))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=nonfinite))
@@ -144,9 +142,10 @@ def quantize(
     if candidates.need_gather(sketches):
         warned.update(sketching.lost_rows)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
-    exact = [item for item in local.items if item.key not in written]
-    if context.exact:
-        exact = [replace(item, config=None) for item in exact]  # not as bf16 either
+    exact = [
+        replace(item, config=None) if context.exact or item.key in sketching.excluded else item  # not as bf16 either
+        for item in local.items if item.key not in written
+    ]
     record_exact_samples(sketching.watch, sketching.weights, written)
     return QuantizedState(
         quantize_lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items},
@@ -163,6 +162,7 @@ class _LocalSketch:
         lost_rows: names of weights with rows that a single step per tensor loses, and whether they are stored exactly
             for that reason; without those that the user was warned of since the last keyframe.
         weights: chunks of weights that may be lossy and trained.
+        excluded: weights that are stored exactly because of their values, or because they are not trained.
         related, watch: as in `QuantizedState`.
     """
 
@@ -176,6 +176,7 @@ class _LocalSketch:
         self.loader = self._make_loader()
         self.nan_tensors: set[str] = set()
         self.lost_rows: dict[str, bool] = {}
+        self.excluded: set[ChunkKey] = set()
         self._exact_candidates: set[ChunkKey] = set()
         self._tensors: dict[ChunkKey, torch.Tensor] = {}
         self.weights: dict[ChunkKey, torch.Tensor] = {}
@@ -215,13 +216,29 @@ class _LocalSketch:
         }
         self.related = is_related(self.weights, history, context)
         self.watch, loads = select_watch(self.related, history, context)
-        self._exact_candidates = self._find_exact_candidates(selected)
-        weights = [chunk for chunk in chunks if chunk.key in self._exact_candidates]
+        rounded = self._load_rounded_weights()
+        self._exact_candidates = self._find_exact_candidates(items)
+        weights = [chunk for chunk in [*chunks, *rounded] if chunk.key in self._exact_candidates]
         unlike = need_exact_storage([chunk.tensor for chunk in weights])
-        excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
-        excluded |= self._find_untrained(weights)
-        chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in excluded])
+        self.excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
+        self.excluded |= self._find_untrained(weights) | {one.key for one in rounded if is_subnormal(one.tensor)}
+        chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in self.excluded])
         return LocalChunks(chunks, len(self.nan_tensors), len(self.lost_rows), *loads)
+
+    def _load_rounded_weights(self) -> list[Chunk]:
+        """Return the chunks of weights that are rounded to bf16.
+
+        Raises:
+            ConfigError: a search would not measure what the rounding costs.
+        """
+        items = [item for item in self._local.items if item.kind == "weights" and item.rounded_dtype is not None]
+        if items and self._searches:
+            raise ConfigError(
+                "`evaluate` does not measure what rounding to bf16 (method: bf16 in quantize.weights or "
+                f"quantize.groups) costs in {quote(sorted({item.key.fqn for item in items}))}: choose method quantize, "
+                "for which a search finds steps within the bound, or exact; or save without `evaluate`"
+            )
+        return [Chunk(item.key, item.load(), item.group, 0, on_device=item.on_device) for item in items]
 
     def _find_exact_candidates(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that may be stored exactly because of their values.
@@ -232,7 +249,7 @@ class _LocalSketch:
         if self._searches and not model:
             return set()
         return {
-            item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
+            item.key for item in items if item.kind == "weights" and item.config is not None and not item.by_rule
             and not (self._searches and find_by_suffix(item.key.fqn, model) is not None)
         }
 
@@ -333,7 +350,7 @@ class _LocalSketch:
         layout = self._context.layout
         tied = group_tied_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
         types, model_tensors = self._options.layer_types, layout.model_tensors
-        return find_stateless_weights(layout.weights(), layout.shapes, tied, types, model_tensors)
+        return find_stateless_weights(layout.weights() | layout.bf16_weights, layout.shapes, tied, types, model_tensors)
 
     @cached_property
     def _gauges(self) -> dict[str, Gauge]:
@@ -368,32 +385,3 @@ def _select_gradient_measures(items: Sequence[SaveItem], layout: Layout) -> list
     """Return optimizer state that is not quantized but defines the size of gradients."""
     is_needed = any(config.codebook.gradient_power > 0 for config in layout.groups.values())
     return [item for item in items if is_needed and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
-
-
-def _compute_checksums(local: LocalItems, workers: Workers) -> dict[ChunkKey, Hashable]:
-    return checksums({item.key: item.load for item in (*local.items, *local.replicas)}, workers)
-
-
-def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKey, Hashable]) -> None:
-    """Raise if the state has changed since it was sketched.
-
-    Raises:
-        SaveFailed: `evaluate` or `check` changed it.
-    """
-    changed = sorted({key.fqn for key, version in before.items() if after[key] != version})
-    if changed:
-        raise SaveFailed(
-            f"`evaluate` or `check` changed {quote(changed)}: they must leave model and optimizer as they are. The "
-            "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before training "
-            "goes on"
-        )
-
-
-def _find_gradient(key: ChunkKey, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
-    if key in gradients:
-        return gradients[key]
-    name = strip_wrappers(key.fqn)
-    while name and name not in gradients:
-        name = name.partition(".")[2]
-    gradient = gradients.get(name)
-    return gradient if gradient is not None and gradient.numel() == key.elements else None

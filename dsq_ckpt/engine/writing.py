@@ -9,8 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -106,9 +104,7 @@ def write_rank(
             by_kind[state.items[keys[index]].kind].append(written)
         for item in state.unquantized:
             run_pending_handlers()
-            stored = None
-            if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:
-                stored = torch.bfloat16
+            stored = item.rounded_dtype
             written = shard.add_plain(item.key, item.load(), stored)
             result.written[item.key] = written
             cache.refs[item.key] = written.ref

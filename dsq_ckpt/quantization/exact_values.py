@@ -62,6 +62,12 @@ def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [not any(sample) and not bool(tensor.any()) for tensor, sample in zip(tensors, sampled, strict=True)]
 
 
+def is_subnormal(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds numbers below the normal range of float32, and none in it."""
+    largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    return 0 < largest < torch.finfo(torch.float32).tiny
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return a few elements of a tensor, flat."""
     part = tensor.detach()

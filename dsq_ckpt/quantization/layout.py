@@ -61,6 +61,8 @@ class Layout:
             exact beside it, except `rule_weights`.
         rounded_weights: weights that a module of the model rounds as it uses them, except `rule_weights`. These are
             exact, so they are not among `tensors` once all ranks have agreed; frozen ones are omitted here.
+        bf16_weights: weights that are rounded to bf16, except those that are exact for one of these reasons once all
+            ranks have agreed.
     """
 
     tensors: dict[str, str]
@@ -80,6 +82,7 @@ class Layout:
     weight_bound_state: frozenset[str] = frozenset()
     rounded_weights: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
+    bf16_weights: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -126,8 +129,9 @@ class Layout:
                 groups[tensors[name]] = to_relative_config(groups[group])
         ruled = frozenset[str]().union(*(part.rule_weights for part in parts))
         exact, agreed = set[str](), any(part.weight_bound_state for part in parts)
+        halved = frozenset[str]().union(*(part.bf16_weights for part in parts))
         if fitted_to := find_weight_bound_state(shapes):
-            exact = {name for name, group in tensors.items() if group.startswith("weights/")} - ruled
+            exact = {*halved, *(name for name, group in tensors.items() if group.startswith("weights/"))} - ruled
         rounding = frozenset(name for part in parts for name in part.rounded_weights if name not in frozen)
         tensors = {
             name: group for name, group in tensors.items()
@@ -146,7 +150,8 @@ class Layout:
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
                    shapes, frozen, known_updates, rounded, unlike, divided, ruled,
-                   fitted_to if exact or agreed else frozenset(), rounding, objects)
+                   fitted_to if exact or agreed else frozenset(), rounding, objects,
+                   frozenset(name for name in halved - exact - rounding if name not in frozen))
 
     def rank_part(self) -> Layout:
         """Return the part that is known to one rank alone: its frozen and rounded weights, and objects of its

@@ -195,8 +195,8 @@ class ConfigManager:
             return self._plan_fallback(save, record, cause)
         bits = self._search_refinement_bits(save, candidate, record)
         if bits is None:
-            reason = f"no refinement of {MAX_REFINEMENT_BITS} bits keeps to search.max_run_loss"
-            return self._plan_exact(save, record, reason)
+            most = "a finite metric" if search.max_run_loss is None else "search.max_run_loss"
+            return self._plan_exact(save, record, f"no refinement of {MAX_REFINEMENT_BITS} bits keeps to {most}")
         # The configuration is chosen from here on.
         point, loss = point or last, losses["evaluate"]
         record |= {
@@ -332,15 +332,14 @@ class ConfigManager:
     def _search_refinement_bits(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int | None:
         """Return the refinement bits of the weights: as configured, or more if a restore would exceed its bound.
 
-        None if a restore costs more than its share of the run's budget with any number of bits. With `check` the
-        restore is measured there alone: the remaining errors of a base layer chosen by `evaluate` may fit the batches
-        of `evaluate` too. Few numbers of bits are tried, in order, so `check` is hardly overfitted.
+        None if a restore costs more than its share of the run's budget, or is not finite, with all bits. With `check`
+        it is measured there alone: the remaining errors of a base layer chosen by `evaluate` may fit the batches of
+        `evaluate` too. Few numbers of bits are tried, in order, so `check` is hardly overfitted.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if not self._bounds_restores(candidate.config):
             return configured
-        fold = self.folds[-1]
-        exact = save.metrics[fold.name]
+        fold, exact = self.folds[-1], save.metrics[self.folds[-1].name]
         allowed = self._budget.get_allowed_change(search, fold.metric, exact)
         bits = max(self._memory.refinement_bits or 0, configured)
         if self._memory.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:
@@ -355,7 +354,8 @@ class ConfigManager:
             if loss <= allowed or bits == MAX_REFINEMENT_BITS:
                 break
             bits += 1
-        if search.max_run_loss is not None and loss > self._budget.get_remaining_share(search) * abs(exact):
+        most = math.inf if search.max_run_loss is None else self._budget.get_remaining_share(search) * abs(exact)
+        if loss > most or loss == math.inf:
             return None
         record |= {"refinement_bits": bits, "restore_loses": loss, "restore_may_lose": allowed}
         if loss > allowed:

@@ -101,6 +101,22 @@ def test_a_bound_that_is_used_up_is_not_kept_by_chance(tmp_path):
     assert not find_messages(list(recorded))
 
 
+def test_weights_are_exact_where_a_restore_has_no_finite_metric(tmp_path):
+    model, optimizer = train_model(60)
+    trained = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    def evaluate() -> float:
+        moved = torch.cat([weight.detach().flatten() for weight in model.parameters()]) - trained
+        return float("nan") if 0 < moved.norm() / trained.norm() < 0.02 else compute_loss(model)
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
+    with pytest.warns(UserWarning, match="no refinement of 8 bits keeps to a finite metric; the weights .* exactly"):
+        compressor.save(tmp_path / "a")
+    exact = compute_loss(model)
+    compressor.load(tmp_path / "a")
+    assert compute_loss(model) == exact
+
+
 def test_the_same_seed_gives_the_same_trials(tmp_path):
     """So that ranks that draw alike, as for the length of a batch, go on to draw alike."""
     drawn = []
