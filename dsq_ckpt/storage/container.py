@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -39,6 +40,7 @@ _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
 _PIECE = 1 << 22
+_CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 14  # parsed contents, and compressed bytes of each
 _SMALL, _RATIO = 1 << 24, 1 << 10
 """Limit of contents in bytes, and its increase per byte of the frame: a small frame cannot claim much memory."""
 
@@ -260,17 +262,24 @@ def _max_contents_size(size: int) -> int:
 
 
 def unpack_json(data: bytes, location: str) -> Any:
-    """Inverse of `pack_json`, within its limits of size.
+    """Inverse of `pack_json`, within its limits of size. The result may be cached and shared: do not modify it.
 
     Raises:
         CorruptCheckpoint: the bytes do not decompress or parse.
     """
     try:
-        if not 0 <= zstandard.frame_content_size(data) <= _max_contents_size(len(data)):
-            raise CorruptCheckpoint(f"{location}: contents claim an impossible size")
-        return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+        return _unpack_cached(data) if len(data) <= _MAX_CACHED_BYTES else _unpack(data)
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{location}: contents do not parse: {error}") from error
+
+
+def _unpack(data: bytes) -> Any:
+    if not 0 <= zstandard.frame_content_size(data) <= _max_contents_size(len(data)):
+        raise ValueError("they claim an impossible size")
+    return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+
+
+_unpack_cached = functools.lru_cache(_CACHE_SIZE)(_unpack)  # a save reads the contents of its parent several times
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import json
 import os
 import shutil
 
@@ -12,7 +14,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.engine import chain, writing
 from dsq_ckpt.engine.pipeline import SavePipeline
-from dsq_ckpt.storage import concurrent_changes, links
+from dsq_ckpt.storage import concurrent_changes, container, links
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import (
     KEEP_ONE,
@@ -43,6 +45,17 @@ def chain_of(tmp_path, count, state=None, **options):
 
 def depths(paths):
     return [Manifest.read(path).depth for path in paths]
+
+
+def test_a_save_parses_the_contents_of_its_parent_once(tmp_path, monkeypatch):
+    states, parsed = chain_of(tmp_path, 4)[1], []
+    unpack = functools.lru_cache(16)(lambda data: parsed.append(data) or container._unpack(data))
+    monkeypatch.setattr(container, "_unpack_cached", unpack)
+    dsq_ckpt.save(perturb(states[-1], 9), tmp_path / "next")
+    assert 1 <= len(parsed) == len(set(parsed))
+    contents = [json.dumps(unpack(data)) for data in parsed]
+    load_copy(tmp_path / "next", states[0])
+    assert contents == [json.dumps(unpack(data)) for data in parsed[: len(contents)]], "they were modified"
 
 
 def test_chain_is_self_contained(tmp_path):
