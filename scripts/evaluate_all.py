@@ -233,6 +233,7 @@ offline-papers-vit-seed0       evaluate.py offline vit --systems dsq,inshrinkera
 offline-papers-finetune-seed0  evaluate.py offline finetune --systems dsq,inshrinkerator
 ablations-lstm-seed0    evaluate.py ablations lstm --part coders --part components
 ablations-bert-seed0    evaluate.py ablations bert --part coders --part components
+ablations-moe-seed0     evaluate.py ablations moe --part coders --part components
 strengths               measure_defaults.py strengths llama moe bert lstm
 online-strengths        evaluate.py online llama --systems noise,dsq --epsilons 0.05 --config '{}'
                           --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
