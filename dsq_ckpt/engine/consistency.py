@@ -54,17 +54,17 @@ def check_same_settings(ranks: Sequence[RankSettings]) -> None:
     Raises:
         ConfigError: they differ; the message names the differing keys and the ranks.
     """
-    if all(one == ranks[0] for one in ranks):
+    if all(rank == ranks[0] for rank in ranks):
         return
-    paths = _describe_differences([one.path for one in ranks])
-    if paths and len({one.canonical_path for one in ranks}) > 1:  # hosts may have their own links to one directory
+    paths = _describe_differences([rank.path for rank in ranks])
+    if paths and len({rank.canonical_path for rank in ranks}) > 1:  # hosts may have their own links to one directory
         raise ConfigError(
             f"the ranks of one save were given different paths: {paths}; give all of them the same directory, on "
             "storage that they share, and an absolute path where their working directories differ"
         )
     defaults = _defaults()
-    keys = sorted(set().union(*(one.settings for one in ranks)))
-    values = {key: [one.settings.get(key, defaults.get(key, _UNSET)) for one in ranks] for key in keys}
+    keys = sorted(set().union(*(rank.settings for rank in ranks)))
+    values = {key: [rank.settings.get(key, defaults.get(key, _UNSET)) for rank in ranks] for key in keys}
     differing = {key: text for key in keys if (text := _describe_differences(values[key]))}
     if not differing:
         return

@@ -155,7 +155,7 @@ class SaveHistory:
     def checkpoints(self, run: Path | None = None) -> list[KnownCheckpoint]:
         """Return the known checkpoints of a run directory, or of all, newest first."""
         with self._lock:
-            return [one for one in self._known if run is None or one.run == run]
+            return [checkpoint for checkpoint in self._known if run is None or checkpoint.run == run]
 
     def find(self, save_id: str) -> KnownCheckpoint | None:
         """Return a checkpoint by its save id, None if it is not known."""
@@ -174,7 +174,7 @@ class SaveHistory:
         other_jobs.add_own(new.path, new.save_id)
         new.watch.save_ids.add(new.save_id)
         with self._lock:
-            self._known[:] = [one for one in self._known if one.save_id != new.save_id]
+            self._known[:] = [checkpoint for checkpoint in self._known if checkpoint.save_id != new.save_id]
             for other in self.checkpoints(new.run):
                 if other.shapes is None and ensure_shapes(other):
                     self._mark_complete(other)  # another process committed it
@@ -226,14 +226,17 @@ class SaveHistory:
                 shapes = _read_shapes_at(path, save_id) if files is None else read_shapes(files)
                 new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, loaded=True, complete=True)
                 replaced = [
-                    one for one in self._known
-                    if one.save_id == save_id or (one.run == new.run and _is_same_state(new, one))
+                    checkpoint for checkpoint in self._known
+                    if checkpoint.save_id == save_id or (checkpoint.run == new.run and _is_same_state(new, checkpoint))
                 ]
-                new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
-                new.watch = next((one.watch for one in replaced if save_id in one.watch.save_ids), new.watch)
+                # this load may not have read the damaged part
+                new.suspect = any(checkpoint.suspect for checkpoint in replaced)
+                new.watch = next(
+                    (checkpoint.watch for checkpoint in replaced if save_id in checkpoint.watch.save_ids), new.watch
+                )
                 new.watch.save_ids.add(save_id)
-                new.lossy = next((one.lossy for one in replaced if one.save_id == save_id), None)
-                self._known[:] = [new, *(one for one in self._known if one not in replaced)]
+                new.lossy = next((checkpoint.lossy for checkpoint in replaced if checkpoint.save_id == save_id), None)
+                self._known[:] = [new, *(checkpoint for checkpoint in self._known if checkpoint not in replaced)]
             self._trim()
 
     def move(self, save_id: str, path: Path) -> None:
@@ -245,7 +248,7 @@ class SaveHistory:
     def remove(self, save_id: str) -> None:
         """Remove the checkpoint of a save that failed, and its cached chunks."""
         with self._lock:
-            self._known[:] = [one for one in self._known if one.save_id != save_id]
+            self._known[:] = [checkpoint for checkpoint in self._known if checkpoint.save_id != save_id]
 
     def outline(self) -> Outline:
         """Return the known checkpoints without their cached chunks."""
@@ -254,8 +257,8 @@ class SaveHistory:
     def adopt(self, outline: Outline) -> None:
         """Replace the known checkpoints by those of another process; keep the chunks that are cached here."""
         with self._lock:
-            own_checkpoints = {one.save_id: one for one in self._known}
-            adopted = {one.save_id: one for one in outline}
+            own_checkpoints = {checkpoint.save_id: checkpoint for checkpoint in self._known}
+            adopted = {checkpoint.save_id: checkpoint for checkpoint in outline}
             for save_id in own_checkpoints.keys() & adopted.keys():
                 entry = own_checkpoints[save_id]
                 shared_parent = adopted[save_id].shared_parent or entry.shared_parent  # unknown to the other process
@@ -263,15 +266,17 @@ class SaveHistory:
                     adopted[save_id], cache=entry.cache, shared_parent=shared_parent, watch=entry.watch,
                     lossy=entry.lossy,
                 )
-            shared = {one.shared_parent for one in adopted.values()} - {None} - adopted.keys()
-            self._known[:] = [*adopted.values(), *(one for one in self._known if one.save_id in shared)]
+            shared = {checkpoint.shared_parent for checkpoint in adopted.values()} - {None} - adopted.keys()
+            self._known[:] = [
+                *adopted.values(), *(checkpoint for checkpoint in self._known if checkpoint.save_id in shared)
+            ]
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
         run = None if path is None else get_run(resolve_checkpoint_path(path))
         other_jobs.forget(run)
         with self._lock:
-            self._known[:] = [one for one in self._known if run is not None and one.run != run]
+            self._known[:] = [checkpoint for checkpoint in self._known if run is not None and checkpoint.run != run]
             self.warned_since_keyframe.clear()
             self.warned_in_run.clear()
 
@@ -303,17 +308,17 @@ class SaveHistory:
 
     def _trim(self) -> None:
         del self._known[_MAX_CHECKPOINTS:]
-        for one in [one for one in self._known if one.cache][_MAX_CACHES:]:
-            one.cache = ChunkCache()
-        for one in [one for one in self._known if one.model is not None][_MAX_CACHES:]:
-            one.model = None
+        for checkpoint in [checkpoint for checkpoint in self._known if checkpoint.cache][_MAX_CACHES:]:
+            checkpoint.cache = ChunkCache()
+        for checkpoint in [checkpoint for checkpoint in self._known if checkpoint.model is not None][_MAX_CACHES:]:
+            checkpoint.model = None
 
     def _reset_caches(self) -> None:
         """Renew the lock, which a thread of the parent may have held while it filled codes, and drop the caches."""
         self._lock = threading.RLock()
-        for one in self._known:
-            _parent_caches.append(one.cache)
-            one.cache = ChunkCache()
+        for checkpoint in self._known:
+            _parent_caches.append(checkpoint.cache)
+            checkpoint.cache = ChunkCache()
 
 
 _histories: weakref.WeakValueDictionary[str, SaveHistory] = weakref.WeakValueDictionary()
@@ -348,8 +353,8 @@ def _get_by_key(key: str) -> SaveHistory:
 
 
 def _reset_after_fork() -> None:
-    for one in list(_histories.values()):
-        one._reset_caches()
+    for history in list(_histories.values()):
+        history._reset_caches()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
@@ -360,12 +365,12 @@ def _is_same_state(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
     return a is not None and b is not None and is_continuation(a, b) and is_continuation(b, a)
 
 
-def ensure_shapes(one: KnownCheckpoint) -> bool:
+def ensure_shapes(checkpoint: KnownCheckpoint) -> bool:
     """Return whether the shapes of a checkpoint are known; read them from its files if these exist by now."""
-    if one.shapes is None:
+    if checkpoint.shapes is None:
         with suppress(DSQError):
-            one.shapes = _read_shapes_at(one.path, one.save_id)
-    return one.shapes is not None
+            checkpoint.shapes = _read_shapes_at(checkpoint.path, checkpoint.save_id)
+    return checkpoint.shapes is not None
 
 
 def _read_shapes_at(path: Path, save_id: str) -> Shapes:

@@ -43,8 +43,12 @@ def is_related(weights: Mapping[ChunkKey, torch.Tensor], history: SaveHistory, c
         context: context of the save.
     """
     before = (context.previous, context.parent) if not context.layout.residual else ()
-    checkpoints = [one for ref in before if ref is not None and (one := history.find(ref.save_id)) is not None]
-    earlier: Mapping[ChunkKey, Codes] = next((one.cache.codes for one in checkpoints if one.cache.codes), {})
+    checkpoints = [
+        checkpoint for ref in before if ref is not None and (checkpoint := history.find(ref.save_id)) is not None
+    ]
+    earlier: Mapping[ChunkKey, Codes] = next(
+        (checkpoint.cache.codes for checkpoint in checkpoints if checkpoint.cache.codes), {}
+    )
     exact = checkpoints[0].watch.exact_codes if checkpoints else {}  # samples of weights without codes
     unrelated = 0
     for key, tensor in weights.items():

@@ -233,15 +233,15 @@ def _warn_of_candidates(
 
     def local() -> tuple[Collection[str], ...]:
         fitted = [
-            one for one in sketches.chunks
-            if one.group in plan.analysis.fitted and (names is None or one.key.fqn in names)
+            chunk for chunk in sketches.chunks
+            if chunk.group in plan.analysis.fitted and (names is None or chunk.key.fqn in names)
         ]
         exact = {name for name, is_exact in candidates.lost_rows.items() if is_exact}
-        written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
+        written = {chunk.key.fqn for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
         rows = (candidates.lost_rows.keys() - exact) & written
         model = options.frozen.unchanged
         quantized = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
-        lossy = sorted(quantized & {one.key.fqn for one in fitted})
+        lossy = sorted(quantized & {chunk.key.fqn for chunk in fitted})
         if not model:
             return rows, exact, (), (), _find_untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if find_by_suffix(fqn, model) is None]

@@ -42,7 +42,7 @@ class TiedItems:
         item_keys = {item.key for item in items}
         groups: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
-        for item in chain(items, (other for other in replicas if other.key not in item_keys)):
+        for item in chain(items, (replica for replica in replicas if replica.key not in item_keys)):
             try:
                 alive.append(tensor := local_part(item.load()))
             except Exception:  # it fails again in a step that notifies the other ranks
@@ -115,7 +115,7 @@ def _group_overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list
     """Return groups of two or more memories whose address ranges overlap."""
     groups: list[list[Hashable]] = []
     reached = 0
-    for start, stop, memory in sorted(ranges, key=lambda one: one[:2]):
+    for start, stop, memory in sorted(ranges, key=lambda span: span[:2]):
         if groups and start < reached:
             groups[-1].append(memory)
         else:
@@ -127,7 +127,7 @@ def _group_overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list
 def _find_strictest(group: Sequence[tuple[SaveItem, Hashable]]) -> SaveItem | None:
     """Return an item whose settings are as strict as those of all others; None: there is none, and all are exact."""
     for item, unit in group:
-        if all(unit == other and _is_as_strict(item.config, one.config) for one, other in group):
+        if all(unit == peer_unit and _is_as_strict(item.config, peer.config) for peer, peer_unit in group):
             return item
     return None
 
