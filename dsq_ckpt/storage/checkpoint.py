@@ -192,10 +192,10 @@ class Checkpoint(CheckpointFiles):
             if self.read_record(measure)["type"] == "plain":
                 factor = partial(multiply_by_roots, times, self._decode_plain(measure, workers))
             else:
-                other = self._prepare_coded_chunk(measure, False, workers, cached, keep)
-                if other is None or other.step != values.step:
+                measure_chunk = self._prepare_coded_chunk(measure, False, workers, cached, keep)
+                if measure_chunk is None or measure_chunk.step != values.step:
                     return None
-                factor = SecondMomentFactor(measure, other, times)
+                factor = SecondMomentFactor(measure, measure_chunk, times)
         count = math.prod(record["shape"])
         codes = np.empty(count, np.uint8) if keep and chain else cached.get(ref)
         return CodedChunk(chain, values, codes, count, factor)
@@ -205,11 +205,11 @@ class Checkpoint(CheckpointFiles):
         if (name := record.get("root", record.get("unit"))) is None:
             return None
         ref = self.find_record(str(name), tuple(record["offsets"]))
-        other = self.read_record(ref)
-        if other["shape"] != record["shape"] or "unit" in other or "root" in other:
+        measure_record = self.read_record(ref)
+        if measure_record["shape"] != record["shape"] or "unit" in measure_record or "root" in measure_record:
             raise CorruptCheckpoint(
                 f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
-                f"{other['fqn']} of shape {other['shape']}, expected {record['shape']}"
+                f"{measure_record['fqn']} of shape {measure_record['shape']}, expected {record['shape']}"
             )
         return ref
 

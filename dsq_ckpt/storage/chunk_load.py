@@ -337,8 +337,8 @@ def allocate_output(shape: list[int], dtype: torch.dtype, into: torch.Tensor | N
 
 def copy_clamped(values: torch.Tensor, out: torch.Tensor) -> None:
     """Copy flat values to a tensor of another dtype, clamped so that finite values stay finite."""
-    for target, part in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
-        if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(part.dtype).max:
+    for target, block in zip(out.split(_CONVERT_ELEMENTS), values.split(_CONVERT_ELEMENTS), strict=True):
+        if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(block.dtype).max:
             limit = torch.finfo(out.dtype).max
-            part = part.clamp(-limit, limit)
-        target.copy_(part)
+            block = block.clamp(-limit, limit)
+        target.copy_(block)

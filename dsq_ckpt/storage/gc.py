@@ -173,7 +173,10 @@ def find_skipped(path: str | os.PathLike[str], min_age_seconds: float = 3600) ->
     path = expand_path(path)
     entries = list(filter(None, (_find_skipped(directory, min_age_seconds) for directory in _iter_directories(path))))
     young = [orphan.path for orphan, age in _find_unfinished(path) if age < min_age_seconds]
-    entries += [SkippedDirectory(one, "it is too young: a copy or an export may be under way", True) for one in young]
+    entries += [
+        SkippedDirectory(unfinished, "it is too young: a copy or an export may be under way", True)
+        for unfinished in young
+    ]
     for entry in sorted(path.iterdir()):
         if _FORMER_NAME.fullmatch(entry.name) and not is_dsq_file(entry.name):
             reason = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"

@@ -122,7 +122,7 @@ def _check_paths(index: Any) -> None:
     for name, path in itertools.chain(paths.items(), (("an empty dict", path) for path in empty)):
         if not path and name in paths:
             raise _Invalid(f"an empty path for '{name}'")
-        if len(path) > _MAX_DEPTH or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
+        if len(path) > _MAX_DEPTH or not all(type(key) is str or (type(key) is int and key >= 0) for key in path):
             raise _Invalid(f"'{name}' has the path {str(path)[:80]}")
     names_by_path: dict[tuple[str | int, ...], str] = {}
     for name, path in paths.items():
@@ -130,10 +130,10 @@ def _check_paths(index: Any) -> None:
             raise _Invalid(f"'{name}' has the path of '{other}', {str(path)[:80]}")
     longest: dict[tuple[Any, ...], int] = {}
     for path in itertools.chain(paths.values(), empty):
-        for position, part in enumerate(path):
-            if type(part) is int:
+        for position, key in enumerate(path):
+            if type(key) is int:
                 above = tuple(path[:position])
-                longest[above] = max(longest.get(above, 0), part)
+                longest[above] = max(longest.get(above, 0), key)
     # An entry without names, such as an empty list, may occupy a place.
     max_places = _PLACES + _SPARSE * (len(paths) + len(empty))
     if sum(longest.values()) > max_places:

@@ -43,8 +43,8 @@ def parse_manifest_text(text: bytes, path: Path) -> dict[str, Any]:
         raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
     level = [tree]
     for _ in range(_MAX_DEPTH):
-        level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(part, dict | list)]
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(child, dict | list)]
     if level:  # other code traverses it recursively
         raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_MAX_DEPTH} deep")
     return dict(tree)

@@ -51,7 +51,9 @@ def _scan(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Skipped
     if not top:
         raise CheckpointNotFound(f"nothing is at '{path}'; name a run or a checkpoint")
     below = [path / entry.name for entry in top if entry.is_directory]
-    listed = {path: top, **{one: get_storage(one).list_entries(one) for one in below}}  # before manifests are read
+    listed = {  # before manifests are read
+        path: top, **{directory: get_storage(directory).list_entries(directory) for directory in below},
+    }
     run = path if below else path.parent
     try:
         needed = _collect_needed_names(listed)

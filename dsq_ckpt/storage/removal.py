@@ -78,15 +78,17 @@ def remove_checkpoint(path: Path, dry_run: bool = False, *, after: Sequence[Remo
         storage.flush(path)
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
-        excluded = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
+        excluded = {(path, manifest.save_id), *((removal.path, removal.save_id) for removal in after)}
         needed = references.select_needed_files(path.parent, named, excluded)
     else:
         needed = {file for file in named if file.parent != path}
-        needed |= {path / name for name in references.find_held_files(path, {one.path for one in after})} & set(named)
+        needed |= {
+            path / name for name in references.find_held_files(path, {removal.path for removal in after})
+        } & set(named)
     gone = library | {file: size for file, size in named.items() if file not in needed}
     linked, freed = set[Path](), sum(gone.values())
     if not is_remote(path):
-        linked, freed = compute_freed_space(gone, (file for one in after for file in one.files))
+        linked, freed = compute_freed_space(gone, (file for removal in after for file in removal.files))
     if not dry_run:
         references.remove_files(library)
         _remove_empty(directory for file in library for directory in file.parents if path in directory.parents)

@@ -55,9 +55,9 @@ def resolve_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
             raise CheckpointNotFound(
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
-        if other := _find_similar_run(to_absolute(directory)):
+        if other_run := _find_similar_run(to_absolute(directory)):
             warn(
-                f"'{directory}' does not exist, so a new run begins; '{other}' holds checkpoints: was that meant?",
+                f"'{directory}' does not exist, so a new run begins; '{other_run}' holds checkpoints: was that meant?",
                 rank=rank,
             )
         return directory
@@ -113,9 +113,9 @@ def _find_similar_run(missing: Path) -> Path | None:
         with os.scandir(first.parent) as entries:
             names = [entry.name for entry in islice(entries, _MAX_NAMES)]
         for name in sorted(name for name in names if _is_similar(first.name, name)):
-            other = first.with_name(name) / missing.relative_to(first)
-            if _has_checkpoints(other):
-                return other
+            candidate = first.with_name(name) / missing.relative_to(first)
+            if _has_checkpoints(candidate):
+                return candidate
     return None
 
 
