@@ -382,7 +382,7 @@ class Dequantizer:
 
     def tables(self, device: torch.device) -> list[torch.Tensor]:
         """Return the tables of the kernels on a device: levels, then lower edges, widths and signs of cells."""
-        return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
+        return [torch.from_numpy(table).to(device) for table in (self._levels, self._low, self._width, self._sign)]
 
 
 def protected_bf16(bits: Bits) -> U16:

@@ -56,9 +56,9 @@ class FrozenTensors:
         has it.
         """
         has_trained, unchanged = False, dict[str, bool]()
-        for part in parts:
-            has_trained |= part.has_trained
-            for name, is_unchanged in part.unchanged.items():
+        for record in parts:
+            has_trained |= record.has_trained
+            for name, is_unchanged in record.unchanged.items():
                 unchanged[name] = is_unchanged and unchanged.get(name, True)
         return cls(has_trained, unchanged)
 

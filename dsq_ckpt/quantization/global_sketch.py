@@ -131,10 +131,10 @@ def build_global_sketch(
                     kernels.sketch(importance_of(chunk, slice(None)), FULL.lo, FULL.hi, 1.0, counts)
         return chunks, sketches
 
-    done, failure = _attempt(first_pass)
+    result, failure = _attempt(first_pass)
     _merge([octaves, faint, sums, *joint.values(), *by_importance.values()], comm, failure)
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
-    chunks, sketches = done or ([], [])
+    chunks, sketches = result or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
     scales = choose_scales(
         {name: octaves[number] for name, number in index.items()}, layout, books, parent.exponents, outlier_octaves
@@ -200,8 +200,8 @@ def _shape(
     group: str, books: dict[str, Codebook], windows: dict[str, KeyWindow], importance: dict[str, ImportanceClasses]
 ) -> tuple[int, ...]:
     rows = books[group].symbols + 1 if group in books else 1
-    one = (rows, windows[group].size)
-    return (len(importance[group].edges) + 1, *one) if group in importance else one
+    shape = (rows, windows[group].size)
+    return (len(importance[group].edges) + 1, *shape) if group in importance else shape
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:

@@ -220,12 +220,12 @@ def second_moment_of(fqn: str) -> str | None:
 def optimizer_prefix(fqn: str) -> str:
     """Return the beginning of a name up to its first key that is an optimizer's; empty if there is none."""
     parts = fqn.split(".")
-    ends = (end for end, part in enumerate(parts, 1) if _is_state_key(part))
+    ends = (end for end, key in enumerate(parts, 1) if _is_state_key(key))
     return ".".join(parts[: next(ends, 0)])
 
 
-def _is_state_key(part: str) -> bool:
-    return is_optimizer_key(part) or part.lower() in _MOMENTS
+def _is_state_key(key: str) -> bool:
+    return is_optimizer_key(key) or key.lower() in _MOMENTS
 
 
 def is_optimizer_key(key: str) -> bool:

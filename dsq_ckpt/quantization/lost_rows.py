@@ -55,8 +55,8 @@ def may_have_lost_rows(tensors: Sequence[torch.Tensor], mean_squares: Sequence[f
     """
     by_shape: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        for part in chain.from_iterable(_slice_views(tensor.shape)):
-            sample = part.sample(tensor)
+        for view in chain.from_iterable(_slice_views(tensor.shape)):
+            sample = view.sample(tensor)
             by_shape.setdefault((sample.shape, sample.dtype, sample.device), []).append((number, sample))
     batches = []
     for (shape, *_), samples in by_shape.items():
@@ -102,7 +102,7 @@ def has_lost_rows(tensor: torch.Tensor, mean_square: float | None = None) -> boo
     if not sides:
         return False
     limit = _mean_square_limit(tensor, sides[0], mean_square)
-    return any(_has_small_row(tensor, part, limit) for part in chain.from_iterable(sides))
+    return any(_has_small_row(tensor, view, limit) for view in chain.from_iterable(sides))
 
 
 def are_rows_needed(tensor: torch.Tensor, squares: torch.Tensor, mean_square: float | None = None) -> bool | None:
@@ -122,7 +122,7 @@ def are_rows_needed(tensor: torch.Tensor, squares: torch.Tensor, mean_square: fl
         return None
     limit, needed = _mean_square_limit(tensor, sides[0], mean_square), list[bool]()
     for side in sides:
-        effects = [_measure_effects(tensor, squares, part, limit) for part in side]
+        effects = [_measure_effects(tensor, squares, view, limit) for view in side]
         mean = sum(total for _, total, _ in effects) / sum(rows for *_, rows in effects)
         if 0 < mean < math.inf:
             needed.append(max(effect for effect, *_ in effects) >= mean / RATIO)
@@ -243,7 +243,7 @@ def _sample_steps(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
 def _mean_square_limit(tensor: torch.Tensor, side: Sequence[_SliceView], mean_square: float | None) -> float:
     """Return the mean square below which a row is small; see `has_lost_rows`."""
     if mean_square is None:
-        samples = [part.sample(tensor).float().square() for part in side]
+        samples = [view.sample(tensor).float().square() for view in side]
         mean_square = sum(float(sample.sum()) for sample in samples) / sum(sample.numel() for sample in samples)
     return mean_square / RATIO**2
 

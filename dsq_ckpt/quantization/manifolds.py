@@ -41,7 +41,7 @@ _CACHED = 1 << 17
 def is_on_manifold(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is marked as lying on a manifold other than Euclidean space."""
     manifold = getattr(parameter, "manifold", None)
-    return manifold is not None and not any(one.__name__ == "Euclidean" for one in type(manifold).__mro__)
+    return manifold is not None and not any(base.__name__ == "Euclidean" for base in type(manifold).__mro__)
 
 
 def first_matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,8 +193,8 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
         return False  # in bfloat16 one product may be that small by chance
     off = _tolerance(matrices.dtype) * math.sqrt(size / length)
     rows = slice(None, None, max(1, size // _PICKED))
-    for part in matrices.split(max(1, _BATCH // (size * length))):
-        picked = part[:, rows][:, :_PICKED]
+    for batch in matrices.split(max(1, _BATCH // (size * length))):
+        picked = batch[:, rows][:, :_PICKED]
         if length <= _LONG:
             picked = picked.double()  # once for all blocks
         _, squares = _row_products(picked, picked)
@@ -203,7 +203,7 @@ def _have_orthogonal_rows(matrices: torch.Tensor) -> bool:
         if not (bool((scale > 0).all()) and _are_orthogonal_to(picked, squares, [picked], scale, limit)):
             return False
         if size > picked.shape[1] and not _are_orthogonal_to(
-            picked, squares, part.split(max(1, _BATCH // length), 1), scale, limit
+            picked, squares, batch.split(max(1, _BATCH // length), 1), scale, limit
         ):
             return False
     return True
@@ -238,9 +238,9 @@ def _row_products(picked: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tenso
     Float64 is not rounded to TF32. Parts of long rows are copied one at a time.
     """
     products = squares = torch.zeros((), dtype=torch.float64, device=picked.device)
-    for one, other in zip(picked.split(_LONG, 2), rows.split(_LONG, 2), strict=True):
-        wide = other.double()
-        products, squares = products + one.double() @ wide.mT, squares + wide.square().sum(2)
+    for picked_part, rows_part in zip(picked.split(_LONG, 2), rows.split(_LONG, 2), strict=True):
+        wide = rows_part.double()
+        products, squares = products + picked_part.double() @ wide.mT, squares + wide.square().sum(2)
     return products, squares
 
 

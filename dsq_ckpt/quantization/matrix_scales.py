@@ -84,11 +84,11 @@ class MatrixScales:
             parts = (part.T for part in parts)
         work = partial(_sum_on_device if is_cuda else _sum_on_host, by_row=by_row, by_column=by_column and columns > 1)
         numbers, columns_sum, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
-        for part in map(work, parts) if workers is None or is_cuda else workers.map(work, parts):
+        for sums in map(work, parts) if workers is None or is_cuda else workers.map(work, parts):
             if by_row:  # 8 bytes per element if rows have one element
-                numbers.append(part.numbers)
-            columns_sum += part.column_sums
-            low, high = min(low, part.low), max(high, part.high)
+                numbers.append(sums.numbers)
+            columns_sum += sums.column_sums
+            low, high = min(low, sums.low), max(high, sums.high)
         means = np.rint(_to_eighths(columns_sum[0] / np.maximum(columns_sum[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, empty, empty)
@@ -147,8 +147,8 @@ class MatrixScales:
         zero = np.zeros(1, np.int16)
         by_row = self.by_row if len(self.by_row) else zero
         by_column = self.by_column if len(self.by_column) else zero
-        one = len(by_row) == len(by_column) == 1
-        return max(stop, 1) if one else self.columns, by_row, by_column
+        is_single = len(by_row) == len(by_column) == 1
+        return max(stop, 1) if is_single else self.columns, by_row, by_column
 
 
 @cache

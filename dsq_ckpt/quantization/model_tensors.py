@@ -42,8 +42,8 @@ def exclude_parameter_state(names: Sequence[str], shapes: Mapping[str, tuple[int
     `opt_state.mu.layer.weight` beside `model.layer.weight`. Weights of a module do not end so.
     """
     outside = {
-        (part, shape) for name, shape in shapes.items() if not optimizer_prefix(name)
-        for part in (name, name.partition(".")[2]) if "." in part  # `weight` alone is the end of most names
+        (suffix, shape) for name, shape in shapes.items() if not optimizer_prefix(name)
+        for suffix in (name, name.partition(".")[2]) if "." in suffix  # `weight` alone is the end of most names
     }
     return [
         name for name in names

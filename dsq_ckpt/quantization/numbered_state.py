@@ -32,8 +32,8 @@ def _is_parameter_name(optimizer: str) -> bool:
     """Return whether a prefix contains the name of a parameter below a key `state`, such as of `self.state[0]`."""
     *outer, _ = optimizer.split(".")
     while outer:
-        if is_optimizer_key(part := outer.pop()):
-            return part == "state"
+        if is_optimizer_key(key := outer.pop()):
+            return key == "state"
     return False
 
 

@@ -76,13 +76,13 @@ def _quantizes_weights(module: nn.Module) -> bool:
     if _has_class_name(module, _LAYER):
         return True
     attributes = itertools.chain(module.named_children(), vars(module).items())
-    return any(_QUANTIZER.search(name) is not None and _may_quantize(one) for name, one in attributes)
+    return any(_QUANTIZER.search(name) is not None and _may_quantize(attribute) for name, attribute in attributes)
 
 
 def _rounds_itself(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is of a tensor subclass that is rounded when it is used, also within a DTensor."""
     kind = type(getattr(parameter, "_local_tensor", parameter))
-    return any(_matches(_TENSOR, one.__name__) for one in kind.__mro__)
+    return any(_matches(_TENSOR, base.__name__) for base in kind.__mro__)
 
 
 def _may_quantize(attribute: object) -> bool:

@@ -54,11 +54,11 @@ def _find_by_name(
     for name, owner in owners.items():
         for prefix in _name_prefixes(owner):
             state_shapes.setdefault(prefix, set()).add(shapes[name])
-    aliases = {other for others in tied.values() for other in others}
+    aliases = {alias for others in tied.values() for alias in others}
     matches: dict[str, list[str]] = {}
     for name in shapes:
         if name in tensors and (
-            suffix := next((part for part in name_suffixes(strip_wrappers(name)) if part in state_shapes), "")
+            suffix := next((ending for ending in name_suffixes(strip_wrappers(name)) if ending in state_shapes), "")
         ):
             matches.setdefault(suffix, []).append(name)
     matrices = {owner for name, owner in owners.items() if len(shapes[name]) > 1}
@@ -81,7 +81,7 @@ def _find_by_number(
     state: Mapping[str, tuple[str, int]], tied: Mapping[str, Collection[str]],
 ) -> dict[str, bool]:
     """Return the weights of each shape that more weights have than numbered parameters."""
-    aliases = {other for others in tied.values() for other in others}
+    aliases = {alias for others in tied.values() for alias in others}
     untied = [name for name in tensors if name not in aliases]
     by_number: dict[tuple[str, int], set[Shape]] = {}
     for name, number in state.items():
@@ -125,6 +125,6 @@ def _name_prefixes(name: str) -> list[str]:
 def group_tied_names(tied: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     """Return the other names of each stored weight, from pairs of another name and the stored name."""
     names: dict[str, set[str]] = {}
-    for other, stored in tied:
-        names.setdefault(stored, set()).add(other)
+    for alias, stored in tied:
+        names.setdefault(stored, set()).add(alias)
     return names

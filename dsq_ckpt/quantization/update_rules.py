@@ -118,7 +118,7 @@ def _is_setting(value: Any, depth: int = 0) -> bool:
         inner = (getattr(value, field.name, None) for field in fields(value))
     else:
         return False
-    return all(_is_setting(one, depth + 1) for one in islice(inner, _MOST))
+    return all(_is_setting(inner_value, depth + 1) for inner_value in islice(inner, _MOST))
 
 
 def _parse_group_setting(name: str) -> tuple[str, str, str] | None:

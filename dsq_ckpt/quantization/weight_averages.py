@@ -120,8 +120,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_to_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:
-    for device in {one.device for one in samples} - {torch.device("cpu")}:
-        numbers = [number for number, one in enumerate(samples) if one.device == device]
+    for device in {sample.device for sample in samples} - {torch.device("cpu")}:
+        numbers = [number for number, sample in enumerate(samples) if sample.device == device]
         values = torch.cat([samples[number] for number in numbers]).cpu()
         for number, sample in zip(numbers, values.split([len(samples[number]) for number in numbers]), strict=True):
             samples[number] = sample

@@ -101,8 +101,8 @@ def _error_by_octave(fitted: GroupFit, occupied: OccupiedBins, bits: int) -> F64
     codes, values = occupied.codes(fitted.table), fitted.window.values()[occupied.bins]
     square = (values - np.append(book.levels, 0.0)[codes]) ** 2
     if bits:
-        part = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**bits
-        width = part[codes] * (np.log(2) * np.abs(values) if book.domain == "log" else 1.0)
+        part_width = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**bits
+        width = part_width[codes] * (np.log(2) * np.abs(values) if book.domain == "log" else 1.0)
         square = np.where((book.domain == "log") & (codes == 0), square, width**2 / 12)
     square[codes == book.protected] = 0.0
     with np.errstate(divide="ignore"):

@@ -106,7 +106,7 @@ class Codebook:
             CorruptCheckpoint: the numbers do not describe a codebook.
         """
         try:
-            levels, low, high = (float_array(part) for part in (tree["levels"], *tree["cells"]))
+            levels, low, high = (float_array(numbers) for numbers in (tree["levels"], *tree["cells"]))
             book = cls(levels, KeyWindow(*tree["window"]), tree["domain"], float(tree["step"]), low, high)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"codebook does not parse: {error!r}") from error
@@ -140,5 +140,5 @@ def centre_zero(low: F64, high: F64, parts: float) -> None:
     low_edge, high_edge = -low[around], high[around]
     offset = np.clip(np.round(low_edge / width[around] * parts - 0.5), 0, parts - 1) + 0.5
     mantissa, exponent = np.frexp(np.maximum(low_edge / offset, high_edge / (parts - offset)))
-    part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
-    low[around], high[around] = -offset * part, (parts - offset) * part
+    part_width = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
+    low[around], high[around] = -offset * part_width, (parts - offset) * part_width

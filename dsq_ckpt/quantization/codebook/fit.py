@@ -76,11 +76,11 @@ class GroupFit:
         Values are assumed to be uniform in the parts of their cells. Protected values have no error.
         """
         book = self.codebook
-        part = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
+        part_width = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
         if book.domain == "log":  # cells are in log2
-            part = part * np.log(2) * book.levels
-        counts = self.counts.sum(0)[: len(part)]
-        return float((counts * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
+            part_width = part_width * np.log(2) * book.levels
+        counts = self.counts.sum(0)[: len(part_width)]
+        return float((counts * part_width**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
     def refined(self, bits: int) -> GroupFit:
         """Return the same codes with more refinement bits; only for linear cells."""

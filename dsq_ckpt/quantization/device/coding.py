@@ -50,7 +50,7 @@ class DeviceTables:
         self.fitted = fitted
         book = fitted.codebook
         self.table = torch.from_numpy(fitted.table).to(device)
-        self.low, self.inverse = (torch.from_numpy(part).to(device) for part in fitted.cells)
+        self.low, self.inverse = (torch.from_numpy(array).to(device) for array in fitted.cells)
         self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
         """Width of the largest code in use, in bits."""
         self._protected = int(fitted.counts[:, book.protected].sum())

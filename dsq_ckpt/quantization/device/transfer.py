@@ -81,9 +81,9 @@ class Transfer:
         try:
             return self._thread.submit(run)
         except RuntimeError:  # at exit the interpreter starts no threads: run here
-            done: Future[_T] = Future()
-            done.set_result(run())
-            return done
+            future: Future[_T] = Future()
+            future.set_result(run())
+            return future
 
     def release(self, size: int) -> None:
         """Release reserved bytes."""
@@ -107,8 +107,8 @@ class Transfer:
             under_way.append((self._arrival(), slot, span))
             if len(under_way) == 2:  # one buffer is filled while the other is emptied
                 _empty(*under_way.pop(0), target)
-        for one in under_way:
-            _empty(*one, target)
+        for copy in under_way:
+            _empty(*copy, target)
         return target
 
     def _buffer(self) -> torch.Tensor:
