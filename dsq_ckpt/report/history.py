@@ -78,8 +78,8 @@ class RunCheckpoint:
             if kind == "exact":
                 continue
             size_kept = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
-            part = ByteCounts(sizes.logical, sizes.base + sizes.refinement, size_kept)
-            classes["weights" if kind == "weights" else "moments"].add(part)
+            counts = ByteCounts(sizes.logical, sizes.base + sizes.refinement, size_kept)
+            classes["weights" if kind == "weights" else "moments"].add(counts)
         classes["everything"] = ByteCounts(*compute_sizes(manifest, overhead))
         return cls(path, manifest, classes)
 
@@ -103,7 +103,7 @@ class RunCheckpoint:
             "keyframe": manifest.depth == 0, "depth": manifest.depth, "parent": manifest.parent,
             "seconds": manifest.seconds, "refinement": manifest.refinement, "pinned": manifest.pinned,
             "nonfinite": manifest.nonfinite, "quality": manifest.quality, "lossy_resumes": manifest.lossy_resumes,
-            "classes": {name: part.as_json() for name, part in self.classes.items()}, "problems": self.problems,
+            "classes": {name: counts.as_json() for name, counts in self.classes.items()}, "problems": self.problems,
         }
 
 
@@ -159,15 +159,15 @@ class History:
             raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{hint}; name a run's directory")
         total = {name: ByteCounts() for name in CLASSES}
         for entry in entries:
-            for name, part in entry.classes.items():
-                total[name].add(part)
+            for name, counts in entry.classes.items():
+                total[name].add(counts)
         total["everything"].kept = sum(entry.growth for entry in entries)
         return cls(run, entries, total, others, list_log_sessions(run))
 
     def as_json(self) -> dict[str, Any]:
         return {
             "run": str(self.run), "checkpoints": [entry.as_json() for entry in self.entries],
-            "total": {name: part.as_json() for name, part in self.total.items()},
+            "total": {name: counts.as_json() for name, counts in self.total.items()},
             "seconds": sum(entry.manifest.seconds for entry in self.entries),
             "damaged": [{"name": path.name, "problem": problem} for path, problem in self.leftovers.damaged],
             **self.leftovers.as_json(),

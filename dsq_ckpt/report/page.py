@@ -188,8 +188,8 @@ def _total_rows(history: History) -> list[list[str]]:
         return f"{figures.size(count)} ({figures.ratio(logical, count)})"
 
     return [
-        [name, figures.size(part.logical), stored(part.logical, part.written), stored(part.logical, part.kept)]
-        for name, part in history.total.items()
+        [name, figures.size(total.logical), stored(total.logical, total.written), stored(total.logical, total.kept)]
+        for name, total in history.total.items()
     ]
 
 
@@ -197,7 +197,7 @@ def _table_rows(history: History, restores: dict[int, str]) -> list[dict[str, An
     """Return the rows of the table of checkpoints, newest first."""
     rows = []
     for index, entry in enumerate(history.entries):
-        manifest, part = entry.manifest, entry.classes["everything"]
+        manifest, counts = entry.manifest, entry.classes["everything"]
         search = Search.from_manifest(manifest)
         before = history.entries[index - 1].manifest.save_id if index else None
         notes = [entry.notes(), restores.get(index, "")]
@@ -208,7 +208,7 @@ def _table_rows(history: History, restores: dict[int, str]) -> list[dict[str, An
         rows.append({
             "name": entry.path.name, "keyframe": manifest.depth == 0, "problem": bool(entry.problems), "cells": [
                 entry.created[:16], "keyframe" if manifest.depth == 0 else f"delta {manifest.depth}",
-                figures.size(part.written), figures.size(part.kept), figures.ratio(part.logical, part.written),
+                figures.size(counts.written), figures.size(counts.kept), figures.ratio(counts.logical, counts.written),
                 figures.seconds(manifest.seconds), manifest.refinement, "-" if search is None else search.degradation,
                 ", ".join(note for note in notes if note) or "",
             ],

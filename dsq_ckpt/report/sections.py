@@ -23,14 +23,14 @@ def size_charts(history: History) -> list[Chart]:
     return [
         Chart("size", "Size of each checkpoint", "Uncompressed; written by its save; kept now, without files that it "
               "shares with checkpoints before it.", "bytes", [
-                  Series("plain", [part.logical for part in totals], "h"),
-                  Series("written", [part.written for part in totals], "a"),
-                  Series("kept", [part.kept for part in totals], "b"),
+                  Series("plain", [counts.logical for counts in totals], "h"),
+                  Series("written", [counts.written for counts in totals], "a"),
+                  Series("kept", [counts.kept for counts in totals], "b"),
               ], log=True),
         Chart("growth", "All checkpoints so far", "Summed up from the first checkpoint on. On disk: what is there now "
               "of these checkpoints, each shared file once.", "bytes", [
-                  Series("plain", _running_total([part.logical for part in totals]), "h"),
-                  Series("written", _running_total([part.written for part in totals]), "a"),
+                  Series("plain", _running_total([counts.logical for counts in totals]), "h"),
+                  Series("written", _running_total([counts.written for counts in totals]), "a"),
                   Series("on disk", _running_total([entry.growth for entry in entries]), "b"),
               ], log=True),
         Chart("parts", "Base and refinement", "Bytes written by each save. History keeps the base layers; refinement "
@@ -55,7 +55,7 @@ def _size_parts(entries: Sequence[RunCheckpoint]) -> list[Series]:
         Series("refinement, kept", parts, "c", "bar"),
         Series("refinement, dropped", _subtract(refinement, parts), "faint", "bar"),
     ]
-    return [part for part in series if any(part.values)] or series[2:3]
+    return [bar for bar in series if any(bar.values)] or series[2:3]
 
 
 def _subtract(values: Sequence[int], others: Sequence[int]) -> list[int]:
