@@ -162,19 +162,19 @@ class Allocation:
         return replace(self._others, fitted={**self._others.fitted, **fits})
 
     def _select_points(self, places: Sequence[int]) -> list[OperatingPoint]:
-        return [one.points[index] for one, index in zip(self._classes, places, strict=True)]
+        return [tensor_class.points[index] for tensor_class, index in zip(self._classes, places, strict=True)]
 
     def _probe_classes(self) -> None:
         """Measure the loss of a coarser point of each class, with all other classes unchanged."""
-        places = [one.place for one in self._classes]
-        for number, one in enumerate(self._classes):
-            moved = self._select_points([*places[:number], one.probe, *places[number + 1 :]])
+        places = [tensor_class.place for tensor_class in self._classes]
+        for number, tensor_class in enumerate(self._classes):
+            moved = self._select_points([*places[:number], tensor_class.probe, *places[number + 1 :]])
             self._left -= 1
             _, losses = self._judge(self._merge_fits(moved), False)
-            one.set_probe_loss(self._clip_loss(losses) - self._loss, self._least)
-        slopes = sum(one.expected_doubling_loss for one in self._classes)
-        for one in self._classes:  # without errors there is no loss, so the total gain is limited by the loss
-            one.limit_gain(min(1.0, max(self._loss, self._least) / slopes))
+            tensor_class.set_probe_loss(self._clip_loss(losses) - self._loss, self._least)
+        slopes = sum(tensor_class.expected_doubling_loss for tensor_class in self._classes)
+        for tensor_class in self._classes:  # without errors there is no loss, so the total gain is limited by the loss
+            tensor_class.limit_gain(min(1.0, max(self._loss, self._least) / slopes))
 
     def _try(self, places: Sequence[int]) -> tuple[bool, float]:
         """Evaluate a choice of points, and record it if it is the smallest that keeps the bound."""
@@ -198,15 +198,15 @@ class Allocation:
         reach, share, succeeded, failed = _MAX_ERROR_RATIO, 1.0, False, list[list[int]]()
         while self._left > 0 and reach >= _MIN_ERROR_RATIO:
             places = self._minimize_bits(share * (self._bound - self._loss), reach)
-            if places == [one.place for one in self._classes]:
+            if places == [tensor_class.place for tensor_class in self._classes]:
                 break
             keeps, loss = (False, 0.0) if places in failed else self._try(places)
             if not keeps:
                 reach, share = reach**0.5, share / 2  # smaller changes, rather in classes with small expected losses
                 failed.append(places)
                 continue
-            for one, index in zip(self._classes, places, strict=True):
-                one.move(index)
+            for tensor_class, index in zip(self._classes, places, strict=True):
+                tensor_class.move(index)
             self._loss, succeeded = loss, True
         return succeeded
 
@@ -215,12 +215,14 @@ class Allocation:
         low, high = 1e-30, 1e30
         while high > low * 1.001:
             price = math.sqrt(low * high)
-            places = [one.select_point(price, reach) for one in self._classes]
-            if sum(one.expected_loss(index) for one, index in zip(self._classes, places, strict=True)) > target:
+            places = [tensor_class.select_point(price, reach) for tensor_class in self._classes]
+            if sum(
+                tensor_class.expected_loss(index) for tensor_class, index in zip(self._classes, places, strict=True)
+            ) > target:
                 low = price
             else:
                 high = price
-        return [one.select_point(high, reach) for one in self._classes]
+        return [tensor_class.select_point(high, reach) for tensor_class in self._classes]
 
 
 def group_into_classes(sizes: dict[str, int], limit: int) -> list[list[str]]:

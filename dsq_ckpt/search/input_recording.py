@@ -142,8 +142,8 @@ class InputRecorder(TorchDispatchMode):
 
     def _record_batched_product(self, left: Tensor, right: Tensor) -> None:
         if self._locate(left) is not None or self._locate(right) is not None:
-            for one, other in zip(left, right):  # noqa: B905  # torch itself has compared them
-                self._record_product(one, other)
+            for left_matrix, right_matrix in zip(left, right):  # noqa: B905  # torch itself has compared them
+                self._record_product(left_matrix, right_matrix)
 
     def _record_convolution(
         self, images: Tensor, weight: Tensor, _: Tensor | None, stride: Sequence[int], padding: Sequence[int],

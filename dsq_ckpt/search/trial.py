@@ -246,8 +246,8 @@ class TrialModel:
             for module, name, buffer, originals in self._buffers:
                 if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
                     module._buffers[name] = buffer
-                for part, original in zip(_get_local_tensors(buffer), originals, strict=True):
-                    _write(part, original)
+                for local_tensor, original in zip(_get_local_tensors(buffer), originals, strict=True):
+                    _write(local_tensor, original)
         for parameter, requires_grad, gradient in self._flags:
             parameter.requires_grad_(requires_grad)
             if parameter.grad is not gradient:
@@ -392,8 +392,8 @@ def _write(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def _storage_ptrs(*tensors: torch.Tensor) -> set[int]:
     """Return the addresses of the storages of tensors, without sparse ones."""
-    strided = (one for tensor in tensors for one in _get_local_tensors(tensor) if one.layout is torch.strided)
-    return {int(one.untyped_storage().data_ptr()) for one in strided} - {0}
+    strided = (local for tensor in tensors for local in _get_local_tensors(tensor) if local.layout is torch.strided)
+    return {int(local.untyped_storage().data_ptr()) for local in strided} - {0}
 
 
 def _get_place(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
