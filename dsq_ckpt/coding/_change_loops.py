@@ -73,7 +73,7 @@ def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
 @jit
 def _find_listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
     """Write the positions of listed elements; return their number, or an error."""
-    classes, found = limits.size, 0
+    classes, n_listed = limits.size, 0
     ends = np.cumsum(counts)
     at, gaps = ends - counts, np.full(classes + 2, -1, np.int64)  # -1: no more changes
     gaps[classes] = 0
@@ -87,15 +87,15 @@ def _find_listed(kinds: Array, limits: Array, tokens: Array, counts: Array, code
         if gaps[k] > 0:
             gaps[k] -= 1
         elif gaps[k] == 0:
-            places[found] = i
-            found += 1
+            places[n_listed] = i
+            n_listed += 1
             if k < classes:
                 gaps[k] = -1
                 if at[k] < ends[k]:
                     gaps[k], at[k] = _next_change(tokens[: ends[k]], at[k], limits[k])
                     if gaps[k] < 0:
                         return LEFT
-    return LEFT if (gaps[:classes] >= 0).any() else found
+    return LEFT if (gaps[:classes] >= 0).any() else n_listed
 
 
 @jit
@@ -117,24 +117,24 @@ def _decode(tables: Any, kinds: Array, limits: Array, codes: Array, block: Array
     if at < 0:
         return at
     places = np.empty(codes.size, np.uint32)
-    found = _find_listed(kinds, limits, tokens, counts, codes, places)
-    if found < tail:
-        return found if found < 0 else BAD_SIZE
-    context, symbols = codes[places[:found]], np.empty(found, np.uint8)
+    n_listed = _find_listed(kinds, limits, tokens, counts, codes, places)
+    if n_listed < tail:
+        return n_listed if n_listed < 0 else BAD_SIZE
+    context, symbols = codes[places[:n_listed]], np.empty(n_listed, np.uint8)
     if uses_lanes:
-        at = lanes.decode_turns(tables, context, symbols, found - tail, states, block, at)
+        at = lanes.decode_turns(tables, context, symbols, n_listed - tail, states, block, at)
         if at < 0:
             return at
-        error = LEFT if at != block.size else lanes.decode_tail(tables, context, symbols, found - tail, states)
+        error = LEFT if at != block.size else lanes.decode_tail(tables, context, symbols, n_listed - tail, states)
         if error < 0:
             return error
     else:
-        at = lanes.decode_one(tables, context, symbols, found, states, block, at)
+        at = lanes.decode_one(tables, context, symbols, n_listed, states, block, at)
         if at < 0:
             return at
         if at != block.size or states[0] != LOW:
             return LEFT
-    for i in range(found):
+    for i in range(n_listed):
         codes[places[i]] = symbols[i]
     return 0
 
@@ -157,7 +157,7 @@ def _encode(
     tables: Any, shift: int, kinds: Array, limits: Array, parent: Array, codes: Array, buffer: Array
 ) -> int:
     n, classes = codes.size, limits.size
-    places, found = np.empty(n, np.uint32), 0
+    places, n_listed = np.empty(n, np.uint32), 0
     gaps, counts = np.zeros(classes + 2, np.int64), np.zeros(classes, np.int64)
     streams = np.empty((classes, n), np.uint8)
     for i in range(n):
@@ -177,9 +177,9 @@ def _encode(
             streams[k, counts[k]] = gaps[k]
             counts[k] += 1
             gaps[k] = 0
-        places[found] = i
-        found += 1
-    context, symbols = parent[places[:found]], codes[places[:found]]
+        places[n_listed] = i
+        n_listed += 1
+    context, symbols = parent[places[:n_listed]], codes[places[:n_listed]]
     total = counts.sum()
     tokens, at = np.empty(total, np.uint8), 0
     for k in range(classes):
@@ -187,19 +187,19 @@ def _encode(
         at += counts[k]
     rows = (np.repeat(np.arange(classes), counts) + kinds.size).astype(np.uint8)
     states, end = np.full(LANES, LOW, np.int64), buffer.size
-    uses_lanes = 1 if total + found >= _SINGLE else 0
+    uses_lanes = 1 if total + n_listed >= _SINGLE else 0
     if uses_lanes:
-        tail, _ = lanes.encode_tail(tables, shift, context, symbols, found, states)
+        tail, _ = lanes.encode_tail(tables, shift, context, symbols, n_listed, states)
         if tail < 0:
             return tail
-        at = lanes.encode_turns(tables, shift, context, symbols, found - tail, states, buffer, end)
+        at = lanes.encode_turns(tables, shift, context, symbols, n_listed - tail, states, buffer, end)
         if at >= 0:
             at = lanes.encode_turns(tables, shift, rows, tokens, total, states, buffer, at)
         if at < 0:
             return at
         at = lanes.store_states(tail, states, buffer, at)
     else:
-        at = lanes.encode_one(tables, shift, context, symbols, found, states, buffer, end)
+        at = lanes.encode_one(tables, shift, context, symbols, n_listed, states, buffer, end)
         if at >= 0:
             at = lanes.encode_one(tables, shift, rows, tokens, total, states, buffer, at)
         if at < 0:

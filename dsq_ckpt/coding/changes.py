@@ -219,8 +219,8 @@ class ChangesCoder(Coder):
         symbols, gaps = self._symbol_coder.model, [fit_gap_row(rate) for rate in self._rates]
         model = Model.empty(self.contexts + len(gaps), max(self.symbols, *(len(freqs) for _, freqs in gaps)))
         model.freqs[: self.contexts, : self.symbols] = symbols.freqs[:-1]
-        for part, values in zip(model[1:], symbols[1:], strict=True):
-            part[: self.contexts] = values[:-1]
+        for array, values in zip(model[1:], symbols[1:], strict=True):
+            array[: self.contexts] = values[:-1]
         for row, (first, freqs) in enumerate(gaps, self.contexts):
             model.freqs[row, : len(freqs)] = freqs
             model.firsts[row] = first

@@ -170,11 +170,11 @@ class RansCoder(Coder):
 
     @cached_property
     def _decoder_tables(self) -> DecoderTables:
-        return make_decoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+        return make_decoder_tables(Model(*(array[: self.contexts] for array in self._model)))
 
     @cached_property
     def _keyframe_decoder_tables(self) -> DecoderTables:
-        return make_decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+        return make_decoder_tables(Model(*(array[self.contexts :] for array in self._model)))
 
     @cached_property
     def _native_tables(self) -> _native.Tables:
@@ -186,11 +186,11 @@ class RansCoder(Coder):
 
     @cached_property
     def _encoder_tables(self) -> EncoderTables:
-        return make_encoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+        return make_encoder_tables(Model(*(array[: self.contexts] for array in self._model)))
 
     @cached_property
     def _keyframe_encoder_tables(self) -> EncoderTables:
-        return make_encoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+        return make_encoder_tables(Model(*(array[self.contexts :] for array in self._model)))
 
 
 class DecoderTables(NamedTuple):
