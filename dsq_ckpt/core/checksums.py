@@ -35,7 +35,7 @@ def checksum(tensor: torch.Tensor) -> Hashable:
     """
     if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, a quantized tensor
         inner_tensors = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return tuple(checksum(part) for part in inner_tensors if isinstance(part, torch.Tensor))
+        return tuple(checksum(inner_tensor) for inner_tensor in inner_tensors if isinstance(inner_tensor, torch.Tensor))
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor._version
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

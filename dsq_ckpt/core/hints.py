@@ -194,7 +194,7 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
         for start in range(len(parts) - width + 1):
             holders.setdefault(".".join(parts[start : start + width]), name)
     matches = [literal] if literal in holders else get_close_matches(literal, holders, 3, _NAME_CUTOFF)
-    close = list(dict.fromkeys(holders[part] for part in matches))
+    close = list(dict.fromkeys(holders[match] for match in matches))
     if close:
         return f"; did you mean a pattern for {_format_alternatives([repr(name) for name in close])}?"
     return f"; names here are such as {', '.join(repr(name) for name in options[:3])}"
@@ -207,11 +207,11 @@ def name_hint(name: str, names: Iterable[str]) -> str:
         The end of a message, which begins with a semicolon; it lists some names if none is similar.
     """
     options = sorted(names)
-    tail = [other for other in options if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
+    tail = [option for option in options if f".{option}".endswith(f".{name}") or f".{name}".endswith(f".{option}")]
     if close := tail[:3] or get_close_matches(name, options, 3, _NAME_CUTOFF):
-        return f"; did you mean {_format_alternatives([repr(other) for other in close])}?"
+        return f"; did you mean {_format_alternatives([repr(option) for option in close])}?"
     suffix = f" and {len(options) - 5} more" if len(options) > 5 else ""
-    return f"; there are {', '.join(repr(other) for other in options[:5])}{suffix}" if options else "; it is empty"
+    return f"; there are {', '.join(repr(option) for option in options[:5])}{suffix}" if options else "; it is empty"
 
 
 def missing_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:
@@ -275,7 +275,7 @@ def _find_missing_prefix(requested: str, stored: str) -> str | None:
 
 
 def _format_wrappers(parts: Sequence[str]) -> str:
-    return " and ".join(f"'{part}' of {WRAPPERS[part]}" for part in parts)
+    return " and ".join(f"'{wrapper}' of {WRAPPERS[wrapper]}" for wrapper in parts)
 
 
 _MAX_PLACES = 3
@@ -326,7 +326,7 @@ def group_hint(name: str, layers: Sequence[str]) -> str | None:
     if name in layers or name.rstrip("0123456789") in layers:
         return None
     letters = lowered.replace("-", "").replace("_", "")
-    if any(part in letters for part in _EXACT) or _find_close_match(lowered, _EXACT, _KEY_CUTOFF):
+    if any(word in letters for word in _EXACT) or _find_close_match(lowered, _EXACT, _KEY_CUTOFF):
         return f"'{name}' is the name of a group, whose tensors are lossy; to store them bit for bit say exact: true"
     if close := _find_close_match(lowered, (*_METHODS, *layers), _KEY_CUTOFF):
         option = f"groups: {{NAME: {{method: {close}}}}}" if close in _METHODS else f"'{close}'"
@@ -369,8 +369,8 @@ def _iter_models(annotation: Any, codebooks: Iterable[type[BaseModel]]) -> Itera
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     else:
-        for part in get_args(annotation):
-            yield from _iter_models(part, codebooks)
+        for argument in get_args(annotation):
+            yield from _iter_models(argument, codebooks)
 
 
 def _format_alternatives(names: Sequence[str]) -> str:

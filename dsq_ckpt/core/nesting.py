@@ -68,10 +68,10 @@ class Nesting(dict[str, Path]):
         """
         typed: dict[Path, Hashable] = {}
         empty: dict[Path, None] | None = None
-        for part in parts:
-            typed |= part.typed
-            if part.empty is not None:
-                empty = (empty or {}) | dict.fromkeys(part.empty)
+        for nesting in parts:
+            typed |= nesting.typed
+            if nesting.empty is not None:
+                empty = (empty or {}) | dict.fromkeys(nesting.empty)
         return cls(paths, typed, empty)
 
     @classmethod
@@ -111,7 +111,7 @@ class Nesting(dict[str, Path]):
     def steps(self, path: Path) -> list[Step]:
         """Return a path with the original keys of the saved state dict."""
         return [
-            (self.typed.get(path[: index + 1], part), type(part) is int) for index, part in enumerate(path)
+            (self.typed.get(path[: index + 1], key), type(key) is int) for index, key in enumerate(path)
         ]
 
     def unflatten(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
@@ -202,9 +202,9 @@ def list_lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
     """Return the lengths of lists, by their paths."""
     lengths: dict[Path, int] = {}
     for path in paths.values():
-        for depth, part in enumerate(path):
-            if type(part) is int:
-                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), part + 1)
+        for depth, key in enumerate(path):
+            if type(key) is int:
+                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key + 1)
     return lengths
 
 
@@ -234,7 +234,9 @@ def _has_numbered_parameters(groups: Any) -> bool:
     if not isinstance(groups, list | tuple):
         return False
     lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    return any(lists) and all(isinstance(one, list | tuple) and all(type(key) is int for key in one) for one in lists)
+    return any(lists) and all(
+        isinstance(keys, list | tuple) and all(type(key) is int for key in keys) for keys in lists
+    )
 
 
 def _get_or_set(node: Any, key: Any, default: Any) -> Any:

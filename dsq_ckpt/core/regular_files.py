@@ -64,11 +64,11 @@ class RegularFile:
         Raises:
             OSError: they cannot be read.
         """
-        done = 0
+        bytes_read = 0
         with self._acquire() as descriptor:
-            while done < len(out) and (count := os.preadv(descriptor, [out[done:]], offset + done)):
-                done += count
-        return done
+            while bytes_read < len(out) and (count := os.preadv(descriptor, [out[bytes_read:]], offset + bytes_read)):
+                bytes_read += count
+        return bytes_read
 
     def close(self) -> None:
         """Close the descriptor; no thread may be reading."""

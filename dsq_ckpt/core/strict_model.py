@@ -30,5 +30,5 @@ class StrictModel(BaseModel):
 def _iter_types(annotation: Any) -> Iterator[Any]:
     """Yield an annotation and all types in it."""
     yield annotation
-    for part in get_args(annotation):
-        yield from _iter_types(part)
+    for argument in get_args(annotation):
+        yield from _iter_types(argument)

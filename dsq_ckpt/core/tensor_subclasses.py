@@ -186,7 +186,7 @@ def name_object_errors(fqn: str) -> Iterator[None]:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or the sum over its inner tensors."""
-    return sum(one.nbytes for one in get_inner_tensors(tensor))
+    return sum(inner_tensor.nbytes for inner_tensor in get_inner_tensors(tensor))
 
 
 def get_inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -249,7 +249,7 @@ def _plain_settings(settings: Any) -> dict[str, str]:
     plain = {}
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         values = value if isinstance(value, list | tuple) else [value]
-        if all(isinstance(one, _PLAIN_TYPES) for one in values):
+        if all(isinstance(item, _PLAIN_TYPES) for item in values):
             plain[str(key)] = str(list(value) if isinstance(value, tuple) else value)
     return plain
 
