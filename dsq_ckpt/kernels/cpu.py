@@ -258,10 +258,10 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
     buffer = np.empty(BLOCK, np.float32)
     for start in range(0, x.size, BLOCK):
         bits = scaled_bits(x[start : start + BLOCK], inv_scale, buffer)
-        block, part = codes[start : start + BLOCK], out[start : start + BLOCK]
+        block, target = codes[start : start + BLOCK], out[start : start + BLOCK]
         for i in range(bits.size):
             u = np.float64(np.int32(bits[i] & np.uint32(0x7FFFFFFF)))
-            part[i] = _cell_symbol(u, low[block[i]], steps[block[i]], top)
+            target[i] = _cell_symbol(u, low[block[i]], steps[block[i]], top)
 
 
 def refine(

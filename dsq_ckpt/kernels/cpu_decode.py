@@ -31,7 +31,7 @@ def _write_positions(codes, code, positions):  # type: ignore[no-untyped-def]
     """Write the positions of ``code`` to ``positions``, which must be long enough."""
     words = np.empty(BLOCK // 8, np.uint64)
     flags = words.view(np.uint8)
-    found = 0
+    count = 0
     for start in range(0, codes.size, BLOCK):
         block = codes[start : start + BLOCK]
         used = (block.size + 7) // 8
@@ -44,8 +44,8 @@ def _write_positions(codes, code, positions):  # type: ignore[no-untyped-def]
             if words[word] != 0:
                 for i in range(8 * word, 8 * word + 8):
                     if flags[i]:
-                        positions[found] = start + i
-                        found += 1
+                        positions[count] = start + i
+                        count += 1
 
 
 def find_positions(codes: U8, code: int) -> I64:

@@ -158,8 +158,8 @@ def dequantize_refined(
     check_array("out", out, np.float32, codes.shape)
     check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
     check_below("refinement", refinement, 1 << bits)
-    part = width.astype(np.float64)[codes] / 2.0**bits
-    u = low.astype(np.float64)[codes] + (refinement + 0.5) * part
+    part_width = width.astype(np.float64)[codes] / 2.0**bits
+    u = low.astype(np.float64)[codes] + (refinement + 0.5) * part_width
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if log_domain:
             magnitude = np.clip(np.rint(u * 2.0**23), 0.0, 2.0**31 - 1).astype(np.uint32).view(np.float32)

@@ -60,7 +60,7 @@ def gather_elements(
         *_addresses(flats), places.numpy(), np.array(counts, np.int64), as_integers(values).numpy(), nonzero.numpy()
     )
     if failed >= 0:
-        raise IndexError(f"gradient {failed} of {[tuple(one.shape) for one in gradients]} has fewer elements")
+        raise IndexError(f"gradient {failed} of {[tuple(gradient.shape) for gradient in gradients]} has fewer elements")
 
 
 def find_scale(
