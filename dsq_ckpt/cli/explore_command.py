@@ -34,7 +34,7 @@ def run(
     if mpi:
         raise ConfigError("--explore is for one process: leave --mpi out")
     try:
-        parsed = BOUNDS if bounds is None else [float(part) for part in bounds.split(",")]
+        parsed = BOUNDS if bounds is None else [float(bound) for bound in bounds.split(",")]
     except ValueError:
         raise ConfigError(f"--bounds is '{bounds}'; expected numbers with commas between them: 0.1,0.01") from None
     if plot is not None:

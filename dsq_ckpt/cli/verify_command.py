@@ -284,8 +284,8 @@ def _choose_decoded(reports: list[tuple[CheckpointReport, Manifest]]) -> list[tu
     for index, (report, manifest) in enumerate(reports):
         report.decoded_by = None
         own_files = {file.name for file in manifest.files if file.role == "own"}
-        for later, other in reversed(reports[index + 1 :]):
-            if own_files <= {file.name for file in other.files if file.role == "ancestor"}:
+        for later, later_manifest in reversed(reports[index + 1 :]):
+            if own_files <= {file.name for file in later_manifest.files if file.role == "ancestor"}:
                 report.decoded_by = later.name
                 break
         if report.decoded_by is None or manifest.refinement == "kept":

@@ -158,9 +158,9 @@ def _print_lines(watcher: RunWatcher, new: list[RunCheckpoint], interval: float,
 
 
 def _format_line(entry: RunCheckpoint) -> str:
-    part, manifest = entry.classes["everything"], entry.manifest
+    counts, manifest = entry.classes["everything"], entry.manifest
     return ", ".join([
-        f"{entry.path.name}: {output.size(part.written)}", output.ratio(part.logical, part.written),
+        f"{entry.path.name}: {output.size(counts.written)}", output.ratio(counts.logical, counts.written),
         f"delta {manifest.depth}" if manifest.depth else "keyframe", output.seconds(manifest.seconds),
         *format_losses(manifest.quality),
     ])
@@ -172,11 +172,11 @@ def _render(watcher: RunWatcher, problem: str | None) -> Any:
     rows = output.table("<checkpoint", "<saved", "<coded", "written", "ratio", "took", "<refined", "base loses")
     shown = watcher.entries[-max(screen.height - _RESERVED_LINES, 1) :]
     for entry in shown:
-        part, manifest = entry.classes["everything"], entry.manifest
+        counts, manifest = entry.classes["everything"], entry.manifest
         degradation = (manifest.quality or {}).get("degradation")
         rows.add_row(
             entry.path.name, entry.created[5:16], f"delta {manifest.depth}" if manifest.depth else "keyframe",
-            output.size(part.written), output.ratio(part.logical, part.written), output.seconds(manifest.seconds),
+            output.size(counts.written), output.ratio(counts.logical, counts.written), output.seconds(manifest.seconds),
             manifest.refinement, "-" if degradation is None else output.percent(degradation),
         )
     damaged = [f"damaged: {path.name}: {text}" for path, text in watcher.damaged.items()]
@@ -192,7 +192,7 @@ def _summary_lines(watcher: RunWatcher) -> list[str]:
     if not watcher.entries:
         return [f"waiting for the first checkpoint in '{watcher.run}'"]
     everything = [entry.classes["everything"] for entry in watcher.entries]
-    logical, written = sum(part.logical for part in everything), sum(part.written for part in everything)
+    logical, written = sum(counts.logical for counts in everything), sum(counts.written for counts in everything)
     count, kept = len(everything), watcher.bytes_kept
     lines = [
         f"{count} checkpoint{'' if count == 1 else 's'}: {output.size(logical)} uncompressed, {output.size(written)} "
