@@ -113,7 +113,7 @@ class Space:
 
 def _nearest(axis: Axis, values: Mapping[str, Any]) -> int:
     current = [values[key] for key in axis.path if key in values]
-    distances = [sum(_distance(value, one) for one in current) for value in axis.values]
+    distances = [sum(_distance(value, current_value) for current_value in current) for value in axis.values]
     return min(range(len(distances)), key=lambda index: (distances[index], -index))
 
 
