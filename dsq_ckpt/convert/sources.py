@@ -144,8 +144,8 @@ def read_state_dict(source: Source) -> State:
             flat[name] = parts[0][2]
             continue
         flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        for offsets, shape, part in parts:
-            flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = part
+        for offsets, shape, tensor in parts:
+            flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = tensor
     root = source.nesting.unflatten({name: flat[name] for name in source.nesting if name in flat})
     restore_parameter_numbers(root, {id(root)})
     return root
@@ -360,8 +360,8 @@ def _open_directory(path: Path) -> Source:
         return InMemory(open_safetensors([(path / name, None) for name in shards]))
     if next(iter_checkpoints(path, lambda *_: None), None) is not None:
         Manifest.read(path)  # raises an error that names the run's newest checkpoint
-    if other := describe_other_format(path):
-        raise CheckpointNotFound(f"'{path}' {other}")
+    if other_format := describe_other_format(path):
+        raise CheckpointNotFound(f"'{path}' {other_format}")
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     hint = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
     raise CheckpointNotFound(f"'{path}' is not {SUPPORTED_SOURCES}{hint}")
