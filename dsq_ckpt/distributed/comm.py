@@ -306,7 +306,9 @@ def gather_from_all_ranks(
     culprits = [(rank, status) for rank, status in failed if not status.is_secondary] or failed
     if culprits:
         elsewhere_type = LoadFailedElsewhere if issubclass(error_type, LoadFailed) else FailedElsewhere
-        raise elsewhere_type("; ".join(f"rank {rank} failed: {one.error}" for rank, one in culprits[:3])) from failure
+        raise elsewhere_type(
+            "; ".join(f"rank {rank} failed: {status.error}" for rank, status in culprits[:3])
+        ) from failure
     return [status.result for status in statuses]
 
 

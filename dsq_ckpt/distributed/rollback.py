@@ -26,11 +26,13 @@ def roll_back_together(comm: Communicator, undo: Callable[[], None]) -> Iterator
     """
 
     def conclude(failure: BaseException | None) -> None:
-        failed = [(rank, one) for rank, one in enumerate(gather_status(comm, failure)) if one.error is not None]
+        failed = [
+            (rank, status) for rank, status in enumerate(gather_status(comm, failure)) if status.error is not None
+        ]
         if failed:
             undo()
-        if failure is None and any(one.depth < before for _, one in failed):  # it skips the following collectives
-            raise FailedElsewhere("; ".join(f"rank {rank} failed: {one.error}" for rank, one in failed[:3]))
+        if failure is None and any(status.depth < before for _, status in failed):  # it skips the following collectives
+            raise FailedElsewhere("; ".join(f"rank {rank} failed: {status.error}" for rank, status in failed[:3]))
 
     before = work_depth.depth
     try:
