@@ -107,7 +107,7 @@ class DSQCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        model = join_models([("", part) for part in self.states[MODEL].model])  # stages of a pipeline
+        model = join_models([("", stage) for stage in self.states[MODEL].model])  # stages of a pipeline
         options: dict[str, Any] = {
             "config": self._config, "overwrite": True, "pinned": self._pinned, "model": model,
             "parent": "auto" if OPTIMIZER in state_dict else None,  # the final model needs no parent

@@ -86,7 +86,7 @@ class TrainingState:
         parameters = self._get_parameters()
         with in_user_code():  # hooks of modules
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
-        return state | {key: _get_named_state(one, parameters) for key, one in self._optimizers.items()}
+        return state | {key: _get_named_state(optimizer, parameters) for key, optimizer in self._optimizers.items()}
 
     def restore(self, directory: str | os.PathLike[str], *, quiet: bool = False) -> None:
         """Load models and optimizers from a checkpoint, in place; collective.
@@ -172,7 +172,9 @@ class TrainingState:
 
     def _get_extra_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the tensors of optimizers' state dicts outside of `state` and `param_groups`, by flat names."""
-        extra_states = {key: extra_entries(_get_named_state(one, parameters)) for key, one in self._optimizers.items()}
+        extra_states = {
+            key: extra_entries(_get_named_state(optimizer, parameters)) for key, optimizer in self._optimizers.items()
+        }
         flat = flatten_state_dict(extra_states)[0]
         return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
 

@@ -85,7 +85,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         Raises:
             ConfigError: training has the callback `WeightAveraging`, whose checkpoints Lightning cannot resume from.
         """
-        averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        averaging = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
         if averaging and trainer.state.fn == TrainerFn.FITTING:
             raise ConfigError(
                 f"the callback {type(averaging[0]).__name__} is there, and Lightning resumes no run of "
