@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
 import dsq_ckpt
@@ -57,28 +56,6 @@ def test_a_chain_is_that_of_a_local_run(store, tmp_path):
     names = [name for path in remote for name in files_in(path) if name != MANIFEST]
     assert len(set(names)) == len(names)
     assert dsq_ckpt.latest(f"{store}/run") == remote[-1]
-
-
-def test_no_request_asks_for_a_size_that_is_known(bucket, monkeypatch):
-    """A load reads each data file by one request, and asks for no size; a save asks for three at most."""
-    requests = []
-    call = S3FileSystem._call_s3
-
-    async def recorded(self, method, *args, **kwargs):
-        requests.append((method if isinstance(method, str) else method.__name__, kwargs.get("Key", "")))
-        return await call(self, method, *args, **kwargs)
-
-    monkeypatch.setattr(S3FileSystem, "_call_s3", recorded)
-    paths = chain(f"{bucket}/run", 3)
-    requests.clear()
-    dsq_ckpt.save(state_of(4), f"{bucket}/run/step-4")
-    assert sum(method == "head_object" for method, _ in requests) <= 3
-    dsq_ckpt.forget()
-    requests.clear()
-    assert loaded(paths[-1])["step"] == 3
-    assert {method for method, _ in requests} == {"get_object"}
-    data = [key for _, key in requests if key.endswith((".dsq", ".refinement"))]
-    assert len(data) == len(set(data)) == 4  # of three checkpoints, and the refinement of the newest
 
 
 def test_a_run_goes_on_after_a_restart(store):
