@@ -24,7 +24,8 @@ from dsq_ckpt.lowdiff.capture import CapturedStep, capture_gradients
 from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, Uncompressed
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
 from dsq_ckpt.lowdiff.log import GradientLog
-from dsq_ckpt.lowdiff.recovery import Recovered, recover_train_state
+from dsq_ckpt.lowdiff.recovered import Recovered
+from dsq_ckpt.lowdiff.recovery import recover_train_state
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient
 from dsq_ckpt.storage.paths import resolve_local_path

@@ -12,7 +12,8 @@ Systems".
 
 from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
 from dsq_ckpt.lowdiff.log import GradientLog
-from dsq_ckpt.lowdiff.recovery import Recovered, recover
+from dsq_ckpt.lowdiff.recovered import Recovered
+from dsq_ckpt.lowdiff.recovery import recover
 from dsq_ckpt.lowdiff.replica import Replica
 
 Compressor = GradientCompressor

@@ -18,8 +18,8 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import capture_gradients
 from dsq_ckpt.lowdiff.compressors import GradientCompressor
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
-from dsq_ckpt.lowdiff.recorder import Recorder, check_resume
-from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.recorder import Recorder
+from dsq_ckpt.lowdiff.recovered import Recovered, check_resume
 from dsq_ckpt.lowdiff.train_state import Stateful
 from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
 

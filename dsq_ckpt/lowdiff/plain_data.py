@@ -22,6 +22,10 @@ _MAX_TENSOR_BYTES = 1 << 20
 _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
 
 
+class NotLoggable(ConfigError):
+    """Raised for state that a log cannot hold. While training runs it ends the log, not training."""
+
+
 def to_plain(value: Any, label: str) -> Any:
     """Convert a value to JSON data, from which `from_plain` restores the same value.
 
@@ -30,7 +34,7 @@ def to_plain(value: Any, label: str) -> Any:
         label: name of the value in error messages.
 
     Raises:
-        ConfigError: the value holds an object of another type; the message says where.
+        NotLoggable: the value holds an object of another type or a larger tensor; the message says where.
     """
     if type(value) is float and not math.isfinite(value):
         return {"$float": repr(value)}
@@ -49,7 +53,7 @@ def to_plain(value: Any, label: str) -> Any:
         return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), label)}
     if isinstance(value, torch.Tensor):
         return _tensor_to_plain(value, label)
-    raise ConfigError(
+    raise NotLoggable(
         f"{label} is a {type(value).__name__}, which cannot be written into the log: it takes numbers, strings, lists, "
         "tuples, dicts and small tensors; leave it out of state_dict(), or keep it in a checkpoint of your own"
     )
@@ -102,9 +106,9 @@ def _dict_to_plain(value: Mapping[Any, Any], label: str) -> Any:
 
 def _tensor_to_plain(value: torch.Tensor, label: str) -> Any:
     if value.nbytes > _MAX_TENSOR_BYTES:
-        raise ConfigError(
-            f"{label} is a tensor of {value.nbytes} bytes; what is logged with every step may have "
-            f"{_MAX_TENSOR_BYTES}: make it a buffer of the model, or keep it in a checkpoint of your own"
+        raise NotLoggable(
+            f"{label} is a tensor of {value.nbytes} bytes; within lists, dicts or what is logged with every step it "
+            f"may have {_MAX_TENSOR_BYTES}: make it a buffer of the model, or keep it in a checkpoint of your own"
         )
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     name = str(value.dtype).removeprefix("torch.")

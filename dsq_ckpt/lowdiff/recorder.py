@@ -23,23 +23,11 @@ from dsq_ckpt.kernels.scan import bitwise_equal
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep, copy_buffers
 from dsq_ckpt.lowdiff.change_detector import ChangeDetector
-from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.recovered import Recovered, check_resume
 from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name, format_differing_names
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.worker_group import WorkerGroup
 from dsq_ckpt.storage.paths import resolve_local_path
-
-
-def check_resume(resume: Any) -> Recovered | None:
-    """Return `resume`, after a check of its type.
-
-    Raises:
-        ConfigError: `resume` is neither None nor a `Recovered`.
-    """
-    if resume is None or isinstance(resume, Recovered):
-        return resume
-    raise ConfigError(f"resume is {resume!r}; expected what dsq_ckpt.lowdiff.recover() returned, or None")
-
 
 _Self = TypeVar("_Self", bound="Recorder")
 _Parameters = ParamSpec("_Parameters")
@@ -225,8 +213,11 @@ class Recorder(WorkerGroup):
             self._gap = True
             self._discard_gradients()
             return
+        self._run_guarded(self._capture_step)
+
+    def _capture_step(self) -> None:
         self._hyper = self._train_state.hyper()
-        self._run_guarded(lambda: self._capture_gradients(self._buffer_bytes()))
+        self._capture_gradients(self._buffer_bytes())
 
     def _buffer_bytes(self) -> int:
         """Return an upper bound of the bytes that buffers of the model take in a slot."""
@@ -291,6 +282,7 @@ class Recorder(WorkerGroup):
         before = self._train_state
         try:
             self._train_state = self._create_train_state(before.model, before.optimizer, before.states)
+            self._snapshot_metadata()
         except ConfigError as error:
             raise ProcessGone(str(error)) from error
         self._change_detector = ChangeDetector(self._train_state)

@@ -24,9 +24,9 @@ from dsq_ckpt.lowdiff.capture import CapturedStep
 from dsq_ckpt.lowdiff.encoding import scales_from_probes
 from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
-from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.streamer import GradientStreamer
-from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, check_optimizer_state, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ProcessGone
 
 _PROBED_PARAMETERS, _PROBED_ELEMENTS = 8, 64
@@ -119,6 +119,7 @@ class Replica(Recorder):
         super()._suspend()
 
     def _send_step(self) -> None:
+        check_optimizer_state(self._train_state.optimizer)  # the replica's saves do not contain other state
         if not self._stepped:
             self._streamer.discard_slot()  # a replica that is a step behind may hold all other slots
         super()._send_step()

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.wrappers import strip_wrappers
-from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.lowdiff.plain_data import from_plain, to_plain
+from dsq_ckpt.errors import ConfigError, LoadFailed, described
+from dsq_ckpt.lowdiff.plain_data import NotLoggable, from_plain, to_plain
 from dsq_ckpt.storage.record_fields import parse_dtype
 
 MODEL, OPTIMIZER = "model", "optim"
@@ -127,11 +127,7 @@ class TrainState:
                 "If it adds nothing to the state, as wrappers of Accelerate and Lightning, pass the optimizer in it; "
                 "else save checkpoints by dsq_ckpt.Compressor"
             )
-        if foreign := [key for key in self.optimizer.state if not torch.is_tensor(key)]:
-            raise ConfigError(
-                f"{name} cannot be logged: its state has {foreign[0]!r}, which belongs to no parameter, and would be "
-                "lost"
-            )
+        check_optimizer_state(self.optimizer)
 
     def entries(self, ranks: int) -> list[ParameterEntry]:
         """Return the parameters, assigned to ranks: from the largest, each to the rank with the fewest bytes."""
@@ -261,7 +257,12 @@ class TrainState:
                     yield (OPTIMIZER, "state", name, key), value.detach(), name
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """Return the non-tensor part of the optimizer's state as plain data, by parameter."""
+        """Return the non-tensor part of the optimizer's state as plain data, by parameter.
+
+        Raises:
+            NotLoggable: a log cannot hold it, or the optimizer has state that belongs to no parameter.
+        """
+        check_optimizer_state(self.optimizer)  # it may have come with the first step
         plain: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -297,6 +298,32 @@ class TrainState:
 
     def _find_parameter(self, name: str) -> nn.Parameter:
         return next(parameter for parameter, parameter_name in self._names.items() if parameter_name == name)
+
+
+def check_optimizer_state(optimizer: Optimizer) -> None:
+    """Check that the whole state of an optimizer is in the states and groups of its parameters.
+
+    Raises:
+        NotLoggable: it has other state, which would be lost.
+    """
+    foreign = [f"its state has {key!r}, which belongs to no parameter" for key in optimizer.state
+               if not torch.is_tensor(key)]
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if hooks or getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict:  # they may add keys
+        try:
+            with in_user_code():
+                keys = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        except Exception as error:
+            raise NotLoggable(
+                f"{type(optimizer).__name__} cannot be logged: its state_dict() fails ({described(error)}); a log "
+                "needs it to tell whether there is more than the states and groups of parameters"
+            ) from error
+        foreign += [f"its state_dict() has {key!r} beside 'state' and 'param_groups'" for key in keys]
+    if foreign:
+        raise NotLoggable(
+            f"{type(optimizer).__name__} cannot be logged: {foreign[0]}, and would be lost. Save checkpoints by "
+            "dsq_ckpt.Compressor"
+        )
 
 
 def format_differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -25,7 +25,8 @@ from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep
 from dsq_ckpt.lowdiff.consensus import Consensus, create_cpu_group
 from dsq_ckpt.lowdiff.locks import exclusive_start, wait_for_writers
-from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.plain_data import NotLoggable
+from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.replica_transfer import SurvivingReplica
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState
 from dsq_ckpt.lowdiff.worker_client import NotSparse, ProcessGone, WorkerClient
@@ -277,7 +278,7 @@ class WorkerGroup(ABC):
             return
         try:
             function()
-        except (ProcessGone, OSError) as error:
+        except (ProcessGone, NotLoggable, OSError) as error:
             self._broken = True
             self._dense_only = self._dense_only or isinstance(error, NotSparse)
             self._warn(f"{error}. Training goes on; the log goes on with a snapshot as soon as it can")
@@ -337,7 +338,7 @@ class WorkerGroup(ABC):
         if done and running and self._needs_final_snapshot():
             try:
                 self._save_final_snapshot()
-            except (ProcessGone, OSError) as error:
+            except (ProcessGone, NotLoggable, OSError) as error:
                 problem = str(error)
         self._remove_hooks()
         if self._client is not None:
