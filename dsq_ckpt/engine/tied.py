@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 
@@ -92,6 +92,15 @@ def get_memory_key(tensor: torch.Tensor) -> Hashable:
     """Return a key of the memory of a tensor, and of how it is read; it does not include the shape."""
     read_as = tensor.is_conj(), tensor.is_neg()  # such views lie in the memory of other values
     return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype, read_as
+
+
+def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether any two tensors overlap in memory, or one begins in a gap of another."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _get_span(tensor))
+        for tensor in tensors if tensor.numel()
+    )
+    return any(before[0] == device and start < before[2] for before, (device, start, _) in pairwise(spans))
 
 
 def _get_span(tensor: torch.Tensor) -> int:

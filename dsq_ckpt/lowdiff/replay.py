@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.core.interrupts import run_pending_handlers
+from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.segments import LogSegment
 from dsq_ckpt.lowdiff.step_merging import StepMerger
@@ -103,8 +104,9 @@ def owned_parameters(train_state: TrainState, log_steps: Sequence[Sequence[LogSe
 
 
 def updates_independently(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter independently."""
-    return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _INDEPENDENT_OPTIMIZERS
+    """Return whether an optimizer is known to update each parameter independently, none in the memory of another."""
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _INDEPENDENT_OPTIMIZERS
+    return known and not share_memory(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class _ShardedOptimizer:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import find_scale
 from dsq_ckpt.lowdiff.capture import CapturedStep
@@ -95,6 +96,11 @@ class Replica(Recorder):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
     ) -> TrainState:
         train_state = super()._create_train_state(model, optimizer, states)
+        if share_memory(train_state.parameters.values()):
+            raise ConfigError(
+                "two parameters of the optimizer share memory, and a replica would hold and update it twice. Use "
+                "GradientLog, which replays with your own model"
+            )
         self._optimizer_spec = _describe_optimizer(optimizer)
         return train_state
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.plain_data import from_plain
 from dsq_ckpt.lowdiff.train_state import TrainState
@@ -47,13 +48,18 @@ def check_linear(optimizer: torch.optim.Optimizer) -> None:
     """Check that steps of an optimizer can be merged.
 
     Raises:
-        ConfigError: steps of the optimizer are not linear.
+        ConfigError: steps of the optimizer are not linear, or one parameter lies in the memory of another.
     """
     kind = type(optimizer)
     if kind is not torch.optim.SGD:
         raise ConfigError(
             f"steps of {kind.__name__} cannot be merged, since they are not linear; only those of SGD are. Recover "
             "with merge=False, which replays them"
+        )
+    if share_memory(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "steps cannot be merged, since two parameters of the optimizer share memory, and each moves the other. "
+            "Recover with merge=False, which replays them"
         )
 
 

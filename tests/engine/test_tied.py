@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import find_differences, load_copy, relative_error
 from tests.helpers.training import compute_loss, make_batch
@@ -216,3 +217,10 @@ def test_a_lazy_conjugate_has_values_of_its_own(tmp_path, how, names):
     dsq_ckpt.load(got, tmp_path / "a")
     assert torch.equal(got["z"], z) and torch.equal(got["zc"], z.conj())
     assert all(relative_error(value, got[name]) < 0.1 for name, value in state.items())
+
+
+def test_which_tensors_share_memory():
+    memory = torch.zeros(6, 4)
+    assert share_memory([memory, memory.t()]) and share_memory([memory[3:], torch.zeros(2), memory])
+    assert share_memory([memory[0], memory[:2], memory[5]]), "of one, another begins within the first"
+    assert not share_memory([memory[:3], memory[3:], memory[:0], torch.zeros(6, 4)]) and not share_memory([])

@@ -124,6 +124,38 @@ def test_every_step(tmp_path, name):
     check_every_step(case, tmp_path, recorded(case, tmp_path, STEPS))
 
 
+class Shared(nn.Module):
+    """Two parameters in one memory: a matrix, and some of its rows, which come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(400, 12) * 0.1
+        self.rows, self.matrix = nn.Parameter(memory[:12]), nn.Parameter(memory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.rows + (x @ self.matrix.t()) @ self.matrix
+
+
+SHARED = Case(
+    lambda model: SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.3),
+    lambda seed: seeded(seed, Shared), log={"compressor": "none"},
+)
+
+
+def test_parameters_that_share_memory(tmp_path):
+    """They were replayed at the same time in two threads, and `exact` was True."""
+    check_every_step(SHARED, tmp_path, recorded(SHARED, tmp_path, STEPS))
+
+
+def test_steps_of_parameters_that_share_memory_are_not_merged(tmp_path):
+    recorded(SHARED, tmp_path, 2)
+    loop = Loop(SHARED, seed=1)
+    before = loop.state()
+    with pytest.raises(dsq_ckpt.ConfigError, match=r"share memory.*merge=False"):
+        loop.recover(tmp_path, merge=True)
+    assert differences(loop.state(), before) == []
+
+
 def wide(seed):
     """Parameters that torch deals to threads in pieces, of sizes that no vector divides."""
     return seeded(seed, lambda: nn.Sequential(nn.Linear(12, 7001), nn.Tanh(), nn.Linear(7001, 12)))

@@ -94,6 +94,14 @@ def test_refused(tmp_path, holders):
     assert recover(tmp_path, loop.model, loop.optimizer).step == 1
 
 
+def test_parameters_that_share_memory(tmp_path):
+    """A replica of them would have the memory twice, and each in the state of one."""
+    model = perceptron()
+    model[3].weight = nn.Parameter(model[0].weight.detach().t())
+    with pytest.raises(ConfigError, match=r"two parameters of the optimizer share memory.*Use GradientLog"):
+        Replica(tmp_path, model, SGD(model.parameters(), 0.1))
+
+
 class Looked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
