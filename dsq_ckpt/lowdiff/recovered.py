@@ -32,6 +32,7 @@ class Recovered:
         tuner: state of the log's tuner; None if it has none.
         merged: True if steps were merged, so that the state equals a replay up to rounding.
         sessions: sessions of the snapshots that the run had.
+        inexact: reason why the replayed steps are others than those of training; None if there is none.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Recovered:
     tuner: dict[str, Any] | None = None
     merged: bool = False
     sessions: frozenset[str] = frozenset()
+    inexact: str | None = None
 
     @property
     def replayed(self) -> int:
@@ -59,7 +61,7 @@ class Recovered:
     @property
     def exact(self) -> bool:
         """True if model, optimizer and states are bit for bit those after `step` steps of the run."""
-        return not (self.lossy or self.left_out or self.merged)
+        return not (self.lossy or self.left_out or self.merged or self.inexact)
 
     @property
     def continues_exactly(self) -> bool:

@@ -21,7 +21,7 @@ from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.parameter_exchange import exchange_parameters
-from dsq_ckpt.lowdiff.plain_data import from_plain
+from dsq_ckpt.lowdiff.plain_data import NotLoggable, from_plain
 from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.replay import ReplayResult, owned_parameters, replay, updates_independently
 from dsq_ckpt.lowdiff.replica_transfer import MemorySnapshot, SurvivingReplica
@@ -29,7 +29,15 @@ from dsq_ckpt.lowdiff.rollback import rollback_on_failure
 from dsq_ckpt.lowdiff.segments import LogSegment
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, list_sessions, list_snapshots
 from dsq_ckpt.lowdiff.step_merging import check_linear
-from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
+from dsq_ckpt.lowdiff.train_state import (
+    MODEL,
+    OPTIMIZER,
+    ParameterEntry,
+    Stateful,
+    TrainState,
+    check_optimizer_state,
+    entries_from,
+)
 from dsq_ckpt.quantization.restored_values import record_load
 from dsq_ckpt.storage.paths import resolve_local_path
 
@@ -270,11 +278,11 @@ def _replay_log(
     while True:
         replay_share = functools.partial(_replay_share, run, train_state, recovered, last, merge, comm)
         log_steps, done, shared = run_on_all_ranks(comm, replay_share, LoadFailed)
-        steps = comm.gather((done.steps, done.ended))
-        if len({count for count, _ in steps}) == 1:
+        steps = comm.gather((done.steps, done.ended, done.drew))
+        if len({count for count, *_ in steps}) == 1:
             break
         # A rank could not read all of its share. Replay again up to the last step that all ranks can read.
-        count, ended = min(steps, key=lambda pair: pair[0])
+        count, ended, _ = min(steps, key=lambda found: found[0])
         last = recovered.snapshot + count
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
@@ -282,6 +290,7 @@ def _replay_log(
         exchange_parameters(train_state, owned_parameters(train_state, log_steps, comm.rank), comm)
     recovered.step += done.steps
     recovered.merged = merge and done.steps > 0
+    recovered.inexact = _find_inexact(train_state, recovered, any(drew for *_, drew in steps))
     recovered.ended = done.ended or recovered.ended
 
     def finish() -> None:
@@ -296,7 +305,25 @@ def _replay_log(
             recovered.sent = _collect_sent_indices(log_steps[: done.steps], recovered.snapshot + 1)
 
     run_on_all_ranks(comm, finish, LoadFailed)
+    if recovered.inexact is not None:
+        warn(
+            f"the recovered state is not exactly that of step {recovered.step}: {recovered.inexact}. replay_log=False "
+            f"restores the snapshot after step {recovered.snapshot}, without the steps since", rank=comm.rank,
+        )
     return recovered
+
+
+def _find_inexact(train_state: TrainState, recovered: Recovered, drew: bool) -> str | None:
+    """Return a reason why replayed steps are others than those of training, or None."""
+    if drew:
+        return (
+            f"{type(train_state.optimizer).__name__} draws random numbers in its steps, and the replay has drawn others"
+        )
+    try:
+        check_optimizer_state(train_state.optimizer)
+    except NotLoggable as error:  # earlier versions logged such state without
+        return str(error) if recovered.snapshot else None
+    return None
 
 
 def _replay_share(

@@ -48,6 +48,7 @@ class ReplayResult(NamedTuple):
         states: states of schedulers and the like after the last step.
         buffers: buffers of the model after the last step.
         ended: why the replay ended early; None if it did not.
+        drew: True if the optimizer drew random numbers, which are others than in training.
     """
 
     steps: int
@@ -55,6 +56,7 @@ class ReplayResult(NamedTuple):
     states: dict[str, Any]
     buffers: dict[str, torch.Tensor]
     ended: str | None
+    drew: bool
 
 
 def replay(
@@ -77,7 +79,8 @@ def replay(
     """
     names = owned_parameters(train_state, log_steps, rank)
     method = StepMerger(train_state, threads) if merge else _ShardedOptimizer(train_state, names, threads)
-    done, ended = 0, None
+    watched = not merge and not updates_independently(train_state.optimizer)
+    done, ended, drew = 0, None, False
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -88,12 +91,21 @@ def replay(
                 ended = f"step {first + done} cannot be read: {step}"
                 break
             if step.hyper is not None:
+                before = _get_random_states(train_state) if watched and not drew else []
                 with log_steps[done][0].translate_errors(first + done):
                     method.step(step.hyper, step.gradients)
+                if before:
+                    drew = not all(map(torch.equal, before, _get_random_states(train_state)))
             done += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
             buffers |= step.buffers
-    return ReplayResult(done, hyper, states, buffers, ended)
+    return ReplayResult(done, hyper, states, buffers, ended, drew)
+
+
+def _get_random_states(train_state: TrainState) -> list[torch.Tensor]:
+    """Return the states of torch's random generators of the CPU and of the parameters' GPUs."""
+    gpus = {parameter.device for parameter in train_state.parameters.values() if parameter.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in sorted(gpus, key=str))]
 
 
 def owned_parameters(train_state: TrainState, log_steps: Sequence[Sequence[LogSegment]], rank: int | None) -> list[str]:

@@ -124,6 +124,29 @@ def test_every_step(tmp_path, name):
     check_every_step(case, tmp_path, recorded(case, tmp_path, STEPS))
 
 
+class Langevin(torch.optim.Optimizer):
+    """Gradient descent with noise."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.05 * parameter.grad + 0.01 * torch.randn_like(parameter))
+
+
+def test_an_optimizer_that_draws_random_numbers(tmp_path):
+    """The replay draws others, so `exact` is False; it was True. The snapshot alone is exact."""
+    case = Case(lambda model: Langevin(model.parameters()), log={"compressor": "none"})
+    table = recorded(case, tmp_path, 3)
+    loop = Loop(case, seed=1)
+    with pytest.warns(UserWarning, match=r"not exactly that of step 3: Langevin draws random numbers in its steps"):
+        recovered = loop.recover(tmp_path)
+    assert recovered.step == 3 and not recovered.exact and not recovered.continues_exactly
+    assert loop.recover(tmp_path, replay_log=False).exact and differences(loop.state(), table[0]) == []
+
+
 class Shared(nn.Module):
     """Two parameters in one memory: a matrix, and some of its rows, which come first."""
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 import dsq_ckpt.lowdiff
-from dsq_ckpt.lowdiff import GradientLog
+from dsq_ckpt.lowdiff import GradientLog, train_state
 from tests.helpers.odd_optimizers import CountingAdamW, ForwardingAdamW, HiddenStateAdamW, HookedSGD, SlowWeights
 from tests.lowdiff.loops import Case, Loop, differences
 from tests.lowdiff.workers.replica import known_holders, replica_of
@@ -126,6 +126,24 @@ def test_state_that_comes_while_training_runs_ends_the_log(tmp_path, kind):
     recovered = again.recover(tmp_path)
     assert recovered.snapshot == 0 and recovered.step in (3, 4) and recovered.exact
     assert differences(again.state(), table[recovered.step]) == []
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_log_that_has_lost_state_is_not_exact(tmp_path, monkeypatch):
+    """Earlier versions wrote snapshots without state that belongs to no parameter."""
+    case = Case(lambda model: Counted(model.parameters(), 0.1), log={"compressor": "none", "snapshot_every": 3})
+    loop = Loop(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "check_optimizer_state", lambda optimizer: None)
+        with loop.log(tmp_path) as log:
+            for number in range(5):
+                loop.step(number)
+                log.step()
+                log._require_client().wait("saved", 30)
+    again = Loop(case, seed=5)
+    with pytest.warns(UserWarning, match=r"not exactly that of step 5: Counted cannot be logged: its state has 'k'"):
+        recovered = again.recover(tmp_path)
+    assert (recovered.snapshot, recovered.step) == (3, 5) and not recovered.exact
 
 
 def test_a_replica_ends_when_state_of_no_parameter_comes(tmp_path, holders):
