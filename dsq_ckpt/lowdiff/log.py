@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import capture_gradients
 from dsq_ckpt.lowdiff.compressors import GradientCompressor
@@ -109,11 +110,24 @@ class GradientLog(Recorder):
 
     def _attach(self, resume: Recovered | None) -> None:
         self._attach_compressor()
-        if resume is None or resume.compressor != self._compressor.spec or resume.residual is None:
-            return
-        state, recovered = self._compressor.state(), resume.residuals()
-        if set(state) <= set(recovered):
-            self._compressor.load_state({name: recovered[name] for name in state})
+        if resume is not None and (recovered := resume.residuals()):
+            self._continue_residuals(recovered, resume.compressor)
+
+    def _continue_residuals(self, recovered: Mapping[str, torch.Tensor], spec: str) -> None:
+        """Load the recovered residuals of a compressor that may be another one; warn of those that do not fit."""
+        state, fitting = self._compressor.state(), {}
+        # Residuals of top-k are of a rank's own gradient, and those of k-means of the mean over ranks.
+        if self._comm.size == 1 or spec.partition(":")[0] == self._compressor.name:
+            fitting = {name: recovered[name] for name, residual in state.items()
+                       if name in recovered and recovered[name].shape == residual.shape}
+        if fitting:
+            self._compressor.load_state({**state, **fitting})
+        if dropped := sorted(name for name, residual in recovered.items() if name not in fitting and residual.any()):
+            self._warn(
+                f"the residuals of error feedback of compressor '{spec}' do not fit compressor "
+                f"'{self._compressor.spec}' ({quote(dropped)}): this part of earlier gradients is dropped. To keep it, "
+                f"go on with compressor='{spec}'"
+            )
 
     def _attach_compressor(self) -> None:
         self._compressor.attach(self._train_state.model)
