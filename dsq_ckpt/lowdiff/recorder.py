@@ -369,7 +369,10 @@ class Recorder(WorkerGroup):
         arena, needs_mapping = self._client.ensure_staging(layout.size)
         for offset, tensor in copies.values():
             arena.view(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        message = dict(kind="snapshot", step=self.steps_done, tensors=descriptions, meta=self._snapshot_metadata())
+        message = dict(
+            kind="snapshot", step=self.steps_done, tensors=descriptions, meta=self._snapshot_metadata(),
+            model=snapshots.describe_model(self._train_state.model, self._config),
+        )
         if self._gap or self._needs_first_snapshot:
             self._required_snapshot, self._needs_first_snapshot = self.steps_done, False
         self._client.saving = True

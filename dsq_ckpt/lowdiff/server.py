@@ -58,6 +58,8 @@ class Server(ABC):
         self._slots: dict[int, Arena] = {}
         self._staging: Arena | None = None
         self._save_thread: threading.Thread | None = None
+        self._model: dict[str, Any] = {}
+        """Properties of the model at the last snapshot; see `snapshots.describe_model`."""
         self._store: dist.TCPStore | None = None
         self._comm: Communicator | None = SingleProcess() if self.ranks == 1 else None
         self._address: tuple[str, int] | None = None
@@ -85,6 +87,7 @@ class Server(ABC):
                     self._staging = arena
                 elif arena is not None:
                     self._slots[message["slot"]] = arena
+                self._model = message.get("model", self._model)
                 closing = message["kind"] == "close"
                 if closing:
                     self.closed = bool(message["done"])
@@ -143,7 +146,7 @@ class Server(ABC):
             comm = self._communicator()
             if any(other != step for other in comm.gather(step)):
                 raise SaveFailed("another rank ended, or saves the state after another step")
-            manifest = snapshots.save_snapshot(self.run, step, snapshot_tensors, meta, self.config, comm)
+            manifest = snapshots.save_snapshot(self.run, step, snapshot_tensors, meta, self.config, comm, self._model)
             if self.rank == 0:
                 snapshots.remove_old_snapshots(self.run, self._keep, step)
             size = manifest.sum_bytes("own", "refinement", "index")

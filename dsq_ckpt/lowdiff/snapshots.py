@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from dsq_ckpt.config.schema import DSQConfig, StorageConfig
 from dsq_ckpt.core.strict_json import parse_strict_json
@@ -33,7 +34,9 @@ from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.plain_data import from_plain
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.quantization.frozen_tensors import FrozenTensors, find_frozen
+from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.quantization.update_rules import flatten_param_groups
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
@@ -93,9 +96,23 @@ def snapshot_directory(run: Path, step: int) -> Path:
     return run / f"step-{step:09d}"
 
 
+def describe_model(model: nn.Module, config: DSQConfig) -> dict[str, Any]:
+    """Return the properties of a model that decide which of its tensors are stored exactly, as plain data.
+
+    To be called at each snapshot: frozen tensors are found by their changes. Exact snapshots need none.
+    """
+    if not is_lossy(config):
+        return {}
+    frozen = find_frozen(model)
+    return {
+        "layer_types": layer_types(model), "rounding": find_rounded_weights(model),
+        "frozen": [frozen.has_trained, frozen.unchanged, frozen.changing],
+    }
+
+
 def save_snapshot(
     run: Path, step: int, tensors: Iterable[SnapshotTensor], meta: Mapping[str, Any] | None, config: DSQConfig,
-    comm: Communicator,
+    comm: Communicator, model: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Save a snapshot; collective. The snapshot appears complete or not at all.
 
@@ -106,6 +123,7 @@ def save_snapshot(
         meta: metadata as plain data on rank 0; None on other ranks.
         config: configuration; see `snapshot_config`.
         comm: communicator of the checkpointing processes.
+        model: result of `describe_model`; None or empty if the model is unknown.
 
     Raises:
         DSQError: on all ranks, if any failed; earlier snapshots are untouched.
@@ -120,7 +138,8 @@ def save_snapshot(
         settings=_plain_settings(meta or {}) if is_lossy(config) else {},
     )
     parent = "auto" if is_lossy(config) else None
-    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest_parent, run))
+    known = {**model, "frozen": FrozenTensors(*model["frozen"])} if model else {}
+    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest_parent, run), **known)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 

@@ -10,16 +10,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.optim import Adam
 
 import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed, UnsupportedFormat
-from dsq_ckpt.lowdiff import GradientLog, recover, segments, snapshots
+from dsq_ckpt.lowdiff import GradientLog, Replica, recover, segments, snapshots
 from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.states import mixed_state, relative_error
-from tests.lowdiff.loops import bits
+from tests.lowdiff.loops import Case, Loop, bits, seeded
 
 SESSION = "0123456789abcdef"
 
@@ -218,3 +219,47 @@ def test_momentum_that_was_recovered_is_saved_as_it_is(tmp_path):
         errors.append(relative_error(optimizer.state[model.weight]["momentum_buffer"], first))
     assert errors[-1] < 1.2 * errors[0] < 0.36, errors
     assert 0.9 < float(optimizer.state[model.weight]["momentum_buffer"].norm() / first.norm()) < 1.1
+
+
+class BitLinear(nn.Linear):
+    """A layer that rounds its weights to their signs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rounded = self.weight + (self.weight.sign() - self.weight).detach()
+        return nn.functional.linear(x, rounded * 0.1, self.bias)
+
+
+class Mixed(nn.Module):
+    """A trained layer, and tensors whose errors no later step repairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.frozen = nn.Linear(12, 400), nn.Linear(12, 400).requires_grad_(False)
+        self.rounded = BitLinear(400, 12)
+        self.points = nn.Parameter(torch.randn(400, 12))
+        self.points.manifold = "Sphere"
+        self.register_buffer("table", torch.randn(400, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rounded(self.plain(x) + self.frozen(x)) + (self.points * self.table).mean(0)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    (GradientLog, {"compressor": "none", "snapshot_every": 3}), (Replica, {}),
+])
+@pytest.mark.usefixtures("in_thread", "one_thread")
+def test_lossy_snapshots_know_the_model(tmp_path, kind, options):
+    """What a `Compressor` stores exactly is exact in snapshots too; rounded weights were quantized."""
+    case = Case(lambda m: Adam([p for p in m.parameters() if p.requires_grad], 0.01), lambda s: seeded(s, Mixed))
+    loop = Loop(case)
+    with kind(tmp_path, loop.model, loop.optimizer, base="dsq", **options) as log:
+        for number in range(3):
+            loop.step(number)
+            log.step()
+            log._require_client().wait("saved", 60)
+    again = Loop(case, seed=1)
+    recovered = again.recover(tmp_path)
+    assert recovered.lossy and recovered.replayed == 0 and recovered.step == 3
+    after = again.model.state_dict()
+    changed = {name for name, tensor in loop.model.state_dict().items() if not torch.equal(tensor, after[name])}
+    assert changed == {"plain.weight"}
