@@ -192,6 +192,7 @@ class Replica(Recorder):
         client = self._require_client()
         if step <= self._last_snapshot_step or client.saving or step - self._requested_step < self._save_interval:
             return
+        self._train_state.plain_state()  # it fails if the replica cannot be saved
         now, waited = time.perf_counter(), client.waited
         if now - self._last_save_end[0] > self._save_seconds:  # long enough for a comparison
             self._idle_wait_share = (waited - self._last_save_end[1]) / (now - self._last_save_end[0])

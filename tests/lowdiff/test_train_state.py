@@ -146,18 +146,23 @@ def test_a_log_that_has_lost_state_is_not_exact(tmp_path, monkeypatch):
     assert (recovered.snapshot, recovered.step) == (3, 5) and not recovered.exact
 
 
-def test_a_replica_ends_when_state_of_no_parameter_comes(tmp_path, holders):
-    case = Case(lambda model: Counted(model.parameters(), 0.1))
+@pytest.mark.parametrize("kind", [Counted, Listed, Seen])
+def test_state_that_comes_while_training_runs_ends_a_replica(tmp_path, holders, kind):
+    case = Case(lambda model: kind(model.parameters(), 0.1))
     loop = Loop(case)
-    replica = replica_of(loop, tmp_path)
-    loop.step(0)
-    with pytest.warns(UserWarning, match=f"{LATE[Counted]}.*Training goes on"):
-        replica.step()
-    loop.step(1)
-    replica.step()
-    assert not replica.logging
-    with pytest.warns(UserWarning, match="not all in the log"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        replica = replica_of(loop, tmp_path)
+        replica._require_client().wait("saved", 60)
+        for number in range(4):
+            loop.step(number)
+            replica.step()
+        assert not replica.logging
         replica.close()
+    found, at_end = [str(one.message) for one in caught if "scalar" not in str(one.message)]
+    assert re.search(f"{LATE[kind]}.*Training goes on", found)
+    assert "not all in the log, which has ended" in at_end
     again = Loop(case, seed=5)
-    assert again.recover(tmp_path).step == 0
+    recovered = again.recover(tmp_path)
+    assert recovered.exact and recovered.step == 0
     assert differences(again.state(), Loop(case).state()) == []
