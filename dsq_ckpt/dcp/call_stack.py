@@ -102,6 +102,7 @@ class SaveCall:
 
     Attributes:
         planner: the planner of this rank.
+        wrapper: the object through which DCP calls collectives in this save.
         ranks: number of ranks that save.
         is_coordinator: whether this rank makes the global plan.
         local_plans: plans as sent by all ranks; None except on the coordinator while the global plan is made.
@@ -109,6 +110,7 @@ class SaveCall:
     """
 
     planner: SavePlanner
+    wrapper: _DistWrapper
     ranks: int
     is_coordinator: bool
     local_plans: list[SavePlan] | None
@@ -122,8 +124,9 @@ class SaveCall:
             return None
         steps = _find_locals(_REDUCE_SCATTER_CODE) or {}
         try:
+            wrapper = variables["distW"]
             return cls(
-                variables["planner"], variables["distW"].get_world_size(), variables["distW"].is_coordinator,
+                variables["planner"], wrapper, wrapper.get_world_size(), wrapper.is_coordinator,
                 steps.get("all_data"), variables.get("central_plan"),
             )
         except (KeyError, AttributeError):  # another version's names

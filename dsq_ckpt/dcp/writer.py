@@ -33,6 +33,7 @@ from dsq_ckpt.dcp.plans import make_own_layout, make_plan_items, make_plan_layou
 from dsq_ckpt.dcp.quantized_staging import stage_codes
 from dsq_ckpt.dcp.staging import LocalPlanData, StagedCodes, StagedCopy, SynchronousStager, collect_staged_payloads
 from dsq_ckpt.dcp.steps import dcp_step
+from dsq_ckpt.dcp.write_step import WriteStep
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.distributed.rollback import roll_back_together
 from dsq_ckpt.engine import warmup
@@ -56,7 +57,7 @@ from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_target
 
 
-class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
+class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, StorageWriter):
     """A writer of compressed checkpoints, for `dcp.save`, `dcp.async_save` and everything built on them.
 
     Args:
@@ -127,7 +128,6 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         """Arguments of the next `dcp.async_save`, set by its caller; None: they are read from the call stack."""
         self._save: SavePipeline | None = None
         self._written: SavePipeline | None = None
-        """The save whose files were written last; `stage` may have started another one since."""
         self._copy: dict[str, Any] = {}
         self._staged: StagedCodes | StagedCopy | None = None
         self._rank = 0
@@ -177,7 +177,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         ):
             raise SaveFailed(call_stack.NO_COLLECTIVES)
         self._rank = rank if rank is not None else call_stack.get_group_rank(self._save_group)
-        self._written = None
+        self._prepare_write_step()
         if self._staged is None:  # else `stage` started the save
             if self._options.policy is not plan_as_configured and background:
                 raise SaveFailed(call_stack.NO_SEARCH)
@@ -236,10 +236,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         if not isinstance(context, SaveContext) or context.save_id == self._last_save_id:
             raise SaveFailed(PLAN_CACHING)
         self._last_save_id = context.save_id
-        comm = SingleProcess() if self.no_dist else communicator(self._save_group, context.ranks)
-        self._planner_name = type(planner).__name__
-        self._written = pipeline = self._pipeline
-        staged, self._staged = self._staged, None
+        self._planner_name, pipeline = type(planner).__name__, self._pipeline
+        comm, staged = self._begin_writing(context.ranks)
         # DCP does not notify writers of a failure on another rank.
         with roll_back_together(comm, self.discard), pipeline.workers() as workers:
             if isinstance(staged, StagedCodes):
@@ -291,12 +289,6 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
                 f"({dropped}); Metadata.planner_data will be None when it is loaded"
             )
         pipeline.announce()
-
-    def discard(self) -> None:
-        """Remove the files of a failed save, once no rank writes any more; on the coordinator."""
-        save = self._written or self._save
-        if save is not None:
-            save.discard()
 
     @hold_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -390,8 +382,3 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, StorageWriter):
         if self._model is not None and not call_stack.is_background_thread():  # there training may be changing it
             self._options = replace(self._options, frozen=find_frozen(self._model))
         return SavePipeline(self.path, self._options)
-
-    @property
-    def _pipeline(self) -> SavePipeline:
-        assert self._save is not None, "DCP calls set_up_storage_writer or stage first"
-        return self._save

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -137,6 +138,21 @@ class Untrue(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         found = super().transform_object(write_item, object)
         return found if isinstance(found, io.BytesIO) else found.double()
+
+
+class Unfinished(DefaultSavePlanner):
+    """Fails on one rank when it finishes its plan, while `fails` is set."""
+
+    fails = True
+
+    def __init__(self, culprit: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.culprit = culprit
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if self.fails and dist.get_rank() == self.culprit:
+            raise ValueError("this plan cannot be finished")
+        return super().finish_plan(new_plan)
 
 
 def calls(record: Path, rank: int) -> list[str]:

@@ -45,6 +45,10 @@ def test_planners(tmp_path):
     assert checks(torchrun("planners", 2, tmp_path)) == 8
 
 
+def test_a_plan_that_one_rank_cannot_finish(tmp_path):
+    assert checks(torchrun("unfinished", 2, tmp_path)) == 10
+
+
 def test_a_background_process_dies(tmp_path):
     assert checks(torchrun("revived", 2, tmp_path)) == 4
 
