@@ -20,6 +20,7 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -37,7 +38,7 @@ from dsq_ckpt.storage.links import get_holder, read_parent_manifest
 from dsq_ckpt.storage.manifest import GroupReport, KindSizes, Manifest, ManifestFile, ManifestNotFlushed
 from dsq_ckpt.storage.manifest_names import is_plain_name
 from dsq_ckpt.storage.paths import expand_path
-from dsq_ckpt.storage.predecessors import list_replaced
+from dsq_ckpt.storage.predecessors import choose_creation_time, list_replaced
 from dsq_ckpt.storage.references import format_concurrent_save
 from dsq_ckpt.storage.runs import get_run
 from dsq_ckpt.storage.shard import WrittenRecord
@@ -215,8 +216,9 @@ def _make_manifest(
     if context.previous is None and options.after is not None:
         before = options.after()
     previous, previous_name = _get_previous(path, before)
+    follows_newest = previous is not None and previous_name is not None and is_own(previous)
     return Manifest(
-        save_id=context.save_id, created=time.time(), ranks=context.ranks,
+        save_id=context.save_id, created=choose_creation_time(get_run(path), follows_newest), ranks=context.ranks,
         parent=parent.save_id if parent else None,
         parent_name=_to_plain_name(expand_path(parent.path)) if parent else None,
         previous=previous, previous_name=previous_name, replaced=list_replaced(path) if options.overwrite else [],

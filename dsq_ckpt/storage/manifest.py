@@ -36,6 +36,8 @@ from dsq_ckpt.storage.save_order import sort_by_save_order
 MANIFEST = "manifest.json"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
+MAX_CREATED = 1e11
+"""Latest time of a save, in seconds since the epoch."""
 _MAX_BYTES = 1 << 28
 """Bytes of a manifest: a million files."""
 _CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
@@ -147,8 +149,8 @@ class Manifest(BaseModel):
     checksum: str = NO_CHECKSUM
     """xxh3-64 of the file's bytes with sixteen zeros in place of the checksum."""
     save_id: str
-    created: float = Field(ge=0, le=1e11)
-    """Seconds since the epoch, by the coordinator's clock."""
+    created: float = Field(ge=0, le=MAX_CREATED)
+    """Seconds since the epoch; see `choose_creation_time`."""
     ranks: Int64
     parent: str | None
     """Save id of the parent checkpoint, None for a keyframe."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.manifest import MAX_CREATED, Manifest, iter_checkpoints
 
 _MAX_REPLACED = 32
+_INTERVAL = 1e-3  # seconds from the newest checkpoint of a run to the first of a process whose clock is behind
 
 
 def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -43,3 +46,21 @@ def list_replaced(directory: Path) -> list[tuple[str, str | None, str | None]]:
     except DSQError:
         return []
     return [(old.save_id, old.previous, old.previous_name), *old.replaced][:_MAX_REPLACED]
+
+
+def choose_creation_time(run: Path, follows_newest: bool) -> float:
+    """Return the manifest field `created` for a save that is committed now.
+
+    Where it does not follow the newest checkpoint of the run, only its time tells that it is newer. The clocks of the
+    others may be ahead of this one.
+
+    Args:
+        run: run directory.
+        follows_newest: whether the manifest names a previous checkpoint there, which this process saved.
+    """
+    now = time.time()
+    if not follows_newest:
+        with suppress(DSQError, OSError):  # of the listing; the save does not need it
+            newest = max((manifest.created for _, manifest in iter_checkpoints(run, lambda *_: None)), default=0.0)
+            return min(max(now, newest + _INTERVAL), MAX_CREATED)
+    return now

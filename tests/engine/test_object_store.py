@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -280,6 +281,15 @@ def test_manifests_lead_nowhere_else(store):
 def test_checkpoints_are_in_the_order_of_their_saves(store):
     paths = chain(f"{store}/run", 3)
     assert [str(path) for path, _ in iter_checkpoints(resolve_checkpoint_path(f"{store}/run"))] == paths
+
+
+def test_a_process_whose_clock_is_behind(store, monkeypatch):
+    chain(f"{store}/run", 2)
+    dsq_ckpt.forget()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 60)  # less than what a server takes for a wrong signature
+    dsq_ckpt.save(state_of(3), f"{store}/run/anew")
+    assert dsq_ckpt.latest(f"{store}/run") == f"{store}/run/anew"
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3://bucket/../run", "zip::s3://bucket/run"])

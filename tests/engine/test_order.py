@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
-from dsq_ckpt.storage import gc
+from dsq_ckpt.storage import gc, predecessors
 from dsq_ckpt.storage.links import link_files
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
+from dsq_ckpt.storage.manifest import MANIFEST, MAX_CREATED, Manifest, iter_checkpoints
 from tests.helpers.states import KEEP_ONE
 from tests.storage.format.rewriting import edit_contents
 
@@ -60,6 +61,42 @@ def test_the_clock_orders_what_is_not_related(run):
     shutil.copytree(run / "b", run / "copy of b")
     rewrite(run / "c", created=2.0)
     assert names(run)[-1] == "c"
+
+
+@pytest.mark.parametrize("loaded", [None, "a", "c"])
+def test_a_process_whose_clock_is_behind(run, monkeypatch, loaded):
+    """Its checkpoints are the newest: it begins anew, goes on from an older checkpoint, or from the newest."""
+    (run / "unreadable").mkdir()
+    (run / "unreadable" / MANIFEST).write_text("nothing")
+    newest, now = Manifest.read(run / "c").created, time.time
+    dsq_ckpt.forget()
+    monkeypatch.setattr(other_jobs, "_own_save_ids", set())  # as in another process
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    if loaded is not None:
+        dsq_ckpt.load(weights(), run / loaded)
+    for name in ("d", "e"):
+        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED)
+    shutil.rmtree(run / "unreadable")
+    assert names(run) == ["a", "b", "c", "d", "e"] and dsq_ckpt.latest(run) == str(run / "e")
+    assert newest < Manifest.read(run / "d").created < newest + 1
+    assert Manifest.read(run / "e").created < newest - 1000  # the clock's
+
+
+def test_the_latest_time_of_a_manifest(run):
+    rewrite(run / "c", created=MAX_CREATED)
+    dsq_ckpt.forget()
+    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED)
+    assert Manifest.read(run / "d").created == MAX_CREATED
+
+
+def test_a_run_that_cannot_be_listed_is_saved_to(run, monkeypatch):
+    def fail(*_):
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(predecessors, "iter_checkpoints", fail)
+    dsq_ckpt.forget()
+    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED)
+    assert Manifest.read(run / "d").created > Manifest.read(run / "c").created
 
 
 def test_manifests_that_name_each_other(run):
