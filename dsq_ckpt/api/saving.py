@@ -153,7 +153,7 @@ def _read_result(path: pathlib.Path, save_id: str | None, rank: int) -> SaveResu
     """
     try:
         result = SaveResult.of(path, Manifest.read(path))
-    except CheckpointNotFound as error:
+    except (CheckpointNotFound, FileNotFoundError) as error:
         if rank == 0:  # the rank that commits
             raise SaveFailed(
                 f"the checkpoint was committed, but is gone: another process has removed or renamed '{path}' since"
@@ -162,7 +162,7 @@ def _read_result(path: pathlib.Path, save_id: str | None, rank: int) -> SaveResu
             f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
             "hosts; save to a directory that is"
         ) from error
-    except DSQError as error:
+    except (DSQError, OSError) as error:
         raise SaveFailed(f"the checkpoint was committed, but cannot be read back: {error}") from error
     if save_id is not None and result.save_id != save_id:
         raise SaveFailed(
@@ -195,7 +195,8 @@ def async_save(
     calls `on_save` before the future has its result.
 
     Returns:
-        A future of the result of `save`; its `result()` raises the error of a save that failed.
+        A future of the result of `save`; its `result()` raises the error of a save that failed. It may fail on one
+        rank alone, after the commit, if that rank cannot read the manifest back.
 
     Raises:
         ConfigError: an argument has a wrong type or value.

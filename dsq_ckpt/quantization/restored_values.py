@@ -304,7 +304,7 @@ def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: A
             if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
                 continue
             offset = int((position - part) * waves.shape[1])
-            index = codes[i] * parts + part
+            index = int(codes[i]) * parts + part
             first[index] += waves[0, offset]
             second[index] += waves[1, offset]
             counts[index] += 1

@@ -82,6 +82,21 @@ def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
     assert read(Manifest, tmp_path / "a").refinement == "kept"
 
 
+@pytest.mark.parametrize(
+    "number, says", [(errno.EIO, "but cannot be read back: .*Input/output error"), (errno.ENOENT, "but is gone")]
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_committed_manifest_that_cannot_be_looked_at_says_why(tmp_path, monkeypatch, number, says, background):
+    def fail(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("dsq_ckpt.engine.result.get_storage", fail)
+    save = dsq_ckpt.async_save if background else dsq_ckpt.save
+    with pytest.raises(dsq_ckpt.SaveFailed, match=f"^the checkpoint was committed, {says}.*{tmp_path / 'a'}"):
+        save(state(), tmp_path / "a", config=CONFIG).result()
+    assert Manifest.read(tmp_path / "a").refinement == "kept"
+
+
 def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
     from dsq_ckpt.dcp import writer
 

@@ -6,6 +6,7 @@ import warnings
 from unittest import mock
 
 import measure_restores
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -306,6 +307,18 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
             dsq_ckpt.save(state, tmp_path / folder / "0", config=config)
     found, expected = (load_copy(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
     assert all(found[name].equal(expected[name]) for name in copies)
+
+
+def test_the_look_is_the_same_without_the_compiler():
+    """As with NUMBA_DISABLE_JIT=1, where codes are NumPy's 8-bit numbers, by any number of parts."""
+    kernel = restored_weights.measure_part_waves
+    rng = np.random.default_rng(0)
+    codes, low, parts = rng.integers(100, 256, 2000, dtype=np.uint8), np.arange(256.0) - 128, 4
+    values = (low[codes] + rng.random(2000)).astype(np.float32)
+    arguments = values, codes, 1.0, low, np.full(256, float(parts)), parts, restored_weights._WAVES
+    compiled = kernel(*arguments)
+    assert compiled[2] > 500
+    assert getattr(kernel, "py_func", kernel)(*arguments) == pytest.approx(compiled)
 
 
 def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
