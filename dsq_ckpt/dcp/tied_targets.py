@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.storage.shard import RecordRef
 
@@ -17,11 +19,21 @@ _MAX_DISTANCE = 0.5
 under DDP stored by two names, differ by a few percent; unrelated weights differ by about 1.4."""
 
 
+class _Written(NamedTuple):
+    """The values that a target was filled with last, and the addresses of its bytes; None: they have gaps."""
+
+    fqn: str
+    ref: RecordRef
+    lossy: bool
+    addresses: tuple[int, int] | None
+
+
 class TiedTargets:
     """The records from which the targets of a load were filled, by memory of the targets."""
 
     def __init__(self) -> None:
-        self._last_written: dict[Any, tuple[str, RecordRef, bool]] = {}
+        self._last_written: dict[Any, _Written] = {}
+        self._ranges: defaultdict[torch.device, AddressRanges] = defaultdict(AddressRanges)
         self._overwritten: dict[str, str] = {}
 
     def add(self, fqn: str, ref: RecordRef, lossy: bool, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -37,9 +49,28 @@ class TiedTargets:
         if not target.numel():
             return
         key = target.device, target.data_ptr(), target.shape, target.stride(), target.dtype
-        last, self._last_written[key] = self._last_written.get(key), (fqn, ref, lossy)
-        if last is not None and last[0] != fqn and last[1] != ref and _is_different(target, values, lossy or last[2]):
-            self._overwritten[fqn] = last[0]
+        addresses = _get_addresses(target)
+        is_disjoint = addresses is None or self._ranges[target.device].add(*addresses)
+        if (last := self._last_written.get(key)) is not None:
+            if last.fqn != fqn and last.ref != ref and _is_different(target, values, lossy or last.lossy):
+                self._overwritten[fqn] = last.fqn
+        elif addresses is not None and not is_disjoint:
+            self._compare_overlaps(fqn, lossy, addresses, target, values)
+        self._last_written[key] = _Written(fqn, ref, lossy, addresses)
+
+    def _compare_overlaps(
+        self, fqn: str, lossy: bool, addresses: tuple[int, int], target: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Compare values with those of other names in targets that are not the same view, such as a transposed one."""
+        order = sorted(range(target.dim()), key=target.stride, reverse=True)
+        before, after = (tensor.permute(order).reshape(-1) for tensor in (target, values))
+        for (device, *_), other in self._last_written.items():
+            if device != target.device or other.fqn == fqn or other.addresses is None:
+                continue
+            start, stop = max(addresses[0], other.addresses[0]), min(addresses[1], other.addresses[1])
+            shared = slice((start - addresses[0]) // target.itemsize, -((addresses[0] - stop) // target.itemsize))
+            if start < stop and _is_different(before[shared], after[shared], lossy or other.lossy):
+                self._overwritten[fqn] = other.fqn
 
     def warn(self, path: Path) -> None:
         """Warn of names whose values were replaced by those of another name."""
@@ -51,6 +82,12 @@ class TiedTargets:
                 f"weights ({', '.join(pairs[:_MAX_SHOWN])}{rest}): that tensor has the values of the second name. Load "
                 "into a model that is not tied, or leave one name out"
             )
+
+
+def _get_addresses(target: torch.Tensor) -> tuple[int, int] | None:
+    """Return the address range of a tensor; None: it has gaps, in which neighbours may lie, or is no plain tensor."""
+    start, stop = address_range(target)
+    return (start, stop) if start and stop - start == target.numel() * target.itemsize else None
 
 
 def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:

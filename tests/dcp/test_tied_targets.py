@@ -56,6 +56,52 @@ def test_tied_targets_with_equal_values_load_silently(tmp_path, shape, values):
         dsq_ckpt.load(target, tmp_path / "a")
 
 
+def overlapping_views(size, kind):
+    """Two targets in one memory, of tensors of `size` by `size`; the second is a part of the first where it is half."""
+    memory = torch.zeros(2 * size * size)
+    first = memory[: size * size].view(size, size)
+    return first, {
+        "another shape": memory[: size * size].view(1, -1),
+        "transposed": first.t(),
+        "half": memory[size * size // 2 : size * size * 3 // 2].view(size, size),
+        "another type": memory.view(torch.float16)[: size * size].view(size, size),
+        "rows": first[size // 2 :],
+    }[kind]
+
+
+@pytest.mark.parametrize("size", [80, 6], ids=["lossy", "exact"])
+@pytest.mark.parametrize("kind", ["another shape", "transposed", "half", "another type", "rows"])
+def test_two_values_for_memory_that_overlaps_are_reported(tmp_path, size, kind):
+    first, second = overlapping_views(size, kind)
+    saved = {"a": torch.randn(first.shape), "b": torch.randn(second.shape).to(second.dtype), "c": torch.randn(9)}
+    dsq_ckpt.save(saved, tmp_path / "a")
+    with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('a' and 'b'\): .* leave one name out"):
+        dsq_ckpt.load({"a": first, "b": second, "c": torch.zeros(9)}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", [80, 6], ids=["lossy", "exact"])
+@pytest.mark.parametrize("kind", ["another shape", "transposed", "half", "rows"])
+def test_equal_values_for_memory_that_overlaps_load_silently(tmp_path, size, kind):
+    first, second = overlapping_views(size, kind)
+    second.copy_(torch.randn(second.shape))
+    first.copy_(torch.randn(first.shape))
+    dsq_ckpt.save({"a": first.clone(), "b": second.clone()}, tmp_path / "a")
+    first.zero_(), second.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.load({"a": first, "b": second}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("first", [slice(0, 40), slice(0, 80, 2)], ids=["columns", "every second one"])
+def test_targets_between_one_another_load_silently(tmp_path, first):
+    whole = torch.zeros(80, 80)
+    other = slice(40, 80) if first.step is None else slice(1, 80, 2)
+    dsq_ckpt.save({"a": torch.randn(80, 40), "b": torch.randn(80, 40)}, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.load({"a": whole[:, first], "b": whole[:, other]}, tmp_path / "a")
+
+
 def test_a_tied_model_is_loaded_as_it_was_saved(tmp_path):
     model = nn.Sequential(nn.Embedding(80, 80), nn.Linear(80, 80, bias=False))
     model[1].weight = model[0].weight

@@ -39,7 +39,7 @@ def done(name: str) -> None:
     """A check passed on all ranks."""
     dist.barrier()
     if dist.get_rank() == 0:
-        print("ok", name, flush=True)
+        print(f"ok {name}\n", end="", flush=True)  # in one write, between the lines of background processes
 
 
 def normal(*shape: int, seed: int, scale: float = 0.02) -> torch.Tensor:
