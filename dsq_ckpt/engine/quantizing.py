@@ -28,7 +28,7 @@ from dsq_ckpt.engine.save_warnings import WarningCandidates, emit_save_warnings
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.exact_values import are_zero, is_subnormal, need_exact_storage
+from dsq_ckpt.quantization.exact_values import are_zero, exceeds_bf16, need_exact_storage
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch, take_evenly
 from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.groups import find_by_suffix
@@ -216,26 +216,30 @@ class _LocalSketch:
         }
         self.related = is_related(self.weights, history, context)
         self.watch, loads = select_watch(self.related, history, context)
-        rounded = self._load_rounded_weights()
+        rounded = self._load_rounded()
         self._exact_candidates = self._find_exact_candidates(items)
         weights = [chunk for chunk in [*chunks, *rounded] if chunk.key in self._exact_candidates]
         unlike = need_exact_storage([chunk.tensor for chunk in weights])
         self.excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
-        self.excluded |= self._find_untrained(weights) | {one.key for one in rounded if is_subnormal(one.tensor)}
+        self.excluded |= self._find_untrained(weights) | {chunk.key for chunk in rounded if exceeds_bf16(chunk.tensor)}
         chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in self.excluded])
         return LocalChunks(chunks, len(self.nan_tensors), len(self.lost_rows), *loads)
 
-    def _load_rounded_weights(self) -> list[Chunk]:
-        """Return the chunks of weights that are rounded to bf16.
+    def _load_rounded(self) -> list[Chunk]:
+        """Return the chunks that are rounded to bf16 unless their values speak against it: weights, and float64.
 
         Raises:
             ConfigError: a search would not measure what the rounding costs.
         """
-        items = [item for item in self._local.items if item.kind == "weights" and item.rounded_dtype is not None]
-        if items and self._searches:
+        items = [
+            item for item in self._local.items
+            if item.rounded_dtype is not None and (item.kind == "weights" or item.dtype == torch.float64)
+        ]
+        weights = sorted({item.key.fqn for item in items if item.kind == "weights"})
+        if weights and self._searches:
             raise ConfigError(
                 "`evaluate` does not measure what rounding to bf16 (method: bf16 in quantize.weights or "
-                f"quantize.groups) costs in {quote(sorted({item.key.fqn for item in items}))}: choose method quantize, "
+                f"quantize.groups) costs in {quote(weights)}: choose method quantize, "
                 "for which a search finds steps within the bound, or exact; or save without `evaluate`"
             )
         return [Chunk(item.key, item.load(), item.group, 0, on_device=item.on_device) for item in items]

@@ -62,10 +62,10 @@ def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [not any(sample) and not bool(tensor.any()) for tensor, sample in zip(tensors, sampled, strict=True)]
 
 
-def is_subnormal(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds numbers below the normal range of float32, and none in it."""
-    largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-    return 0 < largest < torch.finfo(torch.float32).tiny
+def exceeds_bf16(tensor: torch.Tensor) -> bool:
+    """Return whether the largest magnitude in a tensor is neither zero nor in the range of normal bf16 numbers."""
+    largest, bf16 = float(tensor.detach().abs().max()) if tensor.numel() else 0.0, torch.finfo(torch.bfloat16)
+    return 0 < largest < bf16.tiny or largest > bf16.max
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

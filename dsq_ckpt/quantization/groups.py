@@ -138,7 +138,7 @@ def assign(
             return Assignment(EXACT, EXACT, None, settings)
         return _assign_unquantized(kind, dtype, config, settings)
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
-    if chosen.method == "exact" or (chosen.method == "bf16" and dtype == torch.float64):  # it does not have its range
+    if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
     suffix = f"/{fqn}" if config.granularity == "tensor" else ""
     second = None

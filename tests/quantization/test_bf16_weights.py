@@ -59,13 +59,13 @@ def test_only_trained_weights_are_rounded(tmp_path):
             assert torch.equal(after[key], expected), key
 
 
-@pytest.mark.parametrize("kind", ["whole numbers", "float64", "subnormal", "beside L-BFGS", "named by a rule"])
+@pytest.mark.parametrize("kind", ["whole numbers", "large", "small", "subnormal", "beside L-BFGS", "named by a rule"])
 def test_values_that_bf16_does_not_hold_are_exact(tmp_path, kind):
     values, config, others = torch.randn(128, 128), BF16, {}
     if kind == "whole numbers":
         values = torch.randint(-100_000, 100_000, (128, 128)).float()
-    elif kind == "float64":
-        values = 1e39 * values.double()
+    elif kind in ("large", "small"):
+        values = (1e39 if kind == "large" else 1e-60) * values.double()
     elif kind == "subnormal":
         values *= 1e-42
     elif kind == "beside L-BFGS":
