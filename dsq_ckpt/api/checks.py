@@ -34,6 +34,11 @@ def check_search(config: DSQConfig, sharded: bool) -> None:
             "search.parallel_trials is true, but the model is sharded (FSDP): its ranks evaluate together; leave "
             "parallel_trials out"
         )
+    if config.quantize.weights.method == "bf16" and not config.quantize.groups:  # at a save the others are known
+        raise ConfigError(
+            "`evaluate` does not measure what rounding to bf16 (quantize.weights.method: bf16) costs: choose method "
+            "quantize, for which a search finds steps within the bound, or exact; or leave out `evaluate`"
+        )
     space = SYSTEMS[config.system].space
     if space is None:
         return

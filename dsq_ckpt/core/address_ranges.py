@@ -26,6 +26,12 @@ class AddressRanges:
         self._starts[first:last], self._stops[first:last] = [merged[0]], [merged[1]]
         return is_disjoint
 
+    def find_overlaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the parts of the range from `start` to `stop` (exclusive) that lie in earlier ranges."""
+        first, last = bisect_left(self._stops, start + 1), bisect_left(self._starts, stop)
+        earlier = zip(self._starts[first:last], self._stops[first:last], strict=True)
+        return [(max(start, other_start), min(stop, other_stop)) for other_start, other_stop in earlier]
+
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address range from a tensor's first to its last byte (exclusive), including gaps of its strides."""

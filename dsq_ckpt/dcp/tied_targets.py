@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from dsq_ckpt.storage.shard import RecordRef
 
 _MAX_SHOWN = 5  # in the warning
 _BLOCK_ELEMENTS = 1 << 20  # elements compared at once
+_MAX_SEARCHES = 256  # of overlapping targets with other values, each among all that were written
 _MAX_DISTANCE = 0.5
 """Relative difference from which lossy values belong to different tensors. Two lossy copies of one tensor, which ranks
 under DDP stored by two names, differ by a few percent; unrelated weights differ by about 1.4."""
@@ -35,6 +37,7 @@ class TiedTargets:
         self._last_written: dict[Any, _Written] = {}
         self._ranges: defaultdict[torch.device, AddressRanges] = defaultdict(AddressRanges)
         self._overwritten: dict[str, str] = {}
+        self._searches = 0
 
     def add(self, fqn: str, ref: RecordRef, lossy: bool, target: torch.Tensor, values: torch.Tensor) -> None:
         """Add values that are about to be written to a target, or were just decoded into it.
@@ -50,25 +53,39 @@ class TiedTargets:
             return
         key = target.device, target.data_ptr(), target.shape, target.stride(), target.dtype
         addresses = _get_addresses(target)
-        is_disjoint = addresses is None or self._ranges[target.device].add(*addresses)
+        overlaps = [] if addresses is None else self._ranges[target.device].find_overlaps(*addresses)
+        if addresses is not None:
+            self._ranges[target.device].add(*addresses)
         if (last := self._last_written.get(key)) is not None:
             if last.fqn != fqn and last.ref != ref and _is_different(target, values, lossy or last.lossy):
                 self._overwritten[fqn] = last.fqn
-        elif addresses is not None and not is_disjoint:
-            self._compare_overlaps(fqn, lossy, addresses, target, values)
+        elif addresses is not None and overlaps and self._searches < _MAX_SEARCHES:
+            self._compare_overlaps(fqn, lossy, addresses, overlaps, target, values)
         self._last_written[key] = _Written(fqn, ref, lossy, addresses)
 
     def _compare_overlaps(
-        self, fqn: str, lossy: bool, addresses: tuple[int, int], target: torch.Tensor, values: torch.Tensor
+        self, fqn: str, lossy: bool, addresses: tuple[int, int], overlaps: Sequence[tuple[int, int]],
+        target: torch.Tensor, values: torch.Tensor,
     ) -> None:
-        """Compare values with those of other names in targets that are not the same view, such as a transposed one."""
+        """Compare values with those of other names in targets that are not the same view, such as a transposed one.
+
+        `overlaps` has the addresses of bytes that were written before.
+        """
         order = sorted(range(target.dim()), key=target.stride, reverse=True)
         before, after = (tensor.permute(order).reshape(-1) for tensor in (target, values))
+
+        def shared_slice(start: int, stop: int) -> slice:
+            return slice((start - addresses[0]) // target.itemsize, -((addresses[0] - stop) // target.itemsize))
+
+        parts = [shared_slice(start, stop) for start, stop in overlaps]
+        if not any(_is_different(before[part], after[part], False) for part in parts):
+            return
+        self._searches += 1
         for (device, *_), other in self._last_written.items():
             if device != target.device or other.fqn == fqn or other.addresses is None:
                 continue
             start, stop = max(addresses[0], other.addresses[0]), min(addresses[1], other.addresses[1])
-            shared = slice((start - addresses[0]) // target.itemsize, -((addresses[0] - stop) // target.itemsize))
+            shared = shared_slice(start, stop)
             if start < stop and _is_different(before[shared], after[shared], lossy or other.lossy):
                 self._overwritten[fqn] = other.fqn
 

@@ -98,7 +98,7 @@ def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether any two tensors overlap in memory, or one begins in a gap of another."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _get_span(tensor))
-        for tensor in tensors if tensor.numel()
+        for tensor in tensors if tensor.numel() and tensor.layout is torch.strided and tensor.data_ptr()
     )
     return any(before[0] == device and start < before[2] for before, (device, start, _) in pairwise(spans))
 

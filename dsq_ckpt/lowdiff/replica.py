@@ -27,7 +27,7 @@ from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.streamer import GradientStreamer
-from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, check_optimizer_state, dtype_name
+from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, check_state_keys, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ProcessGone
 
 _PROBED_PARAMETERS, _PROBED_ELEMENTS = 8, 64
@@ -98,8 +98,8 @@ class Replica(Recorder):
         train_state = super()._create_train_state(model, optimizer, states)
         if share_memory(train_state.parameters.values()):
             raise ConfigError(
-                "two parameters of the optimizer share memory, and a replica would hold and update it twice. Use "
-                "GradientLog, which replays with your own model"
+                "two parameters of the optimizer share memory, or one lies in the gaps of another, and a replica would "
+                "hold and update it twice. Use GradientLog, which replays with your own model"
             )
         self._optimizer_spec = _describe_optimizer(optimizer)
         return train_state
@@ -125,7 +125,7 @@ class Replica(Recorder):
         super()._suspend()
 
     def _send_step(self) -> None:
-        check_optimizer_state(self._train_state.optimizer)  # the replica's saves do not contain other state
+        check_state_keys(self._train_state.optimizer)  # the replica's saves do not contain other state
         if not self._stepped:
             self._streamer.discard_slot()  # a replica that is a step behind may hold all other slots
         super()._send_step()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
@@ -110,6 +111,11 @@ class TrainState:
                     raise ConfigError(
                         f"'{name}' is sharded (DTensor); gradients are logged under DDP or in one process. For FSDP "
                         "save checkpoints with dsq_ckpt.Compressor"
+                    )
+                if is_traceable_wrapper_subclass(parameter):
+                    raise ConfigError(
+                        f"'{name}' is a {type(parameter).__name__}, which has no memory of its own; logs hold plain "
+                        "tensors. Save checkpoints with dsq_ckpt.Compressor"
                     )
                 self.parameters[name] = parameter
                 names.append(name)
@@ -306,8 +312,7 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
     Raises:
         NotLoggable: it has other state, which would be lost.
     """
-    foreign = [f"its state has {key!r}, which belongs to no parameter" for key in optimizer.state
-               if not torch.is_tensor(key)]
+    check_state_keys(optimizer)
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if hooks or getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict:  # they may add keys
         try:
@@ -318,12 +323,26 @@ def check_optimizer_state(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} cannot be logged: its state_dict() fails ({described(error)}); a log "
                 "needs it to tell whether there is more than the states and groups of parameters"
             ) from error
-        foreign += [f"its state_dict() has {key!r} beside 'state' and 'param_groups'" for key in keys]
-    if foreign:
-        raise NotLoggable(
-            f"{type(optimizer).__name__} cannot be logged: {foreign[0]}, and would be lost. Save checkpoints by "
-            "dsq_ckpt.Compressor"
-        )
+        if keys:
+            _refuse_state(optimizer, f"its state_dict() has {keys[0]!r} beside 'state' and 'param_groups'")
+
+
+def check_state_keys(optimizer: Optimizer) -> None:
+    """Check that the state of an optimizer belongs to its parameters; takes no time, unlike `check_optimizer_state`.
+
+    Raises:
+        NotLoggable: it has other state, which would be lost.
+    """
+    foreign = next((key for key in optimizer.state if not torch.is_tensor(key)), None)
+    if foreign is not None:
+        _refuse_state(optimizer, f"its state has {foreign!r}, which belongs to no parameter")
+
+
+def _refuse_state(optimizer: Optimizer, reason: str) -> NoReturn:
+    raise NotLoggable(
+        f"{type(optimizer).__name__} cannot be logged: {reason}, and would be lost. Save checkpoints by "
+        "dsq_ckpt.Compressor"
+    )
 
 
 def format_differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

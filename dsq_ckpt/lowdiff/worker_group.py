@@ -281,7 +281,7 @@ class WorkerGroup(ABC):
         except (ProcessGone, NotLoggable, OSError) as error:
             self._broken = True
             self._dense_only = self._dense_only or isinstance(error, NotSparse)
-            self._warn(f"{error}. Training goes on; the log goes on with a snapshot as soon as it can")
+            self._warn(f"{error}. Training goes on without the log, which goes on with a snapshot as soon as it can")
 
     def _post_state(self) -> None:
         """Post this rank's state to the other ranks."""

@@ -64,7 +64,9 @@ def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 def exceeds_bf16(tensor: torch.Tensor) -> bool:
     """Return whether the largest magnitude in a tensor is neither zero nor in the range of normal bf16 numbers."""
-    largest, bf16 = float(tensor.detach().abs().max()) if tensor.numel() else 0.0, torch.finfo(torch.bfloat16)
+    if not tensor.numel():
+        return False
+    largest, bf16 = float(torch.stack(tensor.detach().aminmax()).abs().max()), torch.finfo(torch.bfloat16)
     return 0 < largest < bf16.tiny or largest > bf16.max
 
 

@@ -52,15 +52,19 @@ def choose_creation_time(run: Path, follows_newest: bool) -> float:
     """Return the manifest field `created` for a save that is committed now.
 
     Where it does not follow the newest checkpoint of the run, only its time tells that it is newer. The clocks of the
-    others may be ahead of this one.
+    others may be ahead of this one, so it is later than the times of all others, and of what this process saved there.
 
     Args:
         run: run directory.
         follows_newest: whether the manifest names a previous checkpoint there, which this process saved.
     """
-    now = time.time()
+    newest = _last_times.get(run, 0.0)
     if not follows_newest:
         with suppress(DSQError, OSError):  # of the listing; the save does not need it
-            newest = max((manifest.created for _, manifest in iter_checkpoints(run, lambda *_: None)), default=0.0)
-            return min(max(now, newest + _INTERVAL), MAX_CREATED)
-    return now
+            newest = max([newest, *(manifest.created for _, manifest in iter_checkpoints(run, lambda *_: None))])
+    _last_times[run] = min(max(time.time(), newest + _INTERVAL), MAX_CREATED)
+    return _last_times[run]
+
+
+_last_times: dict[Path, float] = {}
+"""Time of the newest checkpoint that this process saved in a run directory."""

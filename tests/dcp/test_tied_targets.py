@@ -11,6 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dsq_ckpt
+from dsq_ckpt.dcp import tied_targets
+from dsq_ckpt.dcp.tied_targets import TiedTargets
+from dsq_ckpt.storage.shard import RecordRef
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -155,3 +158,15 @@ def test_three_names_are_told_in_pairs(tmp_path):
     one = torch.zeros(300)
     with pytest.warns(UserWarning, match=r"\('a' and 'b', 'b' and 'c'\)"):
         dsq_ckpt.load({"a": one, "b": one, "c": one}, tmp_path / "a")
+
+
+def test_many_views_of_one_buffer_are_not_compared_with_each_other():
+    """A buffer and its 2,000 parts: parts with equal values are compared once, others with all that was written."""
+    flat, targets = torch.arange(20_000.0), TiedTargets()
+    targets.add("flat", RecordRef("file", 0), False, flat, flat.clone())
+    for number, part in enumerate(flat.split(10)):
+        targets.add(f"part {number}", RecordRef("file", number + 1), False, part, part.clone())
+    assert not targets._searches and not targets._overwritten
+    for number, part in enumerate(flat.split(20)):
+        targets.add(f"other {number}", RecordRef("other", number), False, part, part + 1)
+    assert targets._searches == len(targets._overwritten) == tied_targets._MAX_SEARCHES

@@ -221,6 +221,7 @@ def test_a_lazy_conjugate_has_values_of_its_own(tmp_path, how, names):
 
 def test_which_tensors_share_memory():
     memory = torch.zeros(6, 4)
+    assert not share_memory([torch.zeros(9, device="meta"), torch.ones(9, device="meta"), torch.eye(3).to_sparse()])
     assert share_memory([memory, memory.t()]) and share_memory([memory[3:], torch.zeros(2), memory])
     assert share_memory([memory[0], memory[:2], memory[5]]), "of one, another begins within the first"
     assert not share_memory([memory[:3], memory[3:], memory[:0], torch.zeros(6, 4)]) and not share_memory([])

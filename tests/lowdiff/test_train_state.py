@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dsq_ckpt.lowdiff
 from dsq_ckpt.lowdiff import GradientLog, train_state
@@ -35,6 +36,24 @@ def test_state_beside_that_of_parameters_is_refused(tmp_path, kind, key):
     model = nn.Linear(4, 4)
     with pytest.raises(dsq_ckpt.ConfigError, match=rf"{kind.__name__} cannot be logged: its state_dict.. has '{key}'"):
         GradientLog(tmp_path / "run", model, kind(model.parameters()))
+
+
+def test_parameters_without_memory_of_their_own_are_refused(tmp_path):
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(8, 8), torch.randn(8, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(dsq_ckpt.ConfigError, match="'weight' is a TwoTensor, which has no memory of its own"):
+        GradientLog(tmp_path, model, optimizer)
+
+
+def test_steps_do_not_ask_for_the_state_dict():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_state_dict_post_hook(lambda *_: pytest.fail("the state dict was asked for"))
+    train_state.check_state_keys(optimizer)
+    optimizer.state["k"] = torch.zeros(())
+    with pytest.raises(dsq_ckpt.ConfigError, match="its state has 'k', which belongs to no parameter"):
+        train_state.check_state_keys(optimizer)
 
 
 class Failing(SGD):
