@@ -28,6 +28,8 @@ class AddressRanges:
 
     def find_overlaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts of the range from `start` to `stop` (exclusive) that lie in earlier ranges."""
+        if start >= stop:
+            return []
         first, last = bisect_left(self._stops, start + 1), bisect_left(self._starts, stop)
         earlier = zip(self._starts[first:last], self._stops[first:last], strict=True)
         return [(max(start, other_start), min(stop, other_stop)) for other_start, other_stop in earlier]

@@ -12,6 +12,8 @@ def test_against_a_set_of_all_addresses(added):
     ranges, held = AddressRanges(), set()
     for start, length in added:
         own = set(range(start, start + length))
+        overlaps = [range(*part) for part in ranges.find_overlaps(start, start + length)]
+        assert {address for part in overlaps for address in part} == own & held and all(overlaps)
         assert ranges.add(start, start + length) == own.isdisjoint(held)
         held |= own
 

@@ -249,7 +249,7 @@ class Mixed(nn.Module):
 ])
 @pytest.mark.usefixtures("in_thread", "one_thread")
 def test_lossy_snapshots_know_the_model(tmp_path, kind, options):
-    """What a `Compressor` stores exactly is exact in snapshots too; rounded weights were quantized."""
+    """Snapshots store exactly what a `Compressor` does; rounded weights were quantized."""
     case = Case(lambda m: Adam([p for p in m.parameters() if p.requires_grad], 0.01), lambda s: seeded(s, Mixed))
     loop = Loop(case)
     with kind(tmp_path, loop.model, loop.optimizer, base="dsq", **options) as log:

@@ -32,7 +32,7 @@ def test_optimizers_around_others_are_refused(tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "key"), [(CountingAdamW, "own"), (HookedSGD, "hooked")])
 def test_state_beside_that_of_parameters_is_refused(tmp_path, kind, key):
-    """It was lost, and `exact` was True."""
+    """Such state was lost, and `exact` was True."""
     model = nn.Linear(4, 4)
     with pytest.raises(dsq_ckpt.ConfigError, match=rf"{kind.__name__} cannot be logged: its state_dict.. has '{key}'"):
         GradientLog(tmp_path / "run", model, kind(model.parameters()))
