@@ -28,7 +28,7 @@ from dsq_ckpt.engine.save_warnings import WarningCandidates, emit_save_warnings
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.exact_values import are_zero, exceeds_bf16, need_exact_storage
+from dsq_ckpt.quantization.exact_values import are_zero, exceed_bf16, need_exact_storage
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch, take_evenly
 from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.groups import find_by_suffix
@@ -221,7 +221,9 @@ class _LocalSketch:
         weights = [chunk for chunk in [*chunks, *rounded] if chunk.key in self._exact_candidates]
         unlike = need_exact_storage([chunk.tensor for chunk in weights])
         self.excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
-        self.excluded |= self._find_untrained(weights) | {chunk.key for chunk in rounded if exceeds_bf16(chunk.tensor)}
+        self.excluded |= self._find_untrained(weights)
+        out_of_range = exceed_bf16([chunk.tensor for chunk in rounded])
+        self.excluded |= {chunk.key for chunk in compress(rounded, out_of_range)}
         chunks = self.exclude_lost_rows([chunk for chunk in chunks if chunk.key not in self.excluded])
         return LocalChunks(chunks, len(self.nan_tensors), len(self.lost_rows), *loads)
 

@@ -62,12 +62,15 @@ def are_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [not any(sample) and not bool(tensor.any()) for tensor, sample in zip(tensors, sampled, strict=True)]
 
 
-def exceeds_bf16(tensor: torch.Tensor) -> bool:
-    """Return whether the largest magnitude in a tensor is neither zero nor in the range of normal bf16 numbers."""
-    if not tensor.numel():
-        return False
-    largest, bf16 = float(torch.stack(tensor.detach().aminmax()).abs().max()), torch.finfo(torch.bfloat16)
-    return 0 < largest < bf16.tiny or largest > bf16.max
+def exceed_bf16(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return, for each tensor, whether its largest magnitude is neither zero nor in the range of normal bf16 numbers.
+
+    Each GPU is synchronized once.
+    """
+    bf16 = torch.finfo(torch.bfloat16)
+    ends = [torch.stack(one.detach().aminmax()) if one.numel() else one.new_zeros(1) for one in tensors]
+    largest = [max(map(abs, values)) for values in values_on_host(ends)]
+    return [0 < magnitude < bf16.tiny or magnitude > bf16.max for magnitude in largest]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
