@@ -73,15 +73,15 @@ def capture_gradients(
         if info is not None and info.support is not None and not dense_only:
             sparse.setdefault(gradient.dtype, []).append((number, gradient, info.support))
             continue
-        part: dict[str, Any] = {"param": number, "dtype": dtype_name(gradient.dtype)}
+        dense_fields: dict[str, Any] = {"param": number, "dtype": dtype_name(gradient.dtype)}
         if info is not None and info.levels is not None:
-            part["levels"] = info.levels.tolist()
+            dense_fields["levels"] = info.levels.tolist()
         if info is not None and info.probe is not None:
             indices, before = info.probe
             probes.append((before, gradient.reshape(-1).index_select(0, indices.to(gradient.device))))
         if info is not None and info.dtype is not None:
             halves.add(dtype_name(info.dtype))
-        dense.append((part | {"at": layout.add(nbytes(gradient))}, gradient))
+        dense.append((dense_fields | {"at": layout.add(nbytes(gradient))}, gradient))
     reserved = [(_reserve_sparse(layout, dtype, gradients), gradients) for dtype, gradients in sparse.items()]
     buffers_at = layout.add(buffer_bytes)
     slot = client.acquire_slot()
@@ -93,14 +93,14 @@ def capture_gradients(
     target = _allocate_staging(buffers_at, devices.pop()) if len(devices) == 1 else None
     for fields, gradients in reserved:
         _gather_sparse(target or arena, fields, gradients)
-    for part, gradient in dense:
-        (target or arena).view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
+    for dense_fields, gradient in dense:
+        (target or arena).view(dense_fields["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
     hints = {
         "scales": scales_from_probes((before.cpu().float(), after.cpu().float()) for before, after in probes),
         "half": halves.pop() if len(halves) == 1 else None,
     }
     copy_event = None if target is None else target.copy_to(arena)
-    message = {"sparse": [fields for fields, _ in reserved], "dense": [part for part, _ in dense], "hints": hints}
+    message = {"sparse": [fields for fields, _ in reserved], "dense": [fields for fields, _ in dense], "hints": hints}
     return CapturedStep(message, slot, buffers_at, needs_mapping, copy_event)
 
 

@@ -66,7 +66,7 @@ def compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
     if not isinstance(spec, str):
         raise ConfigError(f"compressor is {spec!r}, expected a string such as 'topk:0.01'")
     problems: list[str] = []
-    head, *options = (part.strip() for part in spec.lower().split(","))
+    head, *options = (option.strip() for option in spec.lower().split(","))
     kind, colon, argument = head.partition(":")
     factory = _KINDS.get(kind)
     if factory is None:
@@ -131,7 +131,7 @@ def _parse_feedback(options: list[str], supported: bool, kind: str, problems: li
     values = {"on": True, "off": False}
     parsed: list[bool] = []
     for option in options:
-        key, _, value = (part.strip() for part in option.partition("="))
+        key, _, value = (text.strip() for text in option.partition("="))
         if key != "feedback":
             hint = _suggest_name(key, ["feedback"])
             problems.append(f"there is no option '{key}', expected feedback=on or feedback=off{hint}")

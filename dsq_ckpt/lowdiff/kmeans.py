@@ -94,8 +94,8 @@ class KMeans(FeedbackCompressor):
             return completed_future(self._decode(bucket, payload[None], length))
         gathered = payload.new_empty((world, len(row)))
 
-        def decode(done: Future[object]) -> Tensor:
-            done.value()  # raises the collective's error
+        def decode(future: Future[object]) -> Tensor:
+            future.value()  # raises the collective's error
             return self._decode(bucket, gathered, length)
 
         return start_all_gather(gathered.view(-1), payload, group).get_future().then(decode)

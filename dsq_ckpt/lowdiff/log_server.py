@@ -84,14 +84,14 @@ class LogServer(Server):
             IncompleteGradient: a gradient is non-zero outside of its support.
         """
         encoded = []
-        for part in sorted(message["sparse"], key=lambda part: str(part["dtype"])):
-            total = sum(part["counts"])
-            indices = slot.view(part["places"], (total,), torch.int64).clone()
-            values = slot.view(part["values"], (total,), parse_dtype(part["dtype"]))
-            nonzero = slot.view(part["nonzero"], (len(part["params"]),), torch.int64).tolist()
+        for fields in sorted(message["sparse"], key=lambda fields: str(fields["dtype"])):
+            total = sum(fields["counts"])
+            indices = slot.view(fields["places"], (total,), torch.int64).clone()
+            values = slot.view(fields["values"], (total,), parse_dtype(fields["dtype"]))
+            nonzero = slot.view(fields["nonzero"], (len(fields["params"]),), torch.int64).tolist()
             start = 0
             for param, support, supported_values, expected in zip(
-                part["params"], indices.split(part["counts"]), values.split(part["counts"]), nonzero, strict=True
+                fields["params"], indices.split(fields["counts"]), values.split(fields["counts"]), nonzero, strict=True
             ):
                 # The support may repeat indices, and must cover all elements that are not +0.
                 covered = torch.zeros(self.entries[param].elements, dtype=torch.bool)
@@ -101,7 +101,7 @@ class LogServer(Server):
                 support += start
                 start += self.entries[param].elements
             entry = encode_sparse(indices, values, add)
-            encoded.append({"params": part["params"], "dtype": part["dtype"], **entry})
+            encoded.append({"params": fields["params"], "dtype": fields["dtype"], **entry})
         return encoded
 
     def _encode_dense(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
@@ -109,16 +109,18 @@ class LogServer(Server):
         hints = message["hints"]
         half = parse_dtype(hints["half"]) if hints.get("half") else None
         # Parameters with known levels are encoded one by one: a palette has at most 256 levels.
-        single = [[part] for part in message["dense"] if part.get("levels")]
-        rest = [part for part in message["dense"] if not part.get("levels")]
-        by_dtype = [[part for part in rest if part["dtype"] == dtype] for dtype in sorted({p["dtype"] for p in rest})]
+        single = [[fields] for fields in message["dense"] if fields.get("levels")]
+        rest = [fields for fields in message["dense"] if not fields.get("levels")]
+        by_dtype = [
+            [fields for fields in rest if fields["dtype"] == dtype] for dtype in sorted({p["dtype"] for p in rest})
+        ]
         for parts in (*single, *by_dtype):
             dtype = parse_dtype(parts[0]["dtype"])
-            pieces = [slot.view(part["at"], (self.entries[part["param"]].elements,), dtype) for part in parts]
+            pieces = [slot.view(fields["at"], (self.entries[fields["param"]].elements,), dtype) for fields in parts]
             levels = torch.tensor(parts[0]["levels"], dtype=torch.float32) if parts[0].get("levels") else None
             search = bool(hints.get("search"))
             entry = encode_dense(torch.cat(pieces), hints["scales"], half, levels, add, search)
-            encoded.append({"params": [part["param"] for part in parts], "dtype": parts[0]["dtype"], **entry})
+            encoded.append({"params": [fields["param"] for fields in parts], "dtype": parts[0]["dtype"], **entry})
         return encoded
 
     def _flush(self) -> None:

@@ -277,32 +277,32 @@ def _replay_log(
     """Replay up to step `last`, or to an earlier step if the log is damaged; collective."""
     while True:
         replay_share = functools.partial(_replay_share, run, train_state, recovered, last, merge, comm)
-        log_steps, done, shared = run_on_all_ranks(comm, replay_share, LoadFailed)
-        steps = comm.gather((done.steps, done.ended, done.drew))
+        log_steps, result, shared = run_on_all_ranks(comm, replay_share, LoadFailed)
+        steps = comm.gather((result.steps, result.ended, result.drew))
         if len({count for count, *_ in steps}) == 1:
             break
         # A rank could not read all of its share. Replay again up to the last step that all ranks can read.
-        count, ended, _ = min(steps, key=lambda found: found[0])
+        count, ended, _ = min(steps, key=lambda share: share[0])
         last = recovered.snapshot + count
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
-    if shared and done.steps:
+    if shared and result.steps:
         exchange_parameters(train_state, owned_parameters(train_state, log_steps, comm.rank), comm)
-    recovered.step += done.steps
-    recovered.merged = merge and done.steps > 0
+    recovered.step += result.steps
+    recovered.merged = merge and result.steps > 0
     recovered.inexact = _find_inexact(train_state, recovered, any(drew for *_, drew in steps))
-    recovered.ended = done.ended or recovered.ended
+    recovered.ended = result.ended or recovered.ended
 
     def finish() -> None:
-        if done.steps:
-            with torch.no_grad(), log_steps[done.steps - 1][0].translate_errors(recovered.step):
-                train_state.set_hyper(done.hyper)
-                train_state.set_states(done.states)
+        if result.steps:
+            with torch.no_grad(), log_steps[result.steps - 1][0].translate_errors(recovered.step):
+                train_state.set_hyper(result.hyper)
+                train_state.set_states(result.states)
                 for name, buffer in train_state.buffers():
-                    if name in done.buffers:
-                        buffer.copy_(done.buffers[name])
+                    if name in result.buffers:
+                        buffer.copy_(result.buffers[name])
         if recovered.residual is not None:
-            recovered.sent = _collect_sent_indices(log_steps[: done.steps], recovered.snapshot + 1)
+            recovered.sent = _collect_sent_indices(log_steps[: result.steps], recovered.snapshot + 1)
 
     run_on_all_ranks(comm, finish, LoadFailed)
     if recovered.inexact is not None:
@@ -340,8 +340,8 @@ def _replay_share(
         and bool(log_steps.segments) and log_steps.segments[0][0].ranks == comm.size
     )
     threads, rank = StorageConfig().thread_count(), comm.rank if shared or train_state.partitioned else None
-    done = replay(train_state, log_steps.segments, recovered.snapshot + 1, threads, merge, rank)
-    return log_steps.segments, done, shared and not train_state.partitioned
+    result = replay(train_state, log_steps.segments, recovered.snapshot + 1, threads, merge, rank)
+    return log_steps.segments, result, shared and not train_state.partitioned
 
 
 def _collect_sent_indices(log_steps: Sequence[Sequence[LogSegment]], first: int) -> dict[str, torch.Tensor | None]:

@@ -80,7 +80,7 @@ def replay(
     names = owned_parameters(train_state, log_steps, rank)
     method = StepMerger(train_state, threads) if merge else _ShardedOptimizer(train_state, names, threads)
     watched = not merge and not updates_independently(train_state.optimizer)
-    done, ended, drew = 0, None, False
+    count, ended, drew = 0, None, False
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -88,18 +88,18 @@ def replay(
         for step in steps:
             run_pending_handlers()
             if isinstance(step, DSQError):
-                ended = f"step {first + done} cannot be read: {step}"
+                ended = f"step {first + count} cannot be read: {step}"
                 break
             if step.hyper is not None:
                 before = _get_random_states(train_state) if watched and not drew else []
-                with log_steps[done][0].translate_errors(first + done):
+                with log_steps[count][0].translate_errors(first + count):
                     method.step(step.hyper, step.gradients)
                 if before:
                     drew = not all(map(torch.equal, before, _get_random_states(train_state)))
-            done += 1
+            count += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
             buffers |= step.buffers
-    return ReplayResult(done, hyper, states, buffers, ended, drew)
+    return ReplayResult(count, hyper, states, buffers, ended, drew)
 
 
 def _get_random_states(train_state: TrainState) -> list[torch.Tensor]:
@@ -161,8 +161,8 @@ class _ShardedOptimizer:
         else:
             state = self._train_state.optimizer.state
             before = len(state)
-            for done in [self._pool.submit(self._step, *shard, gradients) for shard in self._shards]:
-                done.result()
+            for future in [self._pool.submit(self._step, *shard, gradients) for shard in self._shards]:
+                future.result()
             # Threads create new states in any order. Restore the order of the parameters, as in training.
             created = set(list(state)[before:])
             for parameter in self._train_state.parameters.values():

@@ -161,12 +161,12 @@ class ReplicaServer(Server):
             assert slot is not None
             self._set_hyper(message["hyper"])
             scale = message["hints"]["scales"][0]
-            gradients = {part["param"]: part for part in message["dense"]}
+            gradients = {fields["param"]: fields for fields in message["dense"]}
             for number, entry in enumerate(self.entries):
                 parameter = self._parameters[entry.name]
                 parameter.grad = None
-                if (part := gradients.get(number)) is not None:
-                    gradient = slot.view(part["at"], entry.shape, parse_dtype(part["dtype"]))
+                if (fields := gradients.get(number)) is not None:
+                    gradient = slot.view(fields["at"], entry.shape, parse_dtype(fields["dtype"]))
                     if scale != 1.0:
                         gradient = gradient * torch.tensor(scale, dtype=torch.float32)
                     parameter.grad = gradient
@@ -219,10 +219,10 @@ class ReplicaServer(Server):
         except BaseException as error:
             self._report_save_failure(step, error)
             return
-        if any(other.get("saves") != step for other in gathered):
+        if any(report.get("saves") != step for report in gathered):
             self._report_save_failure(step, SaveFailed("the training process of another rank is gone"))
             return
-        merged = {**meta, "plain": {name: values for other in gathered for name, values in other["plain"].items()}}
+        merged = {**meta, "plain": {name: values for report in gathered for name, values in report["plain"].items()}}
         self._saved_step = step
         super()._save(step, snapshot_tensors, merged if self.rank == 0 else None)
         if self._saved_step == step:  # `_report_save_failure` was not called
@@ -275,6 +275,6 @@ class ReplicaServer(Server):
         """Return the last step that all ranks can reach, or None if there is none; collective."""
         while True:
             gathered = self._communicator().gather({"applied": self.applied, "newest": self.newest_step})
-            if all("newest" in other for other in gathered):  # else another rank gathers in `_save` first
-                last = min(int(other["newest"]) for other in gathered)
-                return last if max(int(other["applied"]) for other in gathered) <= last else None
+            if all("newest" in report for report in gathered):  # else another rank gathers in `_save` first
+                last = min(int(report["newest"]) for report in gathered)
+                return last if max(int(report["applied"]) for report in gathered) <= last else None

@@ -31,8 +31,8 @@ def rollback_on_failure(train_state: TrainState) -> Iterator[None]:
         optimizer.state.clear()
         optimizer.state.update(state)
         with torch.no_grad():
-            for tensor, saved in tensors:
-                tensor.copy_(saved)
+            for tensor, backup in tensors:
+                tensor.copy_(backup)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             for key in set(group) - set(before) - STRUCTURE:
                 del group[key]

@@ -40,8 +40,8 @@ class _Rounded(HookedCompressor):
             bucket.flat.copy_(rounded)
             return completed_future(self._record_infos(bucket))
 
-        def record(done: Future[Tensor]) -> Tensor:
-            done.value()  # raises the collective's error
+        def record(future: Future[Tensor]) -> Tensor:
+            future.value()  # raises the collective's error
             return self._record_infos(bucket)
 
         return _HOOKS[self.dtype](group, bucket.grad_bucket).then(record)

@@ -160,11 +160,11 @@ class LogSegment:
         gradients: dict[str, torch.Tensor] = {}
         with self.translate_errors(step):
             blocks = self.blocks(step)
-            for part in self.steps[step]["grads"]:
-                entries = [self.entries[number] for number in part["params"]]
+            for encoded in self.steps[step]["grads"]:
+                entries = [self.entries[number] for number in encoded["params"]]
                 sizes = [entry.elements for entry in entries]
-                flat = torch.empty(sum(sizes), dtype=parse_dtype(part["dtype"]))
-                decode(part, flat, blocks.__getitem__)
+                flat = torch.empty(sum(sizes), dtype=parse_dtype(encoded["dtype"]))
+                decode(encoded, flat, blocks.__getitem__)
                 for entry, gradient in zip(entries, flat.split(sizes), strict=True):
                     gradients[entry.name] = gradient
         return gradients
@@ -178,13 +178,13 @@ class LogSegment:
         sent: dict[str, torch.Tensor | None] = {}
         with self.translate_errors(step):
             blocks = self.blocks(step)
-            for part in self.steps[step]["grads"]:
-                entries = [self.entries[number] for number in part["params"]]
-                if part["as"] != "sparse":
+            for encoded in self.steps[step]["grads"]:
+                entries = [self.entries[number] for number in encoded["params"]]
+                if encoded["as"] != "sparse":
                     sent |= dict.fromkeys(entry.name for entry in entries)
                     continue
                 sizes = [entry.elements for entry in entries]
-                flat = decode_sparse_indices(part, sum(sizes), blocks.__getitem__)
+                flat = decode_sparse_indices(encoded, sum(sizes), blocks.__getitem__)
                 bounds = torch.tensor([0, *sizes]).cumsum(0)
                 cuts = torch.searchsorted(flat, bounds).tolist()
                 for number, entry in enumerate(entries):

@@ -138,8 +138,8 @@ def save_snapshot(
         settings=_plain_settings(meta or {}) if is_lossy(config) else {},
     )
     parent = "auto" if is_lossy(config) else None
-    known = {**model, "frozen": FrozenTensors(*model["frozen"])} if model else {}
-    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest_parent, run), **known)
+    model_options = {**model, "frozen": FrozenTensors(*model["frozen"])} if model else {}
+    options = SaveOptions(config, parent=parent, overwrite=True, after=partial(_newest_parent, run), **model_options)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 

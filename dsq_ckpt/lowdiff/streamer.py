@@ -172,9 +172,9 @@ class GradientStreamer:
 
     def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
         """Synchronize a bucket, and stream the result."""
-        done = allreduce_hook(group, bucket) if self._hook is None else self._hook[1](self._hook[0], bucket)
+        future = allreduce_hook(group, bucket) if self._hook is None else self._hook[1](self._hook[0], bucket)
         if self._client is None:
-            return done
+            return future
         self._start_backward()
         parameters = bucket.parameters()
 
@@ -190,7 +190,7 @@ class GradientStreamer:
                 ))
             return mean
 
-        streamed = done.then(stream)
+        streamed = future.then(stream)
         self._pending_buckets.append(streamed)
         return streamed
 

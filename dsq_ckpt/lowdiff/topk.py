@@ -75,8 +75,8 @@ class TopK(FeedbackCompressor):
             return completed_future(bucket.flat)
         gathered = payload.new_empty((world, 2, plan.size))
 
-        def merge(done: Future[object]) -> Tensor:
-            done.value()  # raises the collective's error
+        def merge(future: Future[object]) -> Tensor:
+            future.value()  # raises the collective's error
             self._merge_payloads(bucket, plan, gathered)
             return bucket.flat
 
