@@ -117,8 +117,9 @@ def check_step(optimizer: Optimizer) -> None:
     closure = parameters.get("closure")
     if closure is None and len(list_nested_optimizers(optimizer)) > 1:  # its step is called without one
         fails = any(
-            one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-            for one in parameters.values()
+            parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            for parameter in parameters.values()
         )
     elif closure is not None:
         fails = closure.default is inspect.Parameter.empty  # LBFGS
@@ -196,15 +197,15 @@ def reset_on_failure(optimizer: Optimizer) -> Iterator[None]:
     groups = [dict(group) for group in optimizer.param_groups]
     optimizers = list_nested_optimizers(optimizer)
     parameterless = [
-        {key: copy.deepcopy(value) for key, value in one.state.items() if not torch.is_tensor(key)}
-        for one in optimizers
+        {key: copy.deepcopy(value) for key, value in nested_optimizer.state.items() if not torch.is_tensor(key)}
+        for nested_optimizer in optimizers
     ]
     try:
         yield
     except BaseException:
-        for one, entries in zip(optimizers, parameterless, strict=True):
-            one.state.clear()
-            one.state.update(entries)
+        for nested_optimizer, entries in zip(optimizers, parameterless, strict=True):
+            nested_optimizer.state.clear()
+            nested_optimizer.state.update(entries)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)

@@ -344,6 +344,6 @@ def fractions_of(config: DSQConfig) -> Fractions:
     configs = [config] + [
         config.with_values(**dict.fromkeys(axis.path, value)) for axis in weighing_axes for value in axis.values
     ]
-    weighings = [book.weighing for one in configs for book in _codebooks(one) if book.weighing is not None]
+    weighings = [book.weighing for variant in configs for book in _codebooks(variant) if book.weighing is not None]
     prune, protect = {weighing.prune for weighing in weighings}, {weighing.protect for weighing in weighings}
     return Fractions(tuple(sorted(prune)), tuple(sorted(protect)))

@@ -41,7 +41,7 @@ class _SingleProcessFilter(threading.local):
         self.in_this_thread = True
         _SingleProcessFilter.in_all_threads |= in_all_threads
         filters: list[Any] = warnings.filters  # type: ignore[assignment]
-        if not any(one[1] is self for one in filters[:1]):
+        if not any(entry[1] is self for entry in filters[:1]):
             filters.insert(0, ("ignore", self, Warning, None, 0))
 
 

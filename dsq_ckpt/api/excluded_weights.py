@@ -57,7 +57,7 @@ class ExcludedWeights:
     def warn_of_trained(self, optimizer: Optimizer | None) -> None:
         """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""
         states = {} if optimizer is None else get_parameter_states(optimizer)
-        if trained := sorted(name for name, one in self._parameters().items() if states.get(one)):
+        if trained := sorted(name for name, parameter in self._parameters().items() if states.get(parameter)):
             warn(
                 f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
                 "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
@@ -65,51 +65,51 @@ class ExcludedWeights:
 
     def sum_samples(self, names: Collection[str] | None = None) -> dict[str, SampleSum]:
         """Return sums of this rank's samples of tensors, by name; `names` selects the tensors, None: some of all."""
-        tensors = dict(pair for name, one in self._parameters().items() for pair in _plain_tensors(name, one))
+        tensors = dict(pair for name, weight in self._parameters().items() for pair in _plain_tensors(name, weight))
         chosen = _choose(tensors) if names is None else names
         sums = dict[str, SampleSum]()
         for name in tensors.keys() & chosen:
             with suppress(RuntimeError):  # tensors of a class that has no such elements; a warning is all this is for
-                if (one := sum_sample(tensors[name])) is not None:
-                    sums[name] = one
+                if (sample_sum := sum_sample(tensors[name])) is not None:
+                    sums[name] = sample_sum
         return sums
 
     def warn_of_changes(self, directory: Path, comm: Communicator) -> None:
         """Warn of weights that are not those that a checkpoint was saved with; collective over `comm`."""
-        saved = dict[str, str]()
+        checksums = dict[str, str]()
 
         def sum_saved() -> dict[str, SampleSum]:
-            saved.update(Manifest.read(directory).excluded)
-            return self.sum_samples(saved)
+            checksums.update(Manifest.read(directory).excluded)
+            return self.sum_samples(checksums)
 
         ranks = gather_from_all_ranks(comm, sum_saved, LoadFailed)
         groups = [ranks, *([rank] for rank in ranks)]  # a rank that has whole tensors may have others than the rest
         present = {pair for group in groups for pair in join_ranks(group).items()}
         if changed := sorted({
             name for name, text in present
-            if text.rpartition(" ")[0] == saved[name].rpartition(" ")[0] and text != saved[name]
+            if text.rpartition(" ")[0] == checksums[name].rpartition(" ")[0] and text != checksums[name]
         }):
             warn(
                 f"{quote(changed)} of this model have other values than at the save of '{directory}', which has "
-                f"checksums of {len(saved)} tensors that it leaves out (frozen=False): what is loaded was trained "
+                f"checksums of {len(checksums)} tensors that it leaves out (frozen=False): what is loaded was trained "
                 "beside those values. Load it into the model that it was trained in. If adapters change that model in "
                 "each process, as some initializations do, save with frozen=True", rank=comm.rank,
             )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         parameters = {} if self._frozen else get_named_parameters(self._model)
-        return {name: one for name, one in parameters.items() if not one.requires_grad}
+        return {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
 
 
 def join_ranks(ranks: Sequence[Mapping[str, SampleSum]]) -> dict[str, str]:
     """Return checksums of tensors by name, at most `_MAX_CHECKSUMS`, from the sums of all ranks."""
     sums: dict[str, list[SampleSum]] = {}
     for rank in ranks:
-        for name, one in rank.items():
-            sums.setdefault(name, []).append(one)
+        for name, sample_sum in rank.items():
+            sums.setdefault(name, []).append(sample_sum)
     texts = {name: join_sums(of_ranks) for name, of_ranks in sums.items()}
-    known = {name: text for name, text in texts.items() if text is not None}
-    return {name: known[name] for name in _choose(known)}
+    checksums = {name: text for name, text in texts.items() if text is not None}
+    return {name: checksums[name] for name in _choose(checksums)}
 
 
 def _choose(names: Iterable[str]) -> list[str]:

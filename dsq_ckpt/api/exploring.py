@@ -136,10 +136,10 @@ def _mark_front(tradeoffs: Sequence[Tradeoff]) -> list[Tradeoff]:
             for position, other in enumerate(tradeoffs) if position != index
         )
 
-    return [one._replace(on_front=not is_dominated(one, number)) for number, one in enumerate(tradeoffs)]
+    return [tradeoff._replace(on_front=not is_dominated(tradeoff, number)) for number, tradeoff in enumerate(tradeoffs)]
 
 
-def _worst_degradation(one: Tradeoff) -> float:
+def _worst_degradation(tradeoff: Tradeoff) -> float:
     """Return the larger of the degradations measured by `evaluate` and by `check`; infinity if neither is known."""
-    values = [value for value in (one.degradation, one.check_degradation) if value is not None]
+    values = [value for value in (tradeoff.degradation, tradeoff.check_degradation) if value is not None]
     return max(values) if values else math.inf

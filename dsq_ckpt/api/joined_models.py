@@ -20,8 +20,8 @@ def join_models(models: Models) -> nn.Module:
     if len(models) == 1:
         return models[0][1]
     joins = _joined_models.setdefault(models[0][1], [])
-    joins[:] = [one for one in joins if one.is_alive()]
-    joined = next((one for one in joins if one.consists_of(models)), None)
+    joins[:] = [join for join in joins if join.is_alive()]
+    joined = next((join for join in joins if join.consists_of(models)), None)
     if joined is None:
         joins.append(joined := _JoinedModels(models))
     return joined

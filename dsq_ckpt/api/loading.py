@@ -138,7 +138,9 @@ def load_with_modules(
     comm = SingleProcess() if no_dist else communicator(process_group)
     reader: DSQStorageReader
     expanded: dict[Any, Any] = state_dict
-    all_modules = {**(modules or {}), **{(key,): one for key, one in state_dict.items() if isinstance(one, nn.Module)}}
+    all_modules = {
+        **(modules or {}), **{(key,): value for key, value in state_dict.items() if isinstance(value, nn.Module)}
+    }
     object_placeholders: ObjectPlaceholders | None = None
     module_placeholders: ModulePlaceholders | None = None
     hint = ""

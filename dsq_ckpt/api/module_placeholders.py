@@ -47,7 +47,8 @@ def select_custom_loaded(module: nn.Module, names: Iterable[str]) -> set[str]:
     do not count.
     """
     custom = {
-        strip_wrappers(name) for name, part in module.named_modules(remove_duplicate=False) if _overrides_loading(part)
+        strip_wrappers(name) for name, submodule in module.named_modules(remove_duplicate=False)
+        if _overrides_loading(submodule)
     }
     selected = set()
     for name in names if custom else ():
@@ -91,10 +92,10 @@ class ModulePlaceholders:
             prefix, expected = _to_path(keys), {strip_wrappers(str(name)) for name in entries} | set(excluded_keys)
             paths = [*nesting.values(), *(nesting.empty or ())]
             depth = len(prefix)
-            saved = {str(path[depth]) for path in paths if path[:depth] == prefix and len(path) > depth}
-            self.unexpected_keys[_to_key(keys)] = {name for name in saved if strip_wrappers(name) not in expected}
+            saved_names = {str(path[depth]) for path in paths if path[:depth] == prefix and len(path) > depth}
+            self.unexpected_keys[_to_key(keys)] = {name for name in saved_names if strip_wrappers(name) not in expected}
             parameters = {strip_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-            common = saved & entries.keys()
+            common = saved_names & entries.keys()
             others = {name for name in common if strip_wrappers(name) not in parameters}
             names = select_custom_loaded(module, others) | {name for name in common if _is_extra_state(name)}
             buffers = {strip_wrappers(name) for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -120,7 +121,7 @@ class ModulePlaceholders:
         ranks = list(unexpected_keys)
         for keys, module in self._modules.items():
             prefix = _to_path(keys)
-            key_sets = [set(one[_to_key(keys)]) for one in ranks if _to_key(keys) in one]
+            key_sets = [set(unexpected[_to_key(keys)]) for unexpected in ranks if _to_key(keys) in unexpected]
             names = select_custom_loaded(module, set.intersection(*key_sets) if key_sets else ())
             if not names:
                 continue
@@ -151,22 +152,22 @@ class ModulePlaceholders:
         )
         return nesting.unflatten({fqn: fqn for fqn in nesting})
 
-    def _tensor_placeholder(self, tensor: torch.Tensor, saved: Any, new: bool = False) -> Any:
+    def _tensor_placeholder(self, tensor: torch.Tensor, saved_entry: Any, new: bool = False) -> Any:
         """Return a tensor of the saved shape and of the dtype of the module's tensor `tensor`.
 
         That is `tensor` itself if its shape is the saved one, unless `new`.
         """
-        if not isinstance(saved, str) or saved not in self._tensors:
+        if not isinstance(saved_entry, str) or saved_entry not in self._tensors:
             return tensor  # no tensor was saved: the load raises the error
-        shape = torch.Size(self._tensors[saved]["shape"])
+        shape = torch.Size(self._tensors[saved_entry]["shape"])
         if tensor.shape == shape:
             return torch.empty_like(tensor) if new else tensor
         return tensor.new_empty(shape) if type(tensor) in (torch.Tensor, nn.Parameter) else tensor
 
-    def _nested_placeholders(self, entry: Any, saved: Any, path: Path) -> Any:
+    def _nested_placeholders(self, entry: Any, saved_entry: Any, path: Path) -> Any:
         """Return placeholders for the saved entries at a path; entries of `entry` that fit are used themselves."""
-        if isinstance(saved, dict):
-            for key in saved:
+        if isinstance(saved_entry, dict):
+            for key in saved_entry:
                 parts = (*path, str(key))
                 if find_class_key(parts, self._nesting) is not None:
                     if not isinstance(entry, torch.Tensor):
@@ -175,26 +176,26 @@ class ModulePlaceholders:
             keys = {str(key): key for key in entry} if isinstance(entry, Mapping) else {}
             placeholders = copy.copy(entry) if isinstance(entry, dict) else {}  # keeps the class of the dict
             placeholders.clear()
-            for key, value in saved.items():
+            for key, value in saved_entry.items():
                 own_key = keys.get(str(key), _ABSENT)
                 placeholders[key if own_key is _ABSENT else own_key] = self._nested_placeholders(
                     _ABSENT if own_key is _ABSENT else entry[own_key], value, (*path, str(key))
                 )
             return placeholders
-        if isinstance(saved, list):
+        if isinstance(saved_entry, list):
             entries = entry if isinstance(entry, list) else []
             return [
                 self._nested_placeholders(entries[index] if index < len(entries) else _ABSENT, value, (*path, index))
-                for index, value in enumerate(saved)
+                for index, value in enumerate(saved_entry)
             ]
-        if saved not in self._tensors:
+        if saved_entry not in self._tensors:
             if entry is not _ABSENT and list(flatten_state_dict({"": entry})[1].values()) == [("",)]:
                 return entry  # DCP takes it for one object
             self.plain_paths.append(path)
             return None
         if isinstance(entry, DTensor | ShardedTensor):
             return entry
-        like = make_placeholder(self._tensors[saved], path, {})
+        like = make_placeholder(self._tensors[saved_entry], path, {})
         if not isinstance(entry, torch.Tensor):
             return like
         if (entry.shape, entry.dtype) == (like.shape, like.dtype) or type(entry) not in (torch.Tensor, nn.Parameter):

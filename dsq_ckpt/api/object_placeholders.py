@@ -100,7 +100,7 @@ class ObjectPlaceholders:
         ranks = list(unexpected_keys)
         parameters, added = list_parameters(self._objects), list[Path]()
         for text, key in self._keys.items():
-            names = set[str].intersection(*(set(one[text]) for one in ranks if text in one))
+            names = set[str].intersection(*(set(unexpected[text]) for unexpected in ranks if text in unexpected))
             optimizer = self._objects[key] if isinstance(self._objects[key], Optimizer) else None
             if optimizer is not None:
                 groups = len(optimizer.param_groups)
@@ -163,14 +163,14 @@ class ObjectPlaceholders:
     def _exclude_unsaved_options(self, text: str, key: Any) -> None:
         """Remove options of saved groups that were not saved from the load; clear those saved as empty dicts."""
         empty = {path for path in self._nesting.empty or () if path[:2] == (text, "param_groups")}
-        saved = {path[:4] for path in (*self._nesting.values(), *empty) if path[:2] == (text, "param_groups")}
-        groups = {path[:3] for path in saved}
+        saved_options = {path[:4] for path in (*self._nesting.values(), *empty) if path[:2] == (text, "param_groups")}
+        groups = {path[:3] for path in saved_options}
         for path in {path[:4] for path in self._expected.values() if path[:3] in groups}:
             group = self._state[key]["param_groups"][path[2]]
             option = next(name for name in group if str(name) == path[3])
             if path in empty:
                 group[option] = {}
-            elif path not in saved:
+            elif path not in saved_options:
                 self._excluded_options.append((group, {option: group.pop(option)}))
 
     def _set_entry(self, path: Path, value: Any, *, keep: bool = False) -> bool:
@@ -199,7 +199,7 @@ class ObjectPlaceholders:
     def _find_key(self, node: MutableMapping[Any, Any], key: Any) -> Any:
         """Return the key of a dict with the same text as `key`; if there is none, add `key` with the value None."""
         if id(node) not in self._keys_by_text:
-            self._keys_by_text[id(node)] = {str(other): other for other in node}
+            self._keys_by_text[id(node)] = {str(own_key): own_key for own_key in node}
         first_key = self._keys_by_text[id(node)].setdefault(str(key), key)
         node.setdefault(first_key, None)
         return first_key

@@ -58,8 +58,8 @@ def set_optimizer_state(
     torch_state, parameter_states = {key: state[key] for key in TORCH_KEYS}, state["state"]
     with require_gradients(model, parameter_states):
         dropped = {
-            name: parameter_states[name] for name, one in get_named_parameters(model).items()
-            if name in parameter_states and not one.requires_grad
+            name: parameter_states[name] for name, parameter in get_named_parameters(model).items()
+            if name in parameter_states and not parameter.requires_grad
         }
         proxy = OptimizerProxy(optimizer, extra_entries(state), dropped)
         set_optimizer_state_dict(model, proxy.as_torch_argument(), torch_state, options=options)
@@ -74,8 +74,10 @@ def require_gradients(model: nn.Module, names: Container[str]) -> Iterator[None]
         names: names of parameters that have state; FSDP1's flat parameters, which have other names, always count.
     """
     parameters = get_named_parameters(model)
-    with_state = [one for name, one in parameters.items() if name in names or isinstance(one, FlatParameter)]
-    frozen = [one for one in with_state if not one.requires_grad and _can_require_grad(one)]
+    with_state = [
+        parameter for name, parameter in parameters.items() if name in names or isinstance(parameter, FlatParameter)
+    ]
+    frozen = [parameter for parameter in with_state if not parameter.requires_grad and _can_require_grad(parameter)]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -132,8 +134,8 @@ def get_parameter_states(optimizer: Optimizer) -> Tree:
     dict does not, as creating that may wait for other ranks.
     """
     outer, *inner = (
-        {key: value for key, value in one.state.items() if isinstance(key, torch.Tensor)}
-        for one in list_nested_optimizers(optimizer)
+        {key: value for key, value in nested_optimizer.state.items() if isinstance(key, torch.Tensor)}
+        for nested_optimizer in list_nested_optimizers(optimizer)
     )
     return outer or {key: value for states in inner for key, value in states.items()}
 
@@ -141,8 +143,8 @@ def get_parameter_states(optimizer: Optimizer) -> Tree:
 def list_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those that are attributes of it, or of one of these."""
     nested = [optimizer]
-    for one in nested:
-        attributes = (value for value in vars(one).values() if isinstance(value, Optimizer))
+    for nested_optimizer in nested:
+        attributes = (value for value in vars(nested_optimizer).values() if isinstance(value, Optimizer))
         nested.extend(value for value in attributes if not any(value is other for other in nested))
     return nested
 

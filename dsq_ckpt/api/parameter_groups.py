@@ -62,11 +62,11 @@ def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, ra
         nesting: nesting of the checkpoint.
         rank: this process's rank; rank 0 warns.
     """
-    saved = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
+    saved_options = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
     defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
     options = defaults.keys() & set().union(*optimizer.param_groups)  # defaults of some have more than groups take
-    lacking = sorted(options - saved)
-    foreign = sorted(saved.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
+    lacking = sorted(options - saved_options)
+    foreign = sorted(saved_options.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
     if lacking and foreign:
         warn(
             f"what was saved of '{key}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is of "
@@ -156,7 +156,7 @@ class GroupMatch:
                 )
             self._numbers += numbers
         self.names, self.saved_names = {name for names in groups for name in names}, number_of.keys()
-        self.parameters = {name: one for name, one in parameters.items() if id(one) in own_name}
+        self.parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own_name}
 
     def _find_problem(self, names: Sequence[str], numbers: Sequence[int]) -> str | None:
         if not numbers:
@@ -164,8 +164,8 @@ class GroupMatch:
         if len(numbers) > 1:
             return f"has parameters of the saved groups {numbers[0]} and {numbers[1]}"
         if numbers[0] in self._numbers:
-            other = self._numbers.index(numbers[0])
-            return f"has parameters of the saved group {numbers[0]}, and so has its group {other}"
+            group = self._numbers.index(numbers[0])
+            return f"has parameters of the saved group {numbers[0]}, and so has its group {group}"
         return None
 
     def to_saved_order(self, groups: Sequence[Tree], saved: Mapping[int, Tree]) -> list[Tree]:
@@ -211,6 +211,6 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> Iterator[lis
         restored = iter(list(optimizer.param_groups))  # torch makes a new list, unless it failed
         before[:] = original
         optimizer.param_groups[:] = [next(restored) if group["params"] else group for group in original]
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
         if not group["params"]:
-            group.update({**saved, "params": group["params"]})
+            group.update({**saved_group, "params": group["params"]})

@@ -250,8 +250,8 @@ def async_save_with_writer(
     outer: Future[SaveResult] = Future()
     outer.set_running_or_notify_cancel()  # a timeout of asyncio, say, cannot cancel a save that has begun
 
-    def get_result(done: Future[Any]) -> SaveResult:
-        error = done.exception()
+    def get_result(future: Future[Any]) -> SaveResult:
+        error = future.exception()
         planner.state_dict = {}  # the ending thread refers to the planner and its copy; the next save needs the memory
         writer.release()
         if isinstance(error, CheckpointException):
@@ -273,9 +273,9 @@ def async_save_with_writer(
             announce(path, lambda: result, on_save)
         return result
 
-    def forward_result(done: Future[Any]) -> None:
+    def forward_result(future: Future[Any]) -> None:
         try:
-            outer.set_result(get_result(done))
+            outer.set_result(get_result(future))
         except BaseException as failure:  # any kind, or the next save would wait forever
             outer.set_exception(failure)
 

@@ -137,7 +137,7 @@ def match_saved_state(
             match, optimizer_parameters = match._replace(groups=groups, plain_paths=option_paths), groups.parameters
             unexpected_parameters = (groups.saved_names - groups.names) & with_state
             if with_state:
-                without_grad = {name for name, one in optimizer_parameters.items() if not one.requires_grad}
+                without_grad = {name for name, parameter in optimizer_parameters.items() if not parameter.requires_grad}
                 missing_parameters = groups.names - groups.saved_names - with_state - without_grad
         missing_extra = set[str]()
         if "optimizer" in state:
@@ -284,14 +284,14 @@ def _match_optimizer_state(
         Paths of saved objects that the optimizer does not have; its keys other than `state` and `param_groups` that
         were not saved; frozen parameters whose saved state cannot be loaded, since its sharding is unknown.
     """
-    state, saved, empty = optimizer["state"], dict[Keys, dict[str, Keys]](), dict[Keys, list[Keys]]()
+    state, saved_paths, empty = optimizer["state"], dict[Keys, dict[str, Keys]](), dict[Keys, list[Keys]]()
     for name, path in nesting.items():
         if path[0] == "optimizer" and path[1:2] != ("param_groups",):
-            saved.setdefault(_entry_prefix(path), {})[name] = path
+            saved_paths.setdefault(_entry_prefix(path), {})[name] = path
     for path in nesting.empty or ():
         if path[0] == "optimizer" and path[1:2] != ("param_groups",):
             empty.setdefault(_entry_prefix(path), []).append(path)
-    entries = saved.keys() | empty.keys()
+    entries = saved_paths.keys() | empty.keys()
     if not any(path[0] == "optimizer" for path in (*nesting.values(), *(nesting.empty or ()))):
         return [], set(), set()  # a checkpoint of the model alone: the load raises the error
     saved_names = {str(path[2]) for path in entries if len(path) > 2}
@@ -307,7 +307,9 @@ def _match_optimizer_state(
 
     def fit(current: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> OptimizerPlaceholders:
         empty_below = None if nesting.empty is None else empty.get(entry, [])
-        return fit_placeholders({"optimizer": current}, saved.get(entry, {}), empty_below, nesting, tensors, parameter)
+        return fit_placeholders(
+            {"optimizer": current}, saved_paths.get(entry, {}), empty_below, nesting, tensors, parameter
+        )
 
     new_paths, frozen = list[Keys](), set[str]()
     for name in state.keys() - names:
@@ -316,7 +318,7 @@ def _match_optimizer_state(
         parameter, entry = parameters.get(name), _entry_prefix(("optimizer", "state", name))
         if parameter is None:
             continue
-        keys = {str(path[3]) for path in (*saved.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
+        keys = {str(path[3]) for path in (*saved_paths.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
         if name in state and not {str(key) for key in state[name]} <= keys:  # the load's error names the missing keys
             continue
         fitted = fit({"state": {name: state.get(name, {})}}, entry, parameter)

@@ -94,7 +94,8 @@ def find_saved_model(value: Any, state: Mapping[Any, Any]) -> nn.Module | None:
     if not modules:
         return None
     other_names = [
-        name for key, one in state.items() if not is_optimizer_key(str(key)) for name in _matrix_names(str(key), one)
+        name for key, entry in state.items() if not is_optimizer_key(str(key))
+        for name in _matrix_names(str(key), entry)
     ]
     if len(modules) == 1:
         names = {strip_wrappers(name) for name in get_state_dict(modules[0][1])}
@@ -106,16 +107,16 @@ def find_saved_model(value: Any, state: Mapping[Any, Any]) -> nn.Module | None:
 
 def _matrix_names(name: str, value: Any) -> Iterator[str]:
     """Yield the names of float tensors of two or more dimensions in dicts or lists."""
-    pending, seen = [(name, value)] if isinstance(value, Mapping | list | tuple) else [], set[int]()
+    pending, visited = [(name, value)] if isinstance(value, Mapping | list | tuple) else [], set[int]()
     while pending:
         name, node = pending.pop()
-        if id(node) in seen:  # a cycle, which `refuse_cycles` reports later
+        if id(node) in visited:  # a cycle, which `refuse_cycles` reports later
             continue
-        seen.add(id(node))
-        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
-            if isinstance(one, Mapping | list | tuple):
-                pending.append((f"{name}.{key}", one))
-            elif isinstance(one, torch.Tensor) and one.ndim > 1 and one.is_floating_point():
+        visited.add(id(node))
+        for key, entry in node.items() if isinstance(node, Mapping) else enumerate(node):
+            if isinstance(entry, Mapping | list | tuple):
+                pending.append((f"{name}.{key}", entry))
+            elif isinstance(entry, torch.Tensor) and entry.ndim > 1 and entry.is_floating_point():
                 yield f"{name}.{key}"
 
 
