@@ -11,7 +11,7 @@ from dsq_ckpt.distributed.comm import Communicator
 
 def explain_missing_cpu_backend(backends: str) -> str | None:
     """Return why DCP's background process cannot save over a group with these backends; None if it can."""
-    if any(part.partition(":")[0] == "cpu" for part in backends.split(",")):
+    if any(backend.partition(":")[0] == "cpu" for backend in backends.split(",")):
         return None
     return (
         f"processes=True needs a default process group that serves CPU tensors, and this one has only '{backends}': "

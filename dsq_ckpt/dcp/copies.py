@@ -240,7 +240,7 @@ def _find_regions(flat: Mapping[str, Any]) -> dict[_Address, tuple[_Address, int
         storages[key] = max(storages.get(key, 0), storage.nbytes())
     regions: dict[_Address, tuple[_Address, int]] = {}
     inside: list[_Address] = []
-    for key in sorted(storages, key=lambda one: (str(one[0]), one[1])):
+    for key in sorted(storages, key=lambda address: (str(address[0]), address[1])):
         device, start = key
         end = start + storages[key]
         if inside and inside[0][0] == device and start < inside[0][1] + regions[inside[0]][1]:

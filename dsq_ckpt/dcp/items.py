@@ -123,7 +123,7 @@ def _check_chunk_is_local(planner: SavePlanner, key: ChunkKey) -> None:
         items = create_default_local_save_plan({key.fqn: state[key.fqn]}, True).items
         local_keys = [get_chunk_key(item) for item in items if item.tensor_data is not None]
         if key not in local_keys:
-            chunks_text = ", ".join(f"{one.offsets} of shape {one.shape}" for one in local_keys) or "nowhere"
+            chunks_text = ", ".join(f"{chunk.offsets} of shape {chunk.shape}" for chunk in local_keys) or "nowhere"
             raise LookupError(f"this rank has it at {chunks_text}, and not at {key.offsets} of shape {key.shape}")
 
 

@@ -122,8 +122,8 @@ def warn_of_extra_modules(state_dict: Mapping[str, Any], checkpoint: Checkpoint)
         modules = {strip_wrappers(name) for name in _get_modules(entries)}
         if "" not in modules or not all(_get_module_name(name) in modules for name in entries):
             continue  # the state dict of a submodule, with a prefix, or entries are not named by their modules
-        saved = [str(key_path[-1]) for key_path in nesting.values() if key_path[:-1] == path]
-        names = [name for name in saved if name not in entries and _get_module_name(name) not in modules]
+        saved_names = [str(key_path[-1]) for key_path in nesting.values() if key_path[:-1] == path]
+        names = [name for name in saved_names if name not in entries and _get_module_name(name) not in modules]
         if names:
             location = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
             warn(

@@ -111,7 +111,7 @@ def _to_plain(value: Any) -> Any:
         return value.item()
     if type(value) in (list, tuple):
         return type(value)(map(_to_plain, value))
-    return {key: _to_plain(one) for key, one in value.items()} if type(value) is dict else value
+    return {key: _to_plain(entry) for key, entry in value.items()} if type(value) is dict else value
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):
@@ -183,13 +183,13 @@ class NestedLoadPlanner(DefaultLoadPlanner):
 
     def _check_no_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
         """Raise if a dict or a list with entries was saved in place of a placeholder."""
-        if not isinstance(saved := metadata.planner_data, dict):
+        if not isinstance(paths := metadata.planner_data, dict):
             return
         for fqn in missing:
             path = self.mappings[fqn]
             below = {
                 name: steps for name in metadata.state_dict_metadata
-                if isinstance(steps := saved.get(name), tuple) and steps[: len(path)] == path and len(steps) > len(path)
+                if isinstance(steps := paths.get(name), tuple) and steps[: len(path)] == path and len(steps) > len(path)
             }
             if below:
                 kind = "list" if type(next(iter(below.values()))[len(path)]) is int else "dict"
@@ -219,11 +219,11 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         set_entry(self.original_state_dict, self._nesting.steps(path), loaded)
 
 
-def _warn_of_shorter_lists(paths: Mapping[str, Path], saved: Any) -> None:
+def _warn_of_shorter_lists(paths: Mapping[str, Path], planner_data: Any) -> None:
     """Warn of lists with fewer entries than were saved; planner data of another planner is ignored."""
-    if not isinstance(saved, dict) or not all(isinstance(path, tuple) for path in saved.values()):
+    if not isinstance(planner_data, dict) or not all(isinstance(path, tuple) for path in planner_data.values()):
         return
-    stored = list_lengths(saved)
+    stored = list_lengths(planner_data)
     for path, length in list_lengths(paths).items():
         if stored.get(path, 0) > length:
             warn(

@@ -36,7 +36,7 @@ def find_parameter_lists(state: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         name: value for name, value in state.items()
         if type(value) is list and (group := _GROUP.fullmatch(name)) is not None and group[2] == "params"
-        and all(type(one) is str for one in value)
+        and all(type(parameter) is str for parameter in value)
     }
 
 

@@ -74,7 +74,7 @@ def make_replica_items(
 
 def has_no_shared_memory(state: Any) -> bool:
     """Return whether no two tensors of a state share memory; then replicas need not be planned for tied weights."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     stack = [state]
     while stack:
         value = stack.pop()
@@ -83,9 +83,9 @@ def has_no_shared_memory(state: Any) -> bool:
                 pointer = getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
             except Exception:  # a subclass or layout without a storage of its own
                 return False
-            if pointer and pointer in seen:
+            if pointer and pointer in pointers:
                 return False
-            seen.add(pointer)
+            pointers.add(pointer)
         elif isinstance(value, Mapping):
             stack += value.values()
         elif isinstance(value, list | tuple):

@@ -120,13 +120,13 @@ def _serialize(value: Any, depth: int) -> Iterator[bytes | None]:
         yield text.encode(errors="surrogatepass")
     elif type(value) in (list, tuple):
         yield f"{type(value).__name__} {len(value)}".encode()
-        for part in value:
-            yield from _serialize(part, depth + 1)
+        for entry in value:
+            yield from _serialize(entry, depth + 1)
     elif type(value) is dict:
         yield f"dict {len(value)}".encode()
-        for key, part in value.items():
+        for key, entry in value.items():
             yield from _serialize(key, depth + 1)
-            yield from _serialize(part, depth + 1)
+            yield from _serialize(entry, depth + 1)
     elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
         yield from _serialize(value.item(), depth + 1)  # as it is stored
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.nbytes <= _MAX_BYTES:

@@ -177,7 +177,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner):
                 # Whether no other rank requests other entries.
-                is_alone = {one.storage_index.fqn for one in plan.items} == self._requested_names
+                is_alone = {item.storage_index.fqn for item in plan.items} == self._requested_names
                 warn_of_unloaded(planner, checkpoint, 0 if self._log_level == logging.INFO else 1, is_alone)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -251,16 +251,16 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 "for; save it by a rule with exact: true, or drop it from exact="
             )
 
-    def _check_targets(self, fqn: str, saved: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
+    def _check_targets(self, fqn: str, dtype: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
         for target in targets:
             steps = zip(target.shape, target.stride(), strict=True)
             if target.numel() and any(length > 1 and not step for length, step in steps):
                 raise LoadFailed(
                     f"'{fqn}' is expanded: its elements share memory, so it cannot be written to; load into its clone()"
                 )
-            if target.dtype != saved and not self._allow_cast:
+            if target.dtype != dtype and not self._allow_cast:
                 raise LossyTensor(
-                    f"'{fqn}' was saved as {saved} and is loaded into {target.dtype}; "
+                    f"'{fqn}' was saved as {dtype} and is loaded into {target.dtype}; "
                     "load into the saved dtype, or pass allow_cast=True, under dcp.load to DSQStorageReader"
                 )
 

@@ -217,12 +217,12 @@ def collect_staged_payloads(
     chunks: list[QuantizedChunk] = []
     exact: list[SaveItem] = []
     tied: dict[ChunkKey, ChunkKey] = {}
-    seen: dict[int, ChunkKey] = {}
+    keys: dict[int, ChunkKey] = {}
     alive: list[Any] = []
     for item in items:
         payload: Any = item.load()
         alive.append(payload)  # else its id() could be reused
-        if (first := seen.setdefault(id(payload), item.key)) != item.key:
+        if (first := keys.setdefault(id(payload), item.key)) != item.key:
             tied[item.key] = first
         elif isinstance(payload, QuantizedChunk):
             chunks.append(payload)

@@ -48,7 +48,7 @@ def assign_tied_together(
 
 def _find_first_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """Return the first name of the same memory, by every other name."""
-    seen: dict[Hashable, str] = {}
+    names: dict[Hashable, str] = {}
     first_names: dict[str, str] = {}
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
@@ -57,7 +57,7 @@ def _find_first_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
                 key = get_memory_key(tensor), tensor.shape
             except Exception:  # a subclass or layout without memory of its own
                 continue
-            if tensor.numel() and (first := seen.setdefault(key, name)) != name:
+            if tensor.numel() and (first := names.setdefault(key, name)) != name:
                 first_names[name] = first
     return first_names
 

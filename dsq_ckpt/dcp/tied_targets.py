@@ -112,13 +112,13 @@ def _is_different(one: torch.Tensor, other: torch.Tensor, lossy: bool) -> bool:
     rows = max(1, _BLOCK_ELEMENTS * len(one) // one.numel()) if one.dim() else 1
     parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else [(one, other)]
     distance, size = 0.0, 0.0
-    for target, saved in parts:
-        saved = saved.to(target)
+    for target, values in parts:
+        values = values.to(target)
         if not lossy:
-            if not bool(((target == saved) | ((target != target) & (saved != saved))).all()):
+            if not bool(((target == values) | ((target != target) & (values != values))).all()):
                 return True
             continue
-        a, b = target.double(), saved.double()
+        a, b = target.double(), values.double()
         distance += float((a - b).square().nansum())
         size += float(torch.maximum(a.square(), b.square()).nansum())
     return distance > _MAX_DISTANCE**2 * size
