@@ -87,29 +87,35 @@ def find_lineage(
 
 def _find_last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) -> ParentRef | None:
     """Return the last checkpoint of a state in a run directory; a load of it counts as a resume if it is lossy."""
-    loaded = [one for one in history.checkpoints(run) if ensure_shapes(one)]
-    candidates = [(one, one.shapes) for one in loaded if one.shapes is not None]
-    older = [(count_shared_elements(shapes, other), one) for one, other in candidates if is_continuation(shapes, other)]
+    loaded = [checkpoint for checkpoint in history.checkpoints(run) if ensure_shapes(checkpoint)]
+    candidates = [(checkpoint, checkpoint.shapes) for checkpoint in loaded if checkpoint.shapes is not None]
+    older = [
+        (count_shared_elements(shapes, other), checkpoint) for checkpoint, other in candidates
+        if is_continuation(shapes, other)
+    ]
     # A part of the state may have been saved by itself since: the checkpoint that shares most elements is continued.
-    for _, one in sorted(older, key=lambda pair: -pair[0]):
+    for _, checkpoint in sorted(older, key=lambda pair: -pair[0]):
         problem = "is gone or was replaced"
         try:
-            manifest = Manifest.read(one.path)
+            manifest = Manifest.read(checkpoint.path)
         except CheckpointNotFound:
             pass
         except DSQError as error:
-            one.complete, problem = True, f"cannot be read ({error})"
+            checkpoint.complete, problem = True, f"cannot be read ({error})"
         else:
-            if manifest.save_id == one.save_id:
-                resumes = manifest.lossy_resumes + (one.loaded and manifest.lossy)
-                return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
+            if manifest.save_id == checkpoint.save_id:
+                resumes = manifest.lossy_resumes + (checkpoint.loaded and manifest.lossy)
+                return ParentRef(manifest.save_id, str(checkpoint.path), manifest.depth, resumes)
             if not is_own(manifest.save_id):
                 problem = "was replaced by another process (two jobs need two directories)"
-        if one.complete:  # else its save failed, or is still under way
+        if checkpoint.complete:  # else its save failed, or is still under way
             if warns:
-                warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")
+                warn(f"the parent checkpoint '{checkpoint.path}' {problem}; writing a keyframe")
             return None
-    if others := [one.path for one, other in candidates if one.complete and not is_continuation(shapes, other)]:
+    if others := [
+        checkpoint.path for checkpoint, other in candidates
+        if checkpoint.complete and not is_continuation(shapes, other)
+    ]:
         _warn_of_other_state(run, others[0])
     return None
 

@@ -182,16 +182,16 @@ def _merge_reports(reports: Sequence[_RankReport]) -> SaveContents:
     """
     tensors: dict[str, dict[str, Any]] = {}
     paths: dict[str, NestedPath] = {}
-    seen: dict[ChunkKey | str, int] = {}
+    writers: dict[ChunkKey | str, int] = {}
     for rank, report in enumerate(reports):
         paths.update(report.nesting)
         for name in report.objects:
-            _add_unique(seen, name, rank)
+            _add_unique(writers, name, rank)
         for fqn, tensor in report.tensors.items():
             entry = tensors.setdefault(fqn, {**tensor, "chunks": []})
             _check_same(fqn, entry, tensor)
             for key in tensor["chunks"]:
-                _add_unique(seen, key, rank)
+                _add_unique(writers, key, rank)
             entry["chunks"] += tensor["chunks"]
     for fqn, tensor in tensors.items():
         if problem := find_coverage_error(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
@@ -203,10 +203,10 @@ def _merge_reports(reports: Sequence[_RankReport]) -> SaveContents:
     )
 
 
-def _add_unique(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
-    if key in seen:
-        raise SaveFailed(f"{key} was given by rank {seen[key]} and by rank {rank}; only one of them may write it")
-    seen[key] = rank
+def _add_unique(writers: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
+    if key in writers:
+        raise SaveFailed(f"{key} was given by rank {writers[key]} and by rank {rank}; only one of them may write it")
+    writers[key] = rank
 
 
 def _list_tensors(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:

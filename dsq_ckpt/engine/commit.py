@@ -338,19 +338,19 @@ def _describe_missing_files(directory: Path, absent: Sequence[ManifestFile], res
 
 def _resolve_tied(results: Sequence[RankResult]) -> dict[str, str]:
     """Return the stored name by tied name, merged over the tied items of all ranks."""
-    one: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
 
     def find(name: str) -> str:
-        while name in one:
-            name = one[name]
+        while name in stored_names:
+            name = stored_names[name]
         return name
 
     for result in results:
         for pair in result.tied.items():
             name, first = map(find, pair)
             if name != first:
-                one[name] = first
-    return {name: find(name) for name in one}
+                stored_names[name] = first
+    return {name: find(name) for name in stored_names}
 
 
 def _get_previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:

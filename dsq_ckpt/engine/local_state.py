@@ -296,8 +296,8 @@ def make_items(shards: Sequence[LocalShard], options: SaveOptions, layout: Layou
         chosen = assignments.get(shard.key.fqn, shard.size, shard.dtype, measured)
         second = None
         if chosen.second_moment is not None:
-            other = loads.get(shard.key._replace(fqn=chosen.second_moment))
-            load = partial(_load_second_moment, shard, chosen.second_moment) if other is None else other
+            second_load = loads.get(shard.key._replace(fqn=chosen.second_moment))
+            load = partial(_load_second_moment, shard, chosen.second_moment) if second_load is None else second_load
             second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
             shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, loads[shard.key],

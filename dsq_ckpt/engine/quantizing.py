@@ -196,7 +196,7 @@ class _LocalSketch:
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
         nan = contain_nan(item.load() for item in others)
-        self.nan_tensors = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
+        self.nan_tensors = {item.key.fqn for item, has_nan in zip(others, nan, strict=True) if has_nan}
         if lossy:
             warmup.wait("save")
         parent, model = context.parent, context.model
@@ -220,7 +220,7 @@ class _LocalSketch:
         self._exact_candidates = self._find_exact_candidates(items)
         weights = [chunk for chunk in [*chunks, *rounded] if chunk.key in self._exact_candidates]
         unlike = need_exact_storage([chunk.tensor for chunk in weights])
-        self.excluded = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
+        self.excluded = {chunk.key for chunk, is_exact in zip(weights, unlike, strict=True) if is_exact}
         self.excluded |= self._find_untrained(weights)
         out_of_range = exceed_bf16([chunk.tensor for chunk in rounded])
         self.excluded |= {chunk.key for chunk in compress(rounded, out_of_range)}
@@ -280,7 +280,9 @@ class _LocalSketch:
         if others:
             remaining, lossy = {chunk.key for chunk in others}, layout.weights()
             trained = take_evenly([item for item in self._local.items if item.key not in remaining])
-            trained_weights = [one for key, one in self._tensors.items() if key.fqn in lossy and key not in remaining]
+            trained_weights = [
+                tensor for key, tensor in self._tensors.items() if key.fqn in lossy and key not in remaining
+            ]
             pairs = ((chunk.key, chunk.tensor) for chunk in others)
             self.watch.update(
                 (item.load() for item in trained), pairs, lambda changed: find_averages(changed, trained_weights)
@@ -354,7 +356,7 @@ class _LocalSketch:
     def _weights_without_state(self) -> Mapping[str, bool]:
         """Weights without optimizer state by name, and whether they may be trained nevertheless."""
         layout = self._context.layout
-        tied = group_tied_names((other.fqn, stored.fqn) for other, stored in self._local.tied.items())
+        tied = group_tied_names((key.fqn, stored.fqn) for key, stored in self._local.tied.items())
         types, model_tensors = self._options.layer_types, layout.model_tensors
         return find_stateless_weights(layout.weights() | layout.bf16_weights, layout.shapes, tied, types, model_tensors)
 
