@@ -196,10 +196,10 @@ def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
     sizes: dict[Path, int | OSError] = {}
     for file in files:
         try:
-            found = listed.get(file.parent, {})
-            if isinstance(found, OSError):
-                raise found
-            size = found.get(file.name)  # a listing may be behind
+            listing = listed.get(file.parent, {})
+            if isinstance(listing, OSError):
+                raise listing
+            size = listing.get(file.name)  # a listing may be behind
             sizes[file] = get_storage(file).size(file) if size is None else size
         except OSError as error:
             sizes[file] = error

@@ -163,10 +163,10 @@ class ContainerReader:
         self._check_range(block.offset, block.size)
         data = scratch.array("bytes", block.size, np.uint8).data
         try:
-            done = self._file.read_into(block.offset, data)
+            count = self._file.read_into(block.offset, data)
         except OSError as error:
             raise unreadable_error(self.path, error) from error
-        self._check_complete(block.offset, done, block.size)
+        self._check_complete(block.offset, count, block.size)
         self._check(block, data)
         return data
 
@@ -213,9 +213,9 @@ class ContainerReader:
         self._check_complete(offset, len(data), size)
         return data
 
-    def _check_complete(self, offset: int, done: int, size: int) -> None:
-        if done != size:
-            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + done} while it was being read")
+    def _check_complete(self, offset: int, count: int, size: int) -> None:
+        if count != size:
+            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + count} while it was being read")
 
     def _check_range(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size:

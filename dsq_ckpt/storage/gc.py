@@ -241,7 +241,7 @@ def _find_unfinished(path: Path) -> list[tuple[Orphan, float]]:
         if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and _has_name(path, replaced["name"]))):
             continue
         try:
-            states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
+            states = [os.lstat(file) for file in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
         except FileNotFoundError:
             continue  # it was just completed
         age = time.time() - max(max(state.st_mtime, state.st_ctime) for state in states)

@@ -374,8 +374,8 @@ def _explain_missing(directory: Path) -> str:
     remote = is_remote(directory)
     if not remote and (inside := [entry.name for entry, _ in iter_checkpoints(directory, lambda *_: None)]):
         return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
-    if other := describe_other_format(directory):
-        return f"'{directory}' {other}"
+    if description := describe_other_format(directory):
+        return f"'{directory}' {description}"
     if remote:
         return _explain_missing_remote(directory)
     if not directory.exists():

@@ -22,10 +22,10 @@ def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
     Raises:
         DSQError: the checkpoint itself cannot be read.
     """
-    manifest, seen = Manifest.read(newest), set[str]()
+    manifest, save_ids = Manifest.read(newest), set[str]()
     save_id, name = manifest.previous, manifest.previous_name
-    while save_id is not None and name is not None and save_id not in seen:
-        seen.add(save_id)
+    while save_id is not None and name is not None and save_id not in save_ids:
+        save_ids.add(save_id)
         directory = newest.parent / name
         try:
             manifest = Manifest.read(directory)
