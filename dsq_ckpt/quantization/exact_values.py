@@ -68,7 +68,7 @@ def exceed_bf16(tensors: Sequence[torch.Tensor]) -> list[bool]:
     Each GPU is synchronized once.
     """
     bf16 = torch.finfo(torch.bfloat16)
-    ends = [torch.stack(one.detach().aminmax()) if one.numel() else one.new_zeros(1) for one in tensors]
+    ends = [torch.stack(tensor.detach().aminmax()) if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     largest = [max(map(abs, values)) for values in values_on_host(ends)]
     return [0 < magnitude < bf16.tiny or magnitude > bf16.max for magnitude in largest]
 
@@ -99,12 +99,12 @@ def _sample_diagonal(tensor: torch.Tensor) -> torch.Tensor:
 
 def values_on_host(tensors: list[torch.Tensor]) -> list[list[float]]:
     """Return the elements of small tensors; each device is synchronized once."""
-    for device in {one.device for one in tensors} - {torch.device("cpu")}:
-        numbers = [number for number, one in enumerate(tensors) if one.device == device]
+    for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
         values = torch.cat([tensors[number].double() for number in numbers]).cpu()
         for number, part in zip(numbers, values.split([len(tensors[number]) for number in numbers]), strict=True):
             tensors[number] = part
-    return [one.tolist() for one in tensors]
+    return [tensor.tolist() for tensor in tensors]
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:

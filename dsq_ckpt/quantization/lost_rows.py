@@ -233,8 +233,8 @@ def _thin(sizes: Sequence[int]) -> list[slice]:
 def _sample_steps(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
     """Return, for each dimension, a step and a count of steps, to sample about `number` elements, or somewhat fewer."""
     steps, remaining = [(1, 1)] * len(sizes), number
-    for done, dim in enumerate(sorted(range(len(sizes)), key=lambda dim: sizes[dim])):
-        count = max(1, min(sizes[dim], round(remaining ** (1 / (len(sizes) - done)))))
+    for position, dim in enumerate(sorted(range(len(sizes)), key=lambda dim: sizes[dim])):
+        count = max(1, min(sizes[dim], round(remaining ** (1 / (len(sizes) - position)))))
         steps[dim] = max(1, sizes[dim] // count), count
         remaining //= count
     return steps

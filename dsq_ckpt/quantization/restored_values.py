@@ -136,7 +136,7 @@ def refine_restored_groups(
 ) -> dict[str, GroupFit]:
     """Return the fitted codebooks, with the narrowest parts for `find_restored_groups`; collective."""
     groups = find_restored_groups(chunks, fitted, spread, comm, workers)
-    return {group: one.refined(MAX_REFINEMENT_BITS) if group in groups else one for group, one in fitted.items()}
+    return {group: fit.refined(MAX_REFINEMENT_BITS) if group in groups else fit for group, fit in fitted.items()}
 
 
 def find_restored_groups(
@@ -155,7 +155,7 @@ def find_restored_groups(
         comm: communicator of the ranks that save.
         workers: threads.
     """
-    candidates = {group for group, one in fitted.items() if _can_be_refined(one)}
+    candidates = {group for group, fit in fitted.items() if _can_be_refined(fit)}
     weights = {group for group in candidates if group.startswith("weights/")}
     moments = {group for group in candidates if group.partition("/")[0] in MOMENTS}
     if not weights | moments:

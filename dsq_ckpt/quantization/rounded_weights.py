@@ -61,8 +61,10 @@ def find_rounded_weights(model: nn.Module | None) -> dict[str, bool]:
             weights.update(map(id, _layer_parameters(module)))
         elif (
             isinstance(module, parametrize.ParametrizationList)
-            and any(_has_class_name(one, _FUNCTION) for one in module)
-        ) or any(_is_fake_quantizer(one) for name, one in module.named_children() if not name.startswith("activation")):
+            and any(_has_class_name(parametrization, _FUNCTION) for parametrization in module)
+        ) or any(
+            _is_fake_quantizer(child) for name, child in module.named_children() if not name.startswith("activation")
+        ):
             weights.update(map(id, module.parameters(recurse=False)))
     weights.update(id(parameter) for parameter in model.parameters() if _rounds_itself(parameter))
     if not weights:

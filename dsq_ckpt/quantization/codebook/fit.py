@@ -290,9 +290,9 @@ def _refined_error(
             return base / energy
         lower, upper = _widen(low, high, widened)
         centre_zero(lower, upper, 2.0**bits)
-        part = (upper - lower)[codes] / 2.0**bits
-        offset = np.clip(np.floor((values - lower[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-        return float((weight * (values - lower[codes] - offset * part) ** 2).sum()) / energy
+        width = (upper - lower)[codes] / 2.0**bits
+        offset = np.clip(np.floor((values - lower[codes]) / np.where(width > 0, width, 1.0)), 0, 2**bits - 1) + 0.5
+        return float((weight * (values - lower[codes] - offset * width) ** 2).sum()) / energy
 
     return error
 
