@@ -173,17 +173,19 @@ class InputRecorder(TorchDispatchMode):
             return
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph is not executed yet
             return
-        seen = self._seen.setdefault(location.memory, {})
-        if view not in seen:
+        products = self._seen.setdefault(location.memory, {})
+        if view not in products:
             elements = view.outputs * view.inputs
             if min(view.strides) < 1 or elements > view.stop - view.offset:  # overlapping elements
                 return
-            if len(seen) == _MAX_MATRICES or any(view.offset < one.stop and one.offset < view.stop for one in seen):
+            if len(products) == _MAX_MATRICES or any(
+                view.offset < recorded.stop and recorded.offset < view.stop for recorded in products
+            ):
                 return
             if 4 * view.inputs * min(view.inputs, _MAX_INPUTS) > max(_FREE_BYTES, _MAX_BYTES_PER_WEIGHT * elements):
                 return
-            seen[view] = _InputProducts(view.inputs)
-        seen[view].add(rows)
+            products[view] = _InputProducts(view.inputs)
+        products[view].add(rows)
 
 
 _RECORDERS: dict[Any, Callable[..., None]] = {

@@ -169,7 +169,7 @@ class ConfigManager:
                 spent = "what restores of this run have cost was not measured"
             return self._plan_exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._search_base_layer(save, record)
-        best = min((one for losses in save.degradations.values() for one in losses.values()), default=0.0)
+        best = min((loss for losses in save.degradations.values() for loss in losses.values()), default=0.0)
         if search.higher_is_better and best < -MAX_IMPROVEMENT:  # the direction is not checked then
             save.warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "

@@ -344,11 +344,11 @@ def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * signs
 
 
-def _restore_registry(registry: dict[str, _T], saved: dict[str, _T]) -> None:
+def _restore_registry(registry: dict[str, _T], entries: dict[str, _T]) -> None:
     """Restore the same objects of a module, in their order; the optimizer refers to them."""
-    if list(registry.keys()) != list(saved) or any(registry[name] is not entry for name, entry in saved.items()):
+    if list(registry.keys()) != list(entries) or any(registry[name] is not entry for name, entry in entries.items()):
         registry.clear()
-        registry.update(saved)
+        registry.update(entries)
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
