@@ -153,10 +153,10 @@ def test_zeros_come_back_as_zeros(tmp_path, bits, codebook):
 def test_overwrite(tmp_path):
     first, second = mixed_state(1), mixed_state(2)
     dsq_ckpt.save(first, tmp_path / "a")
-    kept = DecodedCheckpoints(first, tmp_path / "a")
+    checkpoints = DecodedCheckpoints(first, tmp_path / "a")
     with pytest.raises(dsq_ckpt.DSQError, match="overwrite=True"):
         dsq_ckpt.save(second, tmp_path / "a")
-    kept.check()
+    checkpoints.check()
     names = {path.name for path in (tmp_path / "a").iterdir()}
     dsq_ckpt.save(second, tmp_path / "a", overwrite=True, parent=None)
     after = {path.name for path in (tmp_path / "a").iterdir()}
@@ -257,9 +257,9 @@ def test_async_in_one_process(tmp_path):
         state["meta"]["step"] = -1
         if number == 0:
             futures[0].result()
-            saved = load_copy(tmp_path / "async0", state)
-            assert find_differences(saved, load_copy(tmp_path / "sync" / "0", state)) == []
-            assert saved["meta"]["step"] == 1234
+            loaded = load_copy(tmp_path / "async0", state)
+            assert find_differences(loaded, load_copy(tmp_path / "sync" / "0", state)) == []
+            assert loaded["meta"]["step"] == 1234
             dsq_ckpt.forget()
         state = perturb(before, number)
     futures[-1].result()

@@ -21,9 +21,9 @@ def state(dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, dict[str, torch.Tensor]] = {"model": {}}
-    dsq_ckpt.load(found, path)
-    return found["model"]
+    target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
+    dsq_ckpt.load(target, path)
+    return target["model"]
 
 
 @pytest.mark.parametrize("through", ["save", "dcp"])

@@ -130,7 +130,7 @@ def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
         compressor.save(tmp_path / name)
     with pytest.warns(UserWarning, match="from its base layer alone") as caught:
         compressor.load(tmp_path / "a")
-    assert [one.filename for one in caught if "base layer" in str(one.message)] == [__file__]
+    assert [warning.filename for warning in caught if "base layer" in str(warning.message)] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

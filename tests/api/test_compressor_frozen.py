@@ -20,12 +20,12 @@ def test_frozen_parameters_are_exact_beside_what_is_searched(tmp_path):
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     for name in ("a", "b"):
         compressor.save(tmp_path / name)
-        saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
+        hidden, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
         train(model, optimizer, 70, 80)
         with torch.no_grad():
             model.embed.weight.zero_()
         compressor.load(tmp_path / name)
-        assert model.embed.weight.equal(frozen) and not model.hidden.weight.equal(saved)
+        assert model.embed.weight.equal(frozen) and not model.hidden.weight.equal(hidden)
     assert compressor.quality is not None and compressor.quality["satisfied"]
 
 
@@ -40,11 +40,11 @@ def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
     compressor.save(tmp_path / "a")
     names = set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata)
     assert "model.hidden.weight" in names and not any("embed" in name for name in names)
-    saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
+    hidden, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
     train(model, optimizer, 70, 80)
-    moved = (model.hidden.weight - saved).norm()
+    moved = (model.hidden.weight - hidden).norm()
     compressor.load(tmp_path / "a")
-    assert model.embed.weight.equal(frozen) and (model.hidden.weight - saved).norm() < moved / 4
+    assert model.embed.weight.equal(frozen) and (model.hidden.weight - hidden).norm() < moved / 4
     whole = dsq_ckpt.Compressor(model, used)
     with pytest.raises(dsq_ckpt.DSQError, match=r"model.embed.weight"):
         whole.load(tmp_path / "a")
@@ -93,21 +93,21 @@ def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
 
 def test_weights_that_were_left_out_and_are_others_at_the_load_are_named(tmp_path):
     """Adapters on another base model cost 0.1 of the loss without a word."""
-    def made(seed=0, dtype=torch.float32):
+    def build(seed=0, dtype=torch.float32):
         torch.manual_seed(seed)
         base = torch.nn.ModuleList(torch.nn.Linear(80, 80) for _ in range(2)).to(dtype).requires_grad_(False)
         return torch.nn.ModuleDict({"base": base, "adapter": torch.nn.Linear(80, 80)})
 
-    model = made()
+    model = build()
     dsq_ckpt.Compressor(model, frozen=False).save(tmp_path / "a")
-    dsq_ckpt.Compressor(made(0)).save(tmp_path / "whole")
+    dsq_ckpt.Compressor(build(0)).save(tmp_path / "whole")
     assert not Manifest.read(tmp_path / "whole").excluded
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dsq_ckpt.Compressor(made(), frozen=False).load(tmp_path / "a")
-        dsq_ckpt.Compressor(made(1), frozen=False).load(tmp_path / "whole")
-        dsq_ckpt.Compressor(made(1, torch.bfloat16), frozen=False).load(tmp_path / "a")  # rounded: none has its dtype
-    other = made(1)
+        dsq_ckpt.Compressor(build(), frozen=False).load(tmp_path / "a")
+        dsq_ckpt.Compressor(build(1), frozen=False).load(tmp_path / "whole")
+        dsq_ckpt.Compressor(build(1, torch.bfloat16), frozen=False).load(tmp_path / "a")  # rounded: none has its dtype
+    other = build(1)
     with torch.no_grad():
         other["base"][0].load_state_dict(model["base"][0].state_dict())
     with pytest.warns(UserWarning, match=r"'base\.1\.bias', 'base\.1\.weight' of this model have other .* of 4 "):

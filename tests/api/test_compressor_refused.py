@@ -134,7 +134,7 @@ def test_an_optimizer_that_is_more_than_it_wraps_is_saved_as_it_is(tmp_path):
         lookahead.step()
         assert compressor.optimizer is lookahead
         state = compressor.state()["optimizer"]["state"]
-    assert state and all("slow" in one for one in state.values())
+    assert state and all("slow" in text for text in state.values())
 
 
 def test_a_step_that_takes_no_closure_or_needs_one_cannot_be_restored(tmp_path):

@@ -91,8 +91,8 @@ def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path,
     for number, state in enumerate(copies):
         dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep, model=run.model)
     for number, state in enumerate(copies):
-        mine, theirs = (load_copy(tmp_path / place / str(number), state) for place in ("gpu", "host"))
-        assert find_differences(mine, theirs) == []
+        gpu_copy, host_copy = (load_copy(tmp_path / place / str(number), state) for place in ("gpu", "host"))
+        assert find_differences(gpu_copy, host_copy) == []
 
 
 def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, monkeypatch):
@@ -110,10 +110,12 @@ def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, mo
         run.train(number, number + 1)
         dsq_ckpt.async_save(run.state()["model"], tmp_path / str(number)).result()
         gc.collect()
-        kept = [one for some in copies._spare_buffers.values() for one in some]
+        buffers = [buffer for some in copies._spare_buffers.values() for buffer in some]
         assert any(kind[1] for kind in copies._spare_buffers)
-        assert all(one.is_pinned() == pinned for (_, pinned), some in copies._spare_buffers.items() for one in some)
-        places.append({one.data_ptr() for one in kept})
+        assert all(
+            buffer.is_pinned() == pinned for (_, pinned), some in copies._spare_buffers.items() for buffer in some
+        )
+        places.append({buffer.data_ptr() for buffer in buffers})
     assert names == ["background"] * 3
     assert places[0] and places[0] == places[1] == places[2]
 
@@ -148,11 +150,11 @@ def test_a_restored_run_goes_on_as_the_run_it_was_saved_from(tmp_path, backgroun
         result.result()
     saver.close()
     other = Run(seed=1, fused=True)
-    found = dsq_ckpt.Compressor(other.model, other.optimizer, EXACT).load(
+    loaded = dsq_ckpt.Compressor(other.model, other.optimizer, EXACT).load(
         tmp_path / "a", extra={"scaler": {}, "random": torch.cuda.get_rng_state(), "step": 0}
     )
-    assert found["step"] == 5 and found["scaler"] == scaler.state_dict()
-    torch.cuda.set_rng_state(found["random"])
+    assert loaded["step"] == 5 and loaded["scaler"] == scaler.state_dict()
+    torch.cuda.set_rng_state(loaded["random"])
     assert torch.equal(torch.rand(4, device="cuda"), drawn)
     other.train(5, 10)
     assert find_differences(on_host(other.state()), on_host(run.state())) == []
@@ -213,9 +215,9 @@ def test_fsdp2_by_dcp(tmp_path, group):
         set_state_dict(
             other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        found = flat_tensors(other.state())
+        tensors = flat_tensors(other.state())
         for name, value in flat_tensors(expected).items():
-            assert torch.equal(_local(found[name]), _local(value)), name
+            assert torch.equal(_local(tensors[name]), _local(value)), name
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -32,22 +32,22 @@ def test_each_bound_is_kept_and_beaten_ones_are_reported(tmp_path):
     model = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen = []
-    found = dsq_ckpt.explore(
+    points = dsq_ckpt.explore(
         model, tmp_path, evaluate=lambda: loss(model), check=lambda: loss(model, slice(128, 256)),
         bounds=[0.01, 0.1, 0.05], probes=4, progress=seen.append,
     )
     assert find_differences(model.state_dict(), before) == []
-    assert [one.path for one in found] == [tmp_path / f"within-{bound}" for bound in ("0.1", "0.05", "0.01")]
-    assert [one.path for one in seen] == [one.path for one in found]
+    assert [point.path for point in points] == [tmp_path / f"within-{bound}" for bound in ("0.1", "0.05", "0.01")]
+    assert [point.path for point in seen] == [point.path for point in points]
     exact, other = (loss(model), loss(model, slice(128, 256))), net()
-    for one in found:
-        other.load_state_dict(load_copy(one.path, before))
-        assert loss(other) / exact[0] - 1 == pytest.approx(one.degradation, abs=1e-6)
-        assert loss(other, slice(128, 256)) / exact[1] - 1 == pytest.approx(one.check_degradation, abs=1e-6)
-        assert max(one.degradation, one.check_degradation) <= one.max_degradation
-        assert one.bytes_kept == dsq_ckpt.describe(one.path)["bytes_kept"] < one.bytes_logical
-        assert one.evaluations > 1 and one.seconds > 0
-    smallest = min(found, key=lambda one: (one.bytes_kept, max(one.degradation, one.check_degradation)))
+    for point in points:
+        other.load_state_dict(load_copy(point.path, before))
+        assert loss(other) / exact[0] - 1 == pytest.approx(point.degradation, abs=1e-6)
+        assert loss(other, slice(128, 256)) / exact[1] - 1 == pytest.approx(point.check_degradation, abs=1e-6)
+        assert max(point.degradation, point.check_degradation) <= point.max_degradation
+        assert point.bytes_kept == dsq_ckpt.describe(point.path)["bytes_kept"] < point.bytes_logical
+        assert point.evaluations > 1 and point.seconds > 0
+    smallest = min(points, key=lambda point: (point.bytes_kept, max(point.degradation, point.check_degradation)))
     assert smallest.on_front
 
 
@@ -59,10 +59,10 @@ def test_it_ends_with_the_first_bound_that_nothing_keeps(tmp_path):
 
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.warns(UserWarning, match="stored exactly"):
-        found = dsq_ckpt.explore(model, tmp_path, evaluate=brittle, bounds=[0.1, 0.05, 0.01], probes=0)
-    assert [(one.max_degradation, one.degradation) for one in found] == [(0.1, pytest.approx(0.07)), (0.05, 0.0)]
-    assert [one.exact for one in found] == [False, True]
-    assert find_differences(load_copy(found[1].path, state), state) == []
+        points = dsq_ckpt.explore(model, tmp_path, evaluate=brittle, bounds=[0.1, 0.05, 0.01], probes=0)
+    assert [(point.max_degradation, point.degradation) for point in points] == [(0.1, pytest.approx(0.07)), (0.05, 0.0)]
+    assert [point.exact for point in points] == [False, True]
+    assert find_differences(load_copy(points[1].path, state), state) == []
     assert not (tmp_path / "within-0.01").exists()
 
 
@@ -74,11 +74,11 @@ def test_a_metric_that_stays_the_same_does_not_mean_exact(tmp_path):
     def steady() -> float:
         return 1.0 if abs(loss(model) - whole) < 0.05 * whole else 2.0
 
-    found = dsq_ckpt.explore(
+    points = dsq_ckpt.explore(
         model, tmp_path, evaluate=steady, check=lambda: loss(model, slice(128, 256)), bounds=[0.05], probes=0
     )
-    assert [(one.degradation, one.exact) for one in found] == [(0.0, False)]
-    assert 0 < found[0].check_degradation <= 0.05
+    assert [(point.degradation, point.exact) for point in points] == [(0.0, False)]
+    assert 0 < points[0].check_degradation <= 0.05
 
 
 def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_path):
@@ -95,8 +95,8 @@ def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_pa
     with pytest.raises(CheckpointExists, match=r"within-0\.01"):
         dsq_ckpt.explore(model, tmp_path / "b", evaluate=evaluate, bounds=[0.1, 0.01])
     assert not calls and not (tmp_path / "a").exists() and not (tmp_path / "b" / "within-0.1").exists()
-    found = dsq_ckpt.explore(model, tmp_path / "b", evaluate=evaluate, bounds=[0.1, 0.01], overwrite=True, probes=0)
-    assert len(found) == 2 and calls
+    points = dsq_ckpt.explore(model, tmp_path / "b", evaluate=evaluate, bounds=[0.1, 0.01], overwrite=True, probes=0)
+    assert len(points) == 2 and calls
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-2, 2)), min_size=1, max_size=6))
@@ -105,9 +105,9 @@ def test_the_front_is_what_nothing_else_beats(figures):
         return Tradeoff(0.1, float(harm), None, False, 100, size, 1, 1.0, False, path=None)
 
     marked = _mark_front([at(size, harm) for size, harm in figures])
-    front = {(one.bytes_kept, one.degradation) for one in marked if one.on_front}
+    front = {(point.bytes_kept, point.degradation) for point in marked if point.on_front}
     strictly = {
         (size, harm) for size, harm in figures
         if not any(s <= size and h <= harm and (s, h) != (size, harm) for s, h in figures)
     }
-    assert front == strictly and len(front) == sum(one.on_front for one in marked)  # of equal ones, one
+    assert front == strictly and len(front) == sum(point.on_front for point in marked)  # of equal ones, one

@@ -20,8 +20,8 @@ def near(model, error):
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 
     def evaluate():
-        found = model.state_dict()
-        return 1.0 if all(relative_error(value, found[name]) < error for name, value in exact.items()) else 2.0
+        tensors = model.state_dict()
+        return 1.0 if all(relative_error(value, tensors[name]) < error for name, value in exact.items()) else 2.0
 
     return evaluate
 
@@ -66,7 +66,7 @@ def test_what_every_save_would_say_is_reported_once(tmp_path, kind, says):
                 average[name] = average[name] * 0.9 + value.detach() * 0.1
             compressor.save(tmp_path / str(step))
             assert kind == "noisy" or not compressor.quality["satisfied"]
-    assert len([one for one in caught if re.search(says, str(one.message))]) == 1
+    assert len([warning for warning in caught if re.search(says, str(warning.message))]) == 1
 
 
 def test_the_most_conservative_configuration_is_close(tmp_path):
@@ -87,5 +87,5 @@ def test_a_history_without_weights_is_reported(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             compressor.save(tmp_path / f"{constant}" / "1")
-        messages = [one for one in caught if "holds next to nothing of the weights" in str(one.message)]
+        messages = [warning for warning in caught if "holds next to nothing of the weights" in str(warning.message)]
         assert bool(messages) is (constant > 0)

@@ -33,7 +33,7 @@ def trainings():
     models["G"][2].weight.manifold = "Sphere"
     models["mean"] = copy.deepcopy(models["G"]).requires_grad_(False)
     optimizers = {f"{name} opt": torch.optim.AdamW([
-        one for one in models[name].parameters() if one.requires_grad
+        parameter for parameter in models[name].parameters() if parameter.requires_grad
     ]) for name in "GD"}
     return models, optimizers
 
@@ -76,7 +76,7 @@ def test_they_are_the_same_as_long_as_they_live_and_are_let_go():
     several = join_models(given)
     assert join_models(given) is several and join_models(given[:2]) is not several and join_models(given) is several
     assert join_models([("other", given[0][1]), *given[1:]]) is not several
-    references = [weakref.ref(one) for one in (several, *models.values())]
+    references = [weakref.ref(model) for model in (several, *models.values())]
     last = models.pop("mean")
     del given, several, models
     gc.collect()
@@ -102,7 +102,7 @@ def test_several_modules_are_stored_as_their_tree_is(how, tmp_path):
     for number in range(4):
         train(models, optimizers)
         results = []
-        for run, given in zip(runs, (models, {name: one.state_dict() for name, one in models.items()}), strict=True):
+        for run, given in zip(runs, (models, {name: net.state_dict() for name, net in models.items()}), strict=True):
             state, path = {**given, **optimizers, "step": number}, run / f"step-{number}"
             options = {"model": None if run is runs[0] else tree, "history": history[run]}
             if how == "save":
@@ -110,10 +110,10 @@ def test_several_modules_are_stored_as_their_tree_is(how, tmp_path):
             else:
                 config = {"storage": {"stage": how}}
                 results.append(dsq_ckpt.async_save(state, path, config=config, **options).result())
-        found = {run: {} for run in runs}
-        for run, state in found.items():
+        targets = {run: {} for run in runs}
+        for run, state in targets.items():
             dsq_ckpt.load(state, run / f"step-{number}", history=dsq_ckpt.SaveHistory())
-        one, other = found.values()
+        one, other = targets.values()
         for name, model in models.items():
             for key in model.state_dict():
                 assert one[name][key].equal(other[name][key]), (number, name, key)

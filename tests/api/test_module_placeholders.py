@@ -35,7 +35,7 @@ def warned(way: str, model: nn.Module, path) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(way, model, path)
-    return " ".join(str(one.message) for one in caught)
+    return " ".join(str(warning.message) for warning in caught)
 
 
 def load(way: str, model: nn.Module, path) -> None:
@@ -72,30 +72,30 @@ class Growing(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [(3, 0), (0, 3)])
 def test_observers_are_given_what_they_saw(tmp_path, way, steps):
-    saved, target = map(observed, steps)
-    save(way, saved, tmp_path / "a")
-    assert any(value.shape != target.state_dict()[name].shape for name, value in saved.state_dict().items())
+    source, target = map(observed, steps)
+    save(way, source, tmp_path / "a")
+    assert any(value.shape != target.state_dict()[name].shape for name, value in source.state_dict().items())
     load(way, target, tmp_path / "a")
-    found = target.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in saved.state_dict().items())
+    loaded = target.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in source.state_dict().items())
     batch = torch.randn(4, 3, 8, 8)
-    assert torch.equal(target.eval()(batch), saved.eval()(batch))
+    assert torch.equal(target.eval()(batch), source.eval()(batch))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapped", [lambda model: model, lambda model: nn.Sequential(nn.Linear(3, 3), model)])
 def test_a_module_with_a_hook_sizes_its_buffers(tmp_path, way, wrapped):
-    saved, target = wrapped(Growing(12)), wrapped(Growing(2))
-    save(way, saved, tmp_path / "a")
+    source, target = wrapped(Growing(12)), wrapped(Growing(2))
+    save(way, source, tmp_path / "a")
     load(way, target, tmp_path / "a")
-    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 def test_a_wrapped_module_sizes_its_buffers(tmp_path):
-    saved, target = (torch.optim.swa_utils.AveragedModel(Growing(length)) for length in (12, 2))
-    save("values", saved, tmp_path / "a")
+    source, target = (torch.optim.swa_utils.AveragedModel(Growing(length)) for length in (12, 2))
+    save("values", source, tmp_path / "a")
     load("values", target, tmp_path / "a")
-    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 class Fixed(nn.Module):
@@ -120,8 +120,8 @@ def test_an_ordinary_module_refuses_other_shapes_and_stays_as_it_is(tmp_path, wa
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_with_code_of_its_own_that_refuses_other_shapes(tmp_path, way):
     """Statistics of a norm go through its own code, which takes no other shapes."""
-    saved, target = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(size, affine=False)) for size in (8, 6))
-    save(way, saved, tmp_path / "a")
+    source, target = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(size, affine=False)) for size in (8, 6))
+    save(way, source, tmp_path / "a")
     says = r"size mismatch for 1\.running_mean: .*\[8\].*\[6\].*is it the same model\?.*load into an empty dict"
     with pytest.raises(LoadFailed, match=says) as failed:
         load(way, target, tmp_path / "a")
@@ -129,14 +129,14 @@ def test_a_module_with_code_of_its_own_that_refuses_other_shapes(tmp_path, way):
 
 
 def test_the_advice_of_the_error_works(tmp_path):
-    saved, target = Growing(12), Growing(2)
-    save("values", saved, tmp_path / "a")
+    source, target = Growing(12), Growing(2)
+    save("values", source, tmp_path / "a")
     with pytest.raises(LoadFailed, match=r"'model.queue' was saved with the shape \(12, 4\), and has \(2, 4\)"):
         dsq_ckpt.load({"model": target.state_dict()}, tmp_path / "a")
     state: dict = {"model": {}}
     dsq_ckpt.load(state, tmp_path / "a")
     target.load_state_dict(state["model"])
-    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 class Remembering(nn.Module):
@@ -175,12 +175,12 @@ EXTRA = {
 def test_a_module_is_given_its_extra_state_as_it_was_saved(tmp_path, way, name, wrapped):
     """The result is that of `Module.load_state_dict`, whatever the module has before."""
     given, before = EXTRA[name]
-    saved, target = Remembering(given), Remembering(copy.deepcopy(before))
-    save(way, wrapped(saved), tmp_path / "a")
+    source, target = Remembering(given), Remembering(copy.deepcopy(before))
+    save(way, wrapped(source), tmp_path / "a")
     messages = warned(way, wrapped(target), tmp_path / "a")
     assert "not loaded" not in messages
     assert find_differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
-    assert torch.equal(target.weight, saved.weight)
+    assert torch.equal(target.weight, source.weight)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -213,10 +213,10 @@ class Scale(nn.Module):
         return (batch / self.value).clamp(-1, 1) * self.value
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        entries = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not self.known:
-            del found[f"{prefix}value"]
-        return found
+            del entries[f"{prefix}value"]
+        return entries
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         self.value = nn.Parameter(torch.tensor(1.0))
@@ -242,23 +242,23 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_module_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp_path, way, steps):
     """An optimizer knows these; training goes on as if it had not stopped."""
-    (saved, first), (target, second) = scaled(3), scaled(steps)
+    (source, first), (target, second) = scaled(3), scaled(steps)
     before = list(target.parameters())
     if way == "with optimizer":
-        dsq_ckpt.Compressor(saved, first, config=EXACT).save(tmp_path / "a")
+        dsq_ckpt.Compressor(source, first, config=EXACT).save(tmp_path / "a")
         dsq_ckpt.Compressor(target, second, config=EXACT).load(tmp_path / "a")
     elif way == "values with optimizer":
-        dsq_ckpt.save({"model": saved, "optimizer": first}, tmp_path / "a", config=EXACT)
+        dsq_ckpt.save({"model": source, "optimizer": first}, tmp_path / "a", config=EXACT)
         dsq_ckpt.load({"model": target, "optimizer": second}, tmp_path / "a")
     else:
-        save(way, saved, tmp_path / "a")
+        save(way, source, tmp_path / "a")
         load(way, target, tmp_path / "a")
-    assert target[1].known and find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert target[1].known and find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
     assert all(own is other for own, other in zip(before, target.parameters(), strict=True))
     if "optimizer" in way:
-        for pair in ((saved, first), (target, second)):
+        for pair in ((source, first), (target, second)):
             train(*pair, range(3, 6))
-        assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+        assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 def part_compiled(model: nn.Sequential) -> nn.Module:
@@ -277,13 +277,13 @@ def test_a_compressor_gives_a_wrapped_module_what_it_does_not_tell_yet(tmp_path,
     """Whatever the names are that its entries have in it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrap, (saved, first), (target, second) = WRAPPED[wrapped], scaled(3), scaled(0)
-        dsq_ckpt.Compressor(wrap(saved), first, config=EXACT).save(tmp_path / "a")
+        wrap, (source, first), (target, second) = WRAPPED[wrapped], scaled(3), scaled(0)
+        dsq_ckpt.Compressor(wrap(source), first, config=EXACT).save(tmp_path / "a")
         target[1].value.requires_grad_(False)
         dsq_ckpt.Compressor(wrap(target), second, config=EXACT).load(tmp_path / "a")
     finally:
         dist.destroy_process_group()
-    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 def test_parameters_that_code_of_a_module_freezes_stay_frozen(tmp_path):
@@ -292,12 +292,12 @@ def test_parameters_that_code_of_a_module_freezes_stay_frozen(tmp_path):
             super()._load_from_state_dict(state_dict, prefix, *rest)
             self.value.requires_grad_(False)
 
-    (saved, first), (target, second) = scaled(3), scaled(0)
+    (source, first), (target, second) = scaled(3), scaled(0)
     target[1].__class__ = Freezing
     before = target[1].value
-    dsq_ckpt.save({"model": saved, "optimizer": first}, tmp_path / "a", config=EXACT)
+    dsq_ckpt.save({"model": source, "optimizer": first}, tmp_path / "a", config=EXACT)
     dsq_ckpt.load({"model": target, "optimizer": second}, tmp_path / "a")
-    assert target[1].value is before and before.equal(saved[1].value) and not before.requires_grad
+    assert target[1].value is before and before.equal(source[1].value) and not before.requires_grad
 
 
 class Metric(nn.Module):
@@ -308,9 +308,9 @@ class Metric(nn.Module):
         self.seen = [torch.randn(3 + number) for number in range(seen)]
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found[f"{prefix}seen"] = list(self.seen)
-        return found
+        entries = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        entries[f"{prefix}seen"] = list(self.seen)
+        return entries
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         self.seen = list(state_dict.pop(f"{prefix}seen"))
@@ -320,11 +320,11 @@ class Metric(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lengths", [(3, 0), (3, 2), (2, 3), (0, 3), (0, 0)])
 def test_a_metric_is_given_all_that_it_has_seen(tmp_path, way, lengths):
-    saved, target = (nn.ModuleDict({"linear": nn.Linear(4, 4), "metric": Metric(length)}) for length in lengths)
-    save(way, saved, tmp_path / "a")
+    source, target = (nn.ModuleDict({"linear": nn.Linear(4, 4), "metric": Metric(length)}) for length in lengths)
+    save(way, source, tmp_path / "a")
     messages = warned(way, target, tmp_path / "a")
     assert "not loaded" not in messages
-    assert find_differences({"seen": target["metric"].seen}, {"seen": saved["metric"].seen}) == []
+    assert find_differences({"seen": target["metric"].seen}, {"seen": source["metric"].seen}) == []
 
 
 def hooked(layers: int) -> nn.Module:
@@ -336,12 +336,12 @@ def hooked(layers: int) -> nn.Module:
 @pytest.mark.parametrize("way", ["module", "values"])
 @pytest.mark.parametrize("make", [hooked, lambda layers: nn.Sequential(nn.BatchNorm1d(4, affine=layers > 2))])
 def test_what_a_module_with_code_of_its_own_does_not_take_is_reported(tmp_path, way, make):
-    saved, target = make(3), make(2)
-    save(way, saved, tmp_path / "a")
-    lacking = saved.state_dict().keys() - target.state_dict().keys()
+    source, target = make(3), make(2)
+    save(way, source, tmp_path / "a")
+    lacking = source.state_dict().keys() - target.state_dict().keys()
     messages = warned(way, target, tmp_path / "a")
     assert all(name in messages for name in lacking) and "was not loaded, since the module does not have it" in messages
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in target.state_dict().items())
+    assert all(torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items())
 
 
 def test_a_compressor_refuses_what_its_model_does_not_take(tmp_path):
@@ -356,9 +356,9 @@ def test_a_compressor_refuses_what_its_model_does_not_take(tmp_path):
 
 def test_a_compressor_without_frozen_parameters_loads_none(tmp_path):
     """A frozen one is left as it is, though the checkpoint has it, and code of the module would take it."""
-    saved, target = hooked(2), hooked(2)
-    dsq_ckpt.Compressor(saved, config=EXACT).save(tmp_path / "a")
+    source, target = hooked(2), hooked(2)
+    dsq_ckpt.Compressor(source, config=EXACT).save(tmp_path / "a")
     target[0].requires_grad_(False)
     before = target[0].weight.clone()
     dsq_ckpt.Compressor(target, config=EXACT, frozen=False).load(tmp_path / "a")
-    assert torch.equal(target[0].weight, before) and torch.equal(target[1].weight, saved[1].weight)
+    assert torch.equal(target[0].weight, before) and torch.equal(target[1].weight, source[1].weight)

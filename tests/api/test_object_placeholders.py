@@ -92,8 +92,8 @@ def test_a_scheduler_is_made_after_the_load_or_before_without_one_that_was_saved
     """A scheduler reads `initial_lr` of each group where it goes on, and keeps numbers of its own there."""
     def run(state, path, load):
         if compressor:
-            one = dsq_ckpt.Compressor(state["model"], state["optimizer"], config="exact")
-            one.load(path) if load else one.save(path)
+            own_compressor = dsq_ckpt.Compressor(state["model"], state["optimizer"], config="exact")
+            own_compressor.load(path) if load else own_compressor.save(path)
         else:
             dsq_ckpt.load(state, path) if load else dsq_ckpt.save(state, path, config="exact")
 
@@ -146,9 +146,9 @@ class Wrapped(collections.UserDict):
     """A mapping that is no dict, of which a shallow copy has the same entries."""
 
     def __copy__(self):
-        made = Wrapped()
-        made.data = self.data
-        return made
+        duplicate = Wrapped()
+        duplicate.data = self.data
+        return duplicate
 
 
 def test_a_load_that_fails_leaves_what_objects_hold(tmp_path):
@@ -274,7 +274,7 @@ def test_state_of_an_optimizer_of_another_class_is_reported(tmp_path, other, rec
     older["param_groups"][0]["lr_scale"] = optimizer.param_groups[0]["lr_scale"] = 0.5
     dsq_ckpt.save({"optimizer": older}, tmp_path / "b")
     dsq_ckpt.load({"optimizer": optimizer}, tmp_path / "b")
-    assert not any("another optimizer" in str(one.message) for one in recwarn)
+    assert not any("another optimizer" in str(warning.message) for warning in recwarn)
     with pytest.warns(UserWarning, match=r"'betas'.* and lacks .* another optimizer than (SGD|RMSprop)"):
         dsq_ckpt.load({"model": model, "optimizer": other(model.parameters(), lr=0.1)}, tmp_path / "a")
 

@@ -52,8 +52,8 @@ def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, before, now):
     model_too, restored = make_pair(kind, now, seed=1)
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
-    for one, own in ((model, optimizer), (model_too, restored)):
-        train_on_noise(one, own, 3, seed=2)
+    for module, own in ((model, optimizer), (model_too, restored)):
+        train_on_noise(module, own, 3, seed=2)
     assert model.weight.equal(model_too.weight)
 
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
     model_too, restored = make_pair(CountingAdamW, 1, seed=1)
     with pytest.warns(UserWarning) as caught:
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
-    assert [str(one.message).partition(", as it was")[0] for one in caught] == [
+    assert [str(warning.message).partition(", as it was")[0] for warning in caught] == [
         f"'{tmp_path / 'a'}' has no 'own', 'steps' of the optimizer, whose state_dict() has it"
     ]
     assert restored.own["steps"] == 1 and model_too.weight.equal(model.weight)

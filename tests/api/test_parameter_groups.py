@@ -21,7 +21,7 @@ def make_pair(*groups, kind=torch.optim.AdamW):
     return model, optimizer
 
 
-def saved(path, *groups):
+def save_groups(path, *groups):
     model, optimizer = make_pair(*groups)
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(path)
@@ -62,7 +62,7 @@ def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
 ])
 def test_several_groups_without_parameters(tmp_path, now, rates):
     """torch's own load refuses them, which came late. Each keeps its place where that is not another group's."""
-    model, optimizer = saved(tmp_path / "a", "", "ab", "", "c")
+    model, optimizer = save_groups(tmp_path / "a", "", "ab", "", "c")
     model_too, restored = make_pair(*now)
     restored.param_groups[0]["lr"] = 0.5
     groups = restored.param_groups
@@ -76,7 +76,7 @@ def test_several_groups_without_parameters(tmp_path, now, rates):
 
 
 def test_a_failed_load_leaves_groups_without_parameters(tmp_path):
-    saved(tmp_path / "a", "", "abc", "")
+    save_groups(tmp_path / "a", "", "abc", "")
     model, optimizer = make_pair("", "abc", "")
 
     def refuse(*_):
@@ -131,7 +131,7 @@ def test_tied_parameters_may_have_another_of_their_names(tmp_path):
 ])
 def test_parameters_that_are_grouped_otherwise_are_refused(tmp_path, groups, message):
     """The first group was left without a learning rate, or had the one of others, without a word."""
-    saved(tmp_path / "a", "ab", "c")
+    save_groups(tmp_path / "a", "ab", "c")
     model, optimizer = make_pair(*groups)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(dsq_ckpt.LoadFailed, match=message):
@@ -142,22 +142,22 @@ def test_parameters_that_are_grouped_otherwise_are_refused(tmp_path, groups, mes
 
 
 def test_an_optimizer_of_none_of_the_saved_parameters_is_refused(tmp_path):
-    saved(tmp_path / "a", "a")
+    save_groups(tmp_path / "a", "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"its group 0, with 'b\.weight', has parameters of no saved group"):
         dsq_ckpt.Compressor(*make_pair("b")).load(tmp_path / "a")
 
 
 def test_state_that_is_not_restored_is_named(tmp_path):
-    saved(tmp_path / "some", "ab", "c")
+    save_groups(tmp_path / "some", "ab", "c")
     with pytest.warns(UserWarning, match="the optimizer state of 'b.weight' in '.*some' was not loaded"):
         dsq_ckpt.Compressor(*make_pair("a", "c")).load(tmp_path / "some")
-    saved(tmp_path / "few", "a", "c")
+    save_groups(tmp_path / "few", "a", "c")
     with pytest.warns(UserWarning, match="no optimizer state of 'b.weight' was loaded, since the optimizer of '.*few'"):
         dsq_ckpt.Compressor(*make_pair("ab", "c")).load(tmp_path / "few")
 
 
 def test_two_parameters_are_not_loaded_into_one(tmp_path):
-    saved(tmp_path / "a", "abc")
+    save_groups(tmp_path / "a", "abc")
     model, _ = make_pair("abc")
     model["c"].weight = model["a"].weight
     optimizer = torch.optim.AdamW(model.parameters())

@@ -76,8 +76,8 @@ def test_moments_of_parameters_that_are_frozen_for_a_while(tmp_path, target):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             dsq_ckpt.Compressor(model_too, restored).load(tmp_path / str(number))
-        assert not any(one.requires_grad for one in model_too["a"].parameters())
-        assert all(one.requires_grad for one in model_too["b"].parameters())
+        assert not any(parameter.requires_grad for parameter in model_too["a"].parameters())
+        assert all(parameter.requires_grad for parameter in model_too["b"].parameters())
         assert same_bits(model_too, weights) and restored.state_dict()["state"].keys() == moments.keys()
         for key, state in restored.state_dict()["state"].items():
             assert state.keys() == moments[key].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -104,7 +104,7 @@ def test_moments_of_what_cannot_need_a_gradient_come_back(tmp_path):
         with torch.inference_mode():
             values = torch.zeros(160, 64)
         frozen = model_too.hidden.weight = nn.Parameter(values, requires_grad=False)
-        used = [one for one in model_too.parameters() if listed or one is not frozen]
+        used = [parameter for parameter in model_too.parameters() if listed or parameter is not frozen]
         restored = torch.optim.AdamW(used)
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
         assert restored.state.keys() == set(used) and frozen.is_inference() and not frozen.requires_grad
@@ -171,8 +171,8 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_state_that_the_saved_options_need_is_loaded_with_them(tmp_path, options, steps):
     """Groups come back with the options that were saved, and the next step needs the state that belongs to these."""
-    saved, own = options
-    model, optimizer = train_model(3, **saved)
+    saved_options, own = options
+    model, optimizer = train_model(3, **saved_options)
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
     model_too, restored = train_model(steps, **own)
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
@@ -197,17 +197,17 @@ def test_threads_that_save_before_the_first_step(tmp_path):
     model.register_state_dict_pre_hook(beside)
     compressor.state()
     threads[0].join()
-    assert alone == [True] and not optimizer.state and all(one.grad is None for one in model.parameters())
+    assert alone == [True] and not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
     """As the handler of a signal may, in the same thread: neither waits for the other."""
     model, optimizer = train_model(0)
-    compressor, saved = dsq_ckpt.Compressor(model, optimizer), []
+    compressor, saves = dsq_ckpt.Compressor(model, optimizer), []
 
     def inside(*_):
-        if not saved:
-            saved.append(True)
+        if not saves:
+            saves.append(True)
             compressor.save(tmp_path / "a")
 
     model.register_state_dict_pre_hook(inside)
@@ -215,7 +215,7 @@ def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
     thread.start()
     thread.join(300)
     assert not thread.is_alive() and dsq_ckpt.latest(tmp_path) is not None
-    assert not optimizer.state and all(one.grad is None for one in model.parameters())
+    assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
@@ -262,20 +262,20 @@ def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
     assert grown["c"].weight.equal(new)
     for name in ("a", "b"):
         assert grown[name].weight.equal(model[name].weight)
-        found, saved = other.state[grown[name].weight], optimizer.state[model[name].weight]
-        assert all(found[key].equal(saved[key]) for key in saved)
+        loaded, original = other.state[grown[name].weight], optimizer.state[model[name].weight]
+        assert all(loaded[key].equal(original[key]) for key in original)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("saved", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
 def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own, gradients):
     """Nothing is changed; with a gradient, torch initializes no state that would tell which entries are missing."""
-    def made(kind, steps):
+    def make_training(kind, steps):
         options = {"kind": torch.optim.SGD, "momentum": 0.9} if kind == "SGD" else {}
         return train_model(steps, **options)
 
-    dsq_ckpt.Compressor(*made(saved, 2)).save(tmp_path / "a")
-    model, optimizer = made(own, 0)
+    dsq_ckpt.Compressor(*make_training(saved, 2)).save(tmp_path / "a")
+    model, optimizer = make_training(own, 0)
     before = bits_of(model)
     for parameter in model.parameters() if gradients else ():
         parameter.grad = torch.ones_like(parameter)
@@ -287,7 +287,7 @@ def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own,
     ):
         dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
     assert same_bits(model, before) and not optimizer.state
-    assert all(one.grad is gradient for one, gradient in zip(model.parameters(), gradients_before, strict=True))
+    assert all(weight.grad is gradient for weight, gradient in zip(model.parameters(), gradients_before, strict=True))
 
 
 def test_defaults_that_groups_do_not_take_are_not_missed(tmp_path, recwarn):
@@ -303,7 +303,7 @@ def test_defaults_that_groups_do_not_take_are_not_missed(tmp_path, recwarn):
 
     dsq_ckpt.Compressor(*train_model(2, kind=Widened)).save(tmp_path / "a")
     dsq_ckpt.Compressor(*train_model(0, kind=Widened)).load(tmp_path / "a")
-    assert not any("another optimizer" in str(one.message) for one in recwarn)
+    assert not any("another optimizer" in str(warning.message) for warning in recwarn)
 
 
 def test_options_of_an_optimizer_of_another_class_are_told_of(tmp_path, recwarn):
@@ -312,7 +312,7 @@ def test_options_of_an_optimizer_of_another_class_are_told_of(tmp_path, recwarn)
         dsq_ckpt.Compressor(*train_model(steps, kind=getattr(torch.optim, kind))).save(tmp_path / kind)
         dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, kind))).load(tmp_path / kind)
     dsq_ckpt.Compressor(*train_model(0, kind=torch.optim.Adam)).load(tmp_path / "AdamW")
-    assert not any("another optimizer" in str(one.message) for one in recwarn)
-    for saved, own in (("AdamW", "SGD"), ("SGD", "AdamW")):
+    assert not any("another optimizer" in str(warning.message) for warning in recwarn)
+    for saved_class, own in (("AdamW", "SGD"), ("SGD", "AdamW")):
         with pytest.warns(UserWarning, match=f"it is of another optimizer than {own}"):
-            dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, own))).load(tmp_path / saved)
+            dsq_ckpt.Compressor(*train_model(0, kind=getattr(torch.optim, own))).load(tmp_path / saved_class)

@@ -53,10 +53,10 @@ def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
 def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
     model, optimizer, state = plain()
     dsq_ckpt.compress({"model": model, "optimizer": optimizer}, tmp_path / "a", config=EXACT)
-    found = read(tmp_path / "a")
-    assert find_differences(found["model"], state["model"]) == []
+    loaded = read(tmp_path / "a")
+    assert find_differences(loaded["model"], state["model"]) == []
     other = fresh()
-    other.load_state_dict(found["optimizer"])
+    other.load_state_dict(loaded["optimizer"])
     check_moments(other, optimizer)
 
 
@@ -118,7 +118,9 @@ def test_objects_are_reported_once_and_pickled_once(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "a")
-    assert own.times == 1 and 1 <= len([one for one in caught if "not into an empty dict" in str(one.message)]) <= 3
+    assert own.times == 1 and 1 <= len([
+        warning for warning in caught if "not into an empty dict" in str(warning.message)
+    ]) <= 3
 
 
 def test_nothing_is_said_of_plain_data(tmp_path):
@@ -127,12 +129,14 @@ def test_nothing_is_said_of_plain_data(tmp_path):
         "seen": {1, 2}, "shape": torch.Size([2]), "many": [1, ("x", None, b"y", 1j)],
         "counts": collections.Counter("ab"),
     }
-    found = {}
+    target = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "a")
-        dsq_ckpt.load(found, tmp_path / "a")
-    assert found.keys() == state.keys() and not [str(one.message) for one in caught if "plain data" in str(one.message)]
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert target.keys() == state.keys() and not [
+        str(warning.message) for warning in caught if "plain data" in str(warning.message)
+    ]
 
 
 def test_a_module_among_the_values_is_the_model(tmp_path):
@@ -141,14 +145,14 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     model[1].requires_grad_(False)
     model.register_buffer("table", torch.randn(128, 128))
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    original = {name: value.clone() for name, value in model.state_dict().items()}
     beside = {"rng": torch.get_rng_state(), "replay": torch.randn(300, 16), "run": {"seeds": [torch.tensor([1.5])]}}
     dsq_ckpt.save({"model": model, "step": 1, **beside}, tmp_path / "1")
     state = {"model": model}
     dsq_ckpt.load(state, tmp_path / "1")
-    found = model.state_dict()
-    assert not torch.equal(found["0.weight"], saved["0.weight"])
-    assert all(torch.equal(found[name], saved[name]) for name in ("1.weight", "table"))
+    loaded = model.state_dict()
+    assert not torch.equal(loaded["0.weight"], original["0.weight"])
+    assert all(torch.equal(loaded[name], original[name]) for name in ("1.weight", "table"))
 
 
 def test_the_state_of_other_parameters_is_refused(tmp_path):
@@ -199,8 +203,8 @@ def test_several_modules_are_known_beside_what_is_not_named_like_theirs(tmp_path
         (average, True), ([average], True), ({"G": average}, False), ([{"G.weight": average["weight"]}], False),
     )):
         dsq_ckpt.save({"G": frozen, 1: trained, "average": beside, "step": 3}, tmp_path / str(number))
-        found = {}
-        dsq_ckpt.load(found, tmp_path / str(number))
-        assert found["G"]["weight"].equal(frozen.weight) == known
-        assert not found[1]["weight"].equal(trained.weight)
+        target = {}
+        dsq_ckpt.load(target, tmp_path / str(number))
+        assert target["G"]["weight"].equal(frozen.weight) == known
+        assert not target[1]["weight"].equal(trained.weight)
         assert Manifest.read(tmp_path / str(number)).kinds["weights"].logical == (2 if known else 3) * 4 * 128 * 128
