@@ -31,10 +31,10 @@ def test_the_documentation_has_the_last_results() -> None:
     text = (processes.ROOT / "docs" / "design.md").read_text()
     for kind in CAMPAIGNS.values():
         tree = json.loads((processes.ROOT / "benchmarks" / "results" / f"campaign-{kind.name}.json").read_text())
-        found = [tree["all"][outcome] for outcome in ("tried", *harness.OUTCOMES)]
-        assert found[0] >= kind.full and not any(found[-len(harness.BAD):]), kind.name
+        counts = [tree["all"][outcome] for outcome in ("tried", *harness.OUTCOMES)]
+        assert counts[0] >= kind.full and not any(counts[-len(harness.BAD):]), kind.name
         (row,) = (line for line in text.splitlines() if line.startswith(f"| `{kind.name}` |"))
-        assert row.endswith(f"| {' | '.join(f'{number:,}' for number in found)} |"), row
+        assert row.endswith(f"| {' | '.join(f'{number:,}' for number in counts)} |"), row
 
 
 class Mixed(Campaign):
