@@ -42,11 +42,11 @@ def test_inspect(trained):
 
 def test_inspect_json(trained):
     run, _ = trained
-    found = dsq_json("inspect", run / NAMES[1], "--tensors")
-    assert found["save_id"] == Manifest.read(run / NAMES[1]).save_id
-    assert found["refinement"] == "dropped" and found["depth"] == 1 and not found["keyframe"]
-    assert found["bytes_written"] > found["bytes_kept"]
-    assert {tensor["name"]: tensor["stored"] for tensor in found["tensors"]}["model.2.weight"] == "exact"
+    report = dsq_json("inspect", run / NAMES[1], "--tensors")
+    assert report["save_id"] == Manifest.read(run / NAMES[1]).save_id
+    assert report["refinement"] == "dropped" and report["depth"] == 1 and not report["keyframe"]
+    assert report["bytes_written"] > report["bytes_kept"]
+    assert {tensor["name"]: tensor["stored"] for tensor in report["tensors"]}["model.2.weight"] == "exact"
     assert "tensors" not in dsq_json("inspect", run / NAMES[1])
 
 
@@ -68,8 +68,8 @@ def test_export_chooses_the_format_by_suffix(trained, tmp_path, name):
     assert (tmp_path / name).is_dir() == (name == "plain")
     assert "exists; choose another target, or overwrite it (--overwrite)" in dsq_error(
         "export", run / NAMES[2], tmp_path / name)
-    found = dsq_json("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
-    assert not found["refined"] and bool(found["left_out"]) == (name == "flat.safetensors")
+    report = dsq_json("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
+    assert not report["refined"] and bool(report["left_out"]) == (name == "flat.safetensors")
     if name == "state.pt":
         assert find_differences(torch.load(tmp_path / name), load_copy(run / NAMES[2], state, refinement=False)) == []
 
@@ -100,9 +100,9 @@ def test_compress(tmp_path):
     assert "overwrite it (--overwrite)" in dsq_error("compress", tmp_path / "in.pt", tmp_path / "out")
     (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")
     for given, bits in (("default", 4), (tmp_path / "c.yaml", 0)):
-        found = dsq_json("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
+        report = dsq_json("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
         about = dsq_ckpt.describe(tmp_path / "out")
-        assert found == {
+        assert report == {
             **about, "source": str(tmp_path / "in.pt"), "path": str(tmp_path / "out"), "quality": None,
             "ratio_kept": pytest.approx(about["bytes_logical"] / about["bytes_kept"], rel=1e-3),
         }
@@ -151,9 +151,9 @@ def test_gc(run, monkeypatch):
     assert "would delete 2 file(s), 4.00 KiB" in text
     assert f"{NAMES[0]}/{ORPHAN}" in text and "not in the manifest" in text and "save did not complete" in text
     assert all(orphan.exists() for orphan in orphans)
-    found = dsq_json("gc", run, "--older-than", "0s")
-    assert sorted(entry["path"] for entry in found["files"]) == sorted(map(str, orphans))
-    assert found["bytes"] == 4096 and not found["dry_run"]
+    report = dsq_json("gc", run, "--older-than", "0s")
+    assert sorted(entry["path"] for entry in report["files"]) == sorted(map(str, orphans))
+    assert report["bytes"] == 4096 and not report["dry_run"]
     assert sorted(os.listdir(run)) == sorted(NAMES)
     assert dsq_json("verify", run)["ok"]
     assert "nothing to delete" in dsq_stdout("gc", run)
@@ -170,8 +170,8 @@ def test_gc_says_what_it_leaves_and_why(run):
     assert f"{run / 'young'}: its files are too young: a save may be under way (younger than 120 min" in text
     assert f"{run / 'mixed'}: without a manifest, but with files that are not ours, such as 'notes.txt'" in text
     assert f"left alone: {run / NAMES[0]}: its manifest cannot be read" in text
-    found = dsq_json("gc", run, "--older-than", "0s")
-    assert [entry["path"] for entry in found["left"]] == [str(run / "mixed"), str(run / NAMES[0])]
+    report = dsq_json("gc", run, "--older-than", "0s")
+    assert [entry["path"] for entry in report["left"]] == [str(run / "mixed"), str(run / NAMES[0])]
     assert not (run / "young").exists() and (run / "mixed" / ORPHAN).exists()
     for wrong in ("2x", "-1", "soon"):
         assert run_dsq("gc", run, "--older-than", wrong).exit_code == 2

@@ -17,13 +17,13 @@ from tests.helpers.small_run import NAMES
 
 def test_log_json_adds_up(trained):
     run, _ = trained
-    found = dsq_json("log", run)
-    assert [entry["name"] for entry in found["checkpoints"]] == list(NAMES)
-    assert [entry["depth"] for entry in found["checkpoints"]] == [0, 1, 2]
-    assert [entry["keyframe"] for entry in found["checkpoints"]] == [True, False, False]
-    assert [entry["refinement"] for entry in found["checkpoints"]] == ["dropped", "dropped", "kept"]
-    assert found["damaged"] == found["incomplete"] == []
-    for entry in found["checkpoints"]:
+    report = dsq_json("log", run)
+    assert [entry["name"] for entry in report["checkpoints"]] == list(NAMES)
+    assert [entry["depth"] for entry in report["checkpoints"]] == [0, 1, 2]
+    assert [entry["keyframe"] for entry in report["checkpoints"]] == [True, False, False]
+    assert [entry["refinement"] for entry in report["checkpoints"]] == ["dropped", "dropped", "kept"]
+    assert report["damaged"] == report["incomplete"] == []
+    for entry in report["checkpoints"]:
         about = dsq_ckpt.describe(run / entry["name"])
         everything = entry["classes"]["everything"]
         assert {name: everything[name] for name in ("bytes_logical", "bytes_written", "bytes_kept")} == {
@@ -32,21 +32,21 @@ def test_log_json_adds_up(trained):
         exact = 4 * (96 + 2 * 96 + 128)  # bytes of biases and norms, whose moments are bf16
         weights, moments = (entry["classes"][name]["bytes_logical"] for name in ("weights", "moments"))
         assert moments == 2 * (weights + exact)
-    for name, part in found["total"].items():
+    for name, part in report["total"].items():
         for field in ("bytes_logical", "bytes_written", "bytes_kept"):
-            assert part[field] == sum(entry["classes"][name][field] for entry in found["checkpoints"])
+            assert part[field] == sum(entry["classes"][name][field] for entry in report["checkpoints"])
         assert part["ratio_kept"] == pytest.approx(part["bytes_logical"] / part["bytes_kept"], rel=1e-3)
     files = {file.stat().st_ino: file.stat().st_size for path in run.iterdir() for file in path.iterdir()}
-    assert found["total"]["everything"]["bytes_kept"] == sum(files.values())
+    assert report["total"]["everything"]["bytes_kept"] == sum(files.values())
 
 
 def test_log_counts_links_of_deleted_checkpoints(run):
     for name in NAMES[:2]:
         shutil.rmtree(run / name)
-    found = dsq_json("log", run)
+    report = dsq_json("log", run)
     files = sum(file.stat().st_size for file in (run / NAMES[2]).iterdir())
-    assert found["total"]["everything"]["bytes_kept"] == files
-    assert found["checkpoints"][0]["classes"]["everything"]["bytes_kept"] < files
+    assert report["total"]["everything"]["bytes_kept"] == files
+    assert report["checkpoints"][0]["classes"]["everything"]["bytes_kept"] < files
 
 
 @pytest.mark.parametrize("columns", [80, 100, 140, None])
@@ -122,9 +122,9 @@ def test_log_of_searches(run, columns):
         rf"{NAMES[2]} +sensitivity, bins 16, prune 0\.2 +-0\.41 % +12 +1 min 15 s", table[3].rstrip()
     )
     assert "1 min 16 s of searching with 17 evaluations, lossy resumes: 2" in " ".join(text.split())
-    found = dsq_json("log", run)["checkpoints"]
-    assert [entry["lossy_resumes"] for entry in found] == [0, 0, 2]
-    assert found[0]["quality"] is None and found[1]["quality"]["predicted_degradation"] == 0.03
+    checkpoints = dsq_json("log", run)["checkpoints"]
+    assert [entry["lossy_resumes"] for entry in checkpoints] == [0, 0, 2]
+    assert checkpoints[0]["quality"] is None and checkpoints[1]["quality"]["predicted_degradation"] == 0.03
 
 
 def test_log_of_searches_that_found_nothing(run):
@@ -151,8 +151,8 @@ def test_inspect_shows_all_that_a_search_measured(run):
         ("satisfied", "yes"), ("evaluations", "5"), ("noise", "1e-09"), ("metric", "2.5"), ("bound", "progress"),
     ):
         assert re.search(rf"^{name} +{re.escape(value)}( .*)?$", text, re.M), name
-    found = dsq_json("inspect", run / NAMES[2])
-    assert found["quality"] == Manifest.read(run / NAMES[2]).quality and found["lossy_resumes"] == 3
+    report = dsq_json("inspect", run / NAMES[2])
+    assert report["quality"] == Manifest.read(run / NAMES[2]).quality and report["lossy_resumes"] == 3
 
 
 def test_log_errors(trained, tmp_path):

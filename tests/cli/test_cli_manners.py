@@ -160,9 +160,9 @@ def test_watch_prints_lines_as_checkpoints_come_and_go(run, tmp_path, watching):
 
 def test_watch_on_a_terminal(run, tmp_path, watching):
     (tmp_path / "new").mkdir()
-    ours, theirs = pty.openpty()
-    process = watching(tmp_path / "new", stdout=theirs)
-    os.close(theirs)
+    parent_end, child_end = pty.openpty()
+    process = watching(tmp_path / "new", stdout=child_end)
+    os.close(child_end)
     seen = b""
 
     def until(text):
@@ -170,8 +170,8 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
         deadline = time.monotonic() + PATIENCE
         while text not in seen:
             assert time.monotonic() < deadline, seen
-            if select.select([ours], [], [], 1.0)[0]:
-                seen += os.read(ours, 65536)
+            if select.select([parent_end], [], [], 1.0)[0]:
+                seen += os.read(parent_end, 65536)
 
     until(b"waiting for the first checkpoint")
     for name in NAMES:
@@ -180,10 +180,10 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
     assert all(name.encode() in seen for name in NAMES)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # Linux: the other end was closed
-        while os.read(ours, 65536):
+        while os.read(parent_end, 65536):
             pass
     assert process.wait(PATIENCE) == 0
-    os.close(ours)
+    os.close(parent_end)
 
 
 @pytest.mark.parametrize("last, said", [("nope", "nope' does not exist"), (NAMES[0], "is named twice")])
@@ -201,9 +201,9 @@ def test_rm_says_that_no_refinement_is_left(tmp_path, json):
     assert "no checkpoint with a refinement" not in run_dsq("rm", tmp_path / NAMES[0], *json).stdout
     text = run_dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
     assert f"'{tmp_path}' would have no checkpoint with a refinement layer any more" in text
-    found = run_dsq("rm", tmp_path / NAMES[2], *json)
-    assert (f"'{tmp_path}' has no checkpoint with a refinement" in found.stdout) is not bool(json)
-    assert found.exit_code == 0 and Manifest.read(tmp_path / NAMES[1]).refinement == "dropped"
+    result = run_dsq("rm", tmp_path / NAMES[2], *json)
+    assert (f"'{tmp_path}' has no checkpoint with a refinement" in result.stdout) is not bool(json)
+    assert result.exit_code == 0 and Manifest.read(tmp_path / NAMES[1]).refinement == "dropped"
     assert "no checkpoint with" not in run_dsq("rm", tmp_path / NAMES[1]).stdout, "nothing is left"
 
 
@@ -223,9 +223,9 @@ def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
     before, manifests = on_disk(run), sum((path / "manifest.json").stat().st_size for path in paths)
     text = dsq_stdout("rm", "--dry-run", *paths)
     done = dsq_json("rm", *paths)
-    assert sum(one["bytes"] for one in done) + manifests == before - on_disk(run)
-    assert [{**one, "dry_run": False} for one in tried] == done
-    linked = [len(one["linked"]) for one in done]
+    assert sum(entry["bytes"] for entry in done) + manifests == before - on_disk(run)
+    assert [{**entry, "dry_run": False} for entry in tried] == done
+    linked = [len(entry["linked"]) for entry in done]
     told = re.findall(r"; the bytes of (\d+) file\(s\) stay, by links elsewhere", text)
     assert [int(count) for count in told] == [count for count in linked if count]
     assert linked[-1] == last
@@ -233,8 +233,8 @@ def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
 
 def on_disk(directory):
     """Return the bytes of the files in a directory, each once."""
-    found = [path.lstat() for path in directory.rglob("*") if path.is_file()]
-    return sum({status.st_ino: status.st_size for status in found}.values())
+    statuses = [path.lstat() for path in directory.rglob("*") if path.is_file()]
+    return sum({status.st_ino: status.st_size for status in statuses}.values())
 
 
 def test_gc_tells_the_space_that_is_free_then(run):
@@ -251,7 +251,7 @@ def test_gc_tells_the_space_that_is_free_then(run):
             os.link(orphan, run / name / orphan.name)
     text = dsq_stdout("gc", run, "--older-than", "0s", "--dry-run")
     assert "would delete 5 file(s), 3.00 KiB; the bytes of 3 file(s) stay, by links elsewhere" in text
-    found = dsq_json("gc", run, "--older-than", "0s")
-    assert found["bytes"] == 3072 and len(found["files"]) == 5
-    assert found["linked"] == sorted(str(run / name / keyframe.name) for name in names)
+    report = dsq_json("gc", run, "--older-than", "0s")
+    assert report["bytes"] == 3072 and len(report["files"]) == 5
+    assert report["linked"] == sorted(str(run / name / keyframe.name) for name in names)
     assert sorted(os.listdir(run)) == sorted(NAMES) and keyframe.exists()

@@ -16,10 +16,10 @@ def test_verify_a_run(trained):
     run, _ = trained
     text = dsq_stdout("verify", run)
     assert all(re.search(rf"{name} .* ok ", text) for name in NAMES)
-    found = dsq_json("verify", run)
-    assert found["ok"]
-    assert [entry["decoded_by"] for entry in found["checkpoints"]] == [NAMES[2], NAMES[2], None]
-    assert found["checkpoints"][2]["tensors_decoded"] > 30
+    report = dsq_json("verify", run)
+    assert report["ok"]
+    assert [entry["decoded_by"] for entry in report["checkpoints"]] == [NAMES[2], NAMES[2], None]
+    assert report["checkpoints"][2]["tensors_decoded"] > 30
     quick = dsq_json("verify", run, "--no-deep")
     assert [entry["tensors_decoded"] for entry in quick["checkpoints"]] == [None, None, None]
     assert dsq_json("verify", run / NAMES[0])["checkpoints"][0]["tensors_decoded"] > 30
@@ -51,9 +51,9 @@ def test_verify_tells_every_checkpoint_that_a_file_harms(trained, tmp_path):
             else:
                 shutil.copy(file, run / name / file.name)
     flip_bit(find_file(run / NAMES[1]))
-    found = dsq_json("verify", run, code=1)
-    assert [entry["ok"] for entry in found["checkpoints"]] == [True, False, False]
-    tensors = {problem["where"] for problem in found["checkpoints"][2]["problems"]}
+    report = dsq_json("verify", run, code=1)
+    assert [entry["ok"] for entry in report["checkpoints"]] == [True, False, False]
+    tensors = {problem["where"] for problem in report["checkpoints"][2]["problems"]}
     assert find_file(run / NAMES[1]).name in tensors and len(tensors) > 1
     assert len(run_dsq("verify", run).stdout.splitlines()) < 40
 

@@ -45,8 +45,8 @@ def source(tmp_path, monkeypatch):
 
 
 def test_one_bound(source, tmp_path):
-    found = dsq_json("compress", source, tmp_path / "a", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
-    assert found["quality"]["satisfied"] and found["quality"]["degradation"] <= 0.05
+    report = dsq_json("compress", source, tmp_path / "a", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
+    assert report["quality"]["satisfied"] and report["quality"]["degradation"] <= 0.05
     text = dsq_stdout("compress", source, tmp_path / "b", "--evaluate", "my_judges:judge", "--max-degradation", "0.05")
     assert re.search(r"degradation +\S+ % of the metric, by \d+ evaluations", text)
 
@@ -58,11 +58,11 @@ def test_several_bounds(source, tmp_path):
     assert rows == [("10", "within-0.1"), ("1", "within-0.01")]
     assert (tmp_path / "front.svg").read_text().startswith("<?xml")
     assert "there already" in dsq_error("compress", source, tmp_path / "b", *options, "--plot", tmp_path / "front.svg")
-    found = dsq_json("compress", source, tmp_path / "a", *options, "--overwrite")["checkpoints"]
-    assert [one["max_degradation"] for one in found] == [0.1, 0.01]
-    for one in found:
-        assert one["bytes_kept"] == dsq_ckpt.describe(one["path"])["bytes_kept"]
-        assert one["degradation"] <= one["max_degradation"]
+    checkpoints = dsq_json("compress", source, tmp_path / "a", *options, "--overwrite")["checkpoints"]
+    assert [checkpoint["max_degradation"] for checkpoint in checkpoints] == [0.1, 0.01]
+    for checkpoint in checkpoints:
+        assert checkpoint["bytes_kept"] == dsq_ckpt.describe(checkpoint["path"])["bytes_kept"]
+        assert checkpoint["degradation"] <= checkpoint["max_degradation"]
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -37,24 +37,24 @@ def before(monkeypatch):
     return arrange
 
 
-def _results(found):
+def _results(report):
     return {
         os.path.basename(entry["path"]): (entry["ok"], entry["meanwhile"], len(entry["problems"]))
-        for entry in found["checkpoints"]
+        for entry in report["checkpoints"]
     }
 
 
 @pytest.mark.parametrize("step", ["_read_manifest", "_check_file", "_decode"])
 def test_a_checkpoint_that_is_removed_meanwhile_is_no_damage(run, before, step):
     done = before(step, lambda: shutil.rmtree(run / NAMES[0]))
-    found = dsq_json("verify", run)
-    assert done and found["ok"]
+    report = dsq_json("verify", run)
+    assert done and report["ok"]
     expected = (True, None, 0)
     # Decoding of a later one covers it where its files were read before it went.
     first = expected if step == "_decode" else (True, "removed", 0)
-    assert _results(found) == {NAMES[0]: first, NAMES[1]: expected, NAMES[2]: expected}
+    assert _results(report) == {NAMES[0]: first, NAMES[1]: expected, NAMES[2]: expected}
     if first[1]:
-        assert found["checkpoints"][0]["tensors_decoded"] is found["checkpoints"][0]["decoded_by"] is None
+        assert report["checkpoints"][0]["tensors_decoded"] is report["checkpoints"][0]["decoded_by"] is None
 
 
 def test_a_removal_is_reported(run, before):
@@ -69,8 +69,8 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_damage(run, before):
         dsq_ckpt.save(state_of(1), run / NAMES[0], overwrite=True, parent=None)
 
     before("_check_file", replace)
-    found = dsq_json("verify", run)
-    assert _results(found) == {NAMES[0]: (True, "replaced", 0), NAMES[1]: (True, None, 0), NAMES[2]: (True, None, 0)}
+    report = dsq_json("verify", run)
+    assert _results(report) == {NAMES[0]: (True, "replaced", 0), NAMES[1]: (True, None, 0), NAMES[2]: (True, None, 0)}
 
 
 def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, before):
@@ -79,11 +79,11 @@ def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, befo
         shutil.rmtree(run / NAMES[2])
 
     before("_decode", changed)
-    found = dsq_json("verify", run, code=1)
-    results = _results(found)
+    report = dsq_json("verify", run, code=1)
+    results = _results(report)
     assert results[NAMES[2]] == (True, "removed", 0)
-    assert not results[NAMES[1]][0] and found["checkpoints"][1]["tensors_decoded"] is not None
-    assert found["checkpoints"][0]["decoded_by"] == NAMES[1]
+    assert not results[NAMES[1]][0] and report["checkpoints"][1]["tensors_decoded"] is not None
+    assert report["checkpoints"][0]["decoded_by"] == NAMES[1]
 
 
 def test_a_removal_that_is_half_done_at_the_end(run, before, monkeypatch):
@@ -124,14 +124,14 @@ def test_a_refinement_that_is_dropped_while_it_is_decoded(run, before):
     def drop():
         manifest = Manifest.read(path)
         file = find_file(path, "refinement")
-        kept = [one for one in manifest.files if one.role != "refinement"]
-        changed = manifest.model_copy(update={"refinement": "dropped", "files": kept})
+        files = [file for file in manifest.files if file.role != "refinement"]
+        changed = manifest.model_copy(update={"refinement": "dropped", "files": files})
         changed.write(path, exclusive=False, fsync=False)
         file.unlink()
 
     done = before("_decode_checkpoint", drop, lambda report, *_: report.name == NAMES[2])
-    found = dsq_json("verify", run)
-    assert done and found["checkpoints"][2]["tensors_decoded"] > 30
+    report = dsq_json("verify", run)
+    assert done and report["checkpoints"][2]["tensors_decoded"] > 30
 
 
 def test_damage_of_what_is_still_there_is_damage(run, before):
@@ -160,8 +160,8 @@ def test_files_that_another_one_needs_of_it_are_missed(store, before, option):
 
     # Where nothing is decoded, all files were read before they went.
     before("_check_files" if option == "--deep" else "_recheck_checkpoints", remove)
-    found = dsq_json("verify", f"{store}/run", option, code=1)
-    results = [(entry["ok"], entry["meanwhile"]) for entry in found["checkpoints"]]
+    report = dsq_json("verify", f"{store}/run", option, code=1)
+    results = [(entry["ok"], entry["meanwhile"]) for entry in report["checkpoints"]]
     assert results[1:] == [(False, None)] * 2
     assert results[0] == ((True, "removed") if option == "--deep" else (True, None))
 
