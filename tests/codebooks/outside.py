@@ -40,7 +40,7 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
     """Two weights that move a little in each step."""
     def normal(seed: int) -> torch.Tensor:
         seeds = seed, seed + 50 + step
-        first, moved = (torch.randn(96, 128, generator=torch.Generator().manual_seed(one)) for one in seeds)
+        first, moved = (torch.randn(96, 128, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
         return 0.02 * (first + 0.02 * step * moved)
 
     return {"a.weight": normal(1), "b.weight": normal(2)}

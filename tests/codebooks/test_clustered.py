@@ -26,12 +26,12 @@ def test_outliers_by_formula(histogram, threshold):
     values, counts = histogram
     x = np.repeat(values, counts)
     deviation = float(np.std(x / np.abs(x).max())) * np.abs(x).max() if len(values) > 1 else 0.0
-    found = gobo_outliers(values, counts, threshold)
-    assert found.shape == values.shape and found.dtype == np.bool_
+    outliers = gobo_outliers(values, counts, threshold)
+    assert outliers.shape == values.shape and outliers.dtype == np.bool_
     if not deviation:
-        assert not found.any()
+        assert not outliers.any()
         return
-    for value, outlier in zip(values, found, strict=True):
+    for value, outlier in zip(values, outliers, strict=True):
         z = (value - math.fsum(x) / len(x)) / deviation
         log_density = math.log(1 / (deviation * math.sqrt(2 * math.pi))) - z * z / 2
         assert outlier == (log_density < threshold) or abs(log_density - threshold) < 1e-6
@@ -185,8 +185,8 @@ def test_buckets_of_raw_values(seed, bits):
     expected = np.array(decoded(x.tolist(), raw_buckets(x.astype(np.float64).tolist(), bits)))
     result = np.append(0.0, levels)[codes[bin_of]]
     np.testing.assert_allclose(result, expected, rtol=2 * ALPHA, atol=0)
-    kept = codes[bin_of] > 0
-    assert (result[kept] / x[kept] > 0.5).all() and (result[kept] / x[kept] < 2).all()
+    coded = codes[bin_of] > 0
+    assert (result[coded] / x[coded] > 0.5).all() and (result[coded] / x[coded] < 2).all()
 
 
 def test_ties_of_one_exponent():

@@ -51,8 +51,8 @@ def test_unweighted_matches_kmeans1d(name, n, seed):
     scale = path.cost(1) + np.finfo(float).tiny
     for k in range(1, path.k_max + 1):
         _, levels = kmeans1d.cluster(points.tolist(), k)
-        theirs = cost_of_levels(points, np.ones_like(points), np.asarray(levels))
-        assert path.cost(k) <= theirs * (1 + 1e-6) + 1e-11 * scale
+        peer_cost = cost_of_levels(points, np.ones_like(points), np.asarray(levels))
+        assert path.cost(k) <= peer_cost * (1 + 1e-6) + 1e-11 * scale
         assert path.cost(k) == pytest.approx(
             cost_of_levels(points, np.ones_like(points), path.levels(k)), rel=1e-9, abs=1e-14 * scale
         )

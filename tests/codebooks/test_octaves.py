@@ -63,14 +63,14 @@ def test_levels_ascend_and_keep_the_mean(counts, per_octave, price) -> None:
 def steps_of_a_chain(run, renewed: float, config=None) -> list[float]:
     """Save second moments of which a part is new each time; return the distances of levels, in octaves."""
     generator = torch.Generator().manual_seed(0)
-    logs, found = torch.randn(64, 2048, generator=generator), []
+    logs, steps = torch.randn(64, 2048, generator=generator), []
     for number in range(6):
         if number:
             logs = (1 - renewed) ** 0.5 * logs + renewed**0.5 * torch.randn(logs.shape, generator=generator)
         state = {"state": {"0.weight": {"exp_avg_sq": 2.0 ** (logs - 20)}}}
         dsq_ckpt.save(state, run / str(number), config=config)
-        found += [group.step for name, group in Manifest.read(run / str(number)).groups.items() if "exp_avg_sq" in name]
-    return found
+        steps += [group.step for name, group in Manifest.read(run / str(number)).groups.items() if "exp_avg_sq" in name]
+    return steps
 
 
 @pytest.mark.parametrize(("renewed", "steps"), [

@@ -122,13 +122,13 @@ def plain_greedy(values, counts, bins, step_bins, search_range):
 def test_adaptive_matches_plain_greedy(histogram, bins, step_bins, search_range):
     low, high = adaptive_range(*histogram, bins, step_bins, search_range)
     assert histogram[0][0] <= low <= high <= histogram[0][-1]
-    found = squared_error(*histogram, uniform_levels(low, high, bins))
+    error = squared_error(*histogram, uniform_levels(low, high, bins))
     full = squared_error(*histogram, uniform_levels(histogram[0][0], histogram[0][-1], bins))
     unit = np.abs(histogram[0]).max() ** 2 * 1e-13
-    assert found <= full * (1 + 1e-9) + unit, "never worse than the full range"
+    assert error <= full * (1 + 1e-9) + unit, "never worse than the full range"
     expected, margin = plain_greedy(*histogram, bins, step_bins, search_range)
     if margin > 1e-9:
-        assert found == pytest.approx(expected, rel=1e-9, abs=unit)
+        assert error == pytest.approx(expected, rel=1e-9, abs=unit)
 
 
 def test_adaptive_ties_give_up_the_upper_end():
