@@ -266,6 +266,6 @@ def test_golden_bytes(path):
     codes, parent = golden_block()
     coder = ChangesCoder.fit(common.count(codes, parent, 16, 16))
     block = coder.encode(codes, parent)
-    found = {"model": coder.to_bytes().hex(), "block": hashlib.sha256(block).hexdigest()}
-    assert found == common.GOLDEN["changes"]["lanes"]
+    digests = {"model": coder.to_bytes().hex(), "block": hashlib.sha256(block).hexdigest()}
+    assert digests == common.GOLDEN["changes"]["lanes"]
     np.testing.assert_array_equal(updated(coder, block, parent), codes)

@@ -37,7 +37,7 @@ def samples():
     """Blocks by name: one row with few entries or many, rows in registers or not, escapes, one lane, other coders."""
     codes, _ = common.migrating(70_001, 39, 0.5, 1)
     even = np.random.default_rng(2).integers(0, 200, 40_000).astype(np.uint8)
-    found = {
+    blocks = {
         "small row": block(RansCoder, codes, None, 0, 39),
         "shorter": block(RansCoder, codes[:33_333], None, 0, 39),
         "skewed row": block(RansCoder, np.where(codes % 16, 7, codes).astype(np.uint8), None, 0, 39),
@@ -48,14 +48,14 @@ def samples():
         "huffman": block(HuffmanCoder, codes, None, 0, 39),
     }
     for seed, (contexts, stay) in enumerate(((39, 0.6), (64, 0.9), (30, 0.995), (65, 0.6), (256, 0.6))):
-        found[f"{contexts} rows"] = block(
+        blocks[f"{contexts} rows"] = block(
             RansCoder, *common.migrating(50_000 + 999 * seed, contexts, stay, seed, 0.2 * contexts), contexts, contexts
         )
     few, added = rare(40_000, 4)
-    found["escapes"] = block(RansCoder, few, None, 0, 256, added)
+    blocks["escapes"] = block(RansCoder, few, None, 0, 256, added)
     parent = np.random.default_rng(5).integers(0, 3, 40_000).astype(np.uint8)
-    found["escapes in rows"] = block(RansCoder, few, parent, 3, 256, added)
-    return found
+    blocks["escapes in rows"] = block(RansCoder, few, parent, 3, 256, added)
+    return blocks
 
 
 def wanted(sample, data=None):
@@ -63,9 +63,9 @@ def wanted(sample, data=None):
     return BlockRequest(coder, memoryview(own if data is None else data), parent, np.full(codes.size, 0xAA, np.uint8))
 
 
-def alone(one):
+def alone(request):
     """The codes of a block that is decoded alone, and its error."""
-    again = one._replace(out=np.empty_like(one.out))
+    again = request._replace(out=np.empty_like(request.out))
     try:
         again.decode()
     except CodingError as error:
@@ -75,26 +75,26 @@ def alone(one):
 
 def check(*both):
     """Blocks give what each gives alone."""
-    for one, error in zip(both, decoding_tasks.decode_blocks(list(both)), strict=True):
-        codes, message = alone(one)
+    for request, error in zip(both, decoding_tasks.decode_blocks(list(both)), strict=True):
+        codes, message = alone(request)
         assert message == (None if error is None else str(error))
         if error is None:
-            np.testing.assert_array_equal(one.out, codes)
+            np.testing.assert_array_equal(request.out, codes)
 
 
 def test_any_two_blocks():
-    found = samples()
-    for first, second in itertools.combinations_with_replacement(found, 2):
-        both = [wanted(found[first]), wanted(found[second])]
+    all_samples = samples()
+    for first, second in itertools.combinations_with_replacement(all_samples, 2):
+        both = [wanted(all_samples[first]), wanted(all_samples[second])]
         assert decoding_tasks.decode_blocks(both) == [None, None], (first, second)
-        for one, name in zip(both, (first, second), strict=True):
-            np.testing.assert_array_equal(one.out, found[name][3], f"{first}, {second}")
+        for request, name in zip(both, (first, second), strict=True):
+            np.testing.assert_array_equal(request.out, all_samples[name][3], f"{first}, {second}")
 
 
 def test_one_block_decodes():
     sample = samples()["small row"]
-    [error] = decoding_tasks.decode_blocks([one := wanted(sample)])
-    assert error is None and np.array_equal(one.out, sample[3])
+    [error] = decoding_tasks.decode_blocks([request := wanted(sample)])
+    assert error is None and np.array_equal(request.out, sample[3])
     assert decoding_tasks.decode_blocks([]) == []
 
 
@@ -114,11 +114,11 @@ def test_damaged_blocks(name):
 
 
 def test_wrong_arguments():
-    found = samples()
-    one = wanted(found["39 rows"])
+    all_samples = samples()
+    one = wanted(all_samples["39 rows"])
     other = one._replace(parent=np.full(one.out.size, 39, np.uint8))
-    check(wanted(found["39 rows"]), other)
-    check(other, wanted(found["39 rows"]))
+    check(wanted(all_samples["39 rows"]), other)
+    check(other, wanted(all_samples["39 rows"]))
     for bad in (
         one._replace(parent=one.parent[:-1]), one._replace(out=np.empty(2 * one.out.size, np.uint8)[::2]),
         one._replace(parent=one.parent.astype(np.int16)),
@@ -134,23 +134,23 @@ def test_wrong_arguments():
 
 def test_works_of_different_lengths_and_errors():
     """Each is resumed when its block was decoded, with its error; what waits, when nothing else is left."""
-    found, order = samples(), []
+    all_samples, order = samples(), []
 
     def work(name, count):
         for number in range(count):
-            one = wanted(found["small row"], b"\1" if number == 2 else None)
+            request = wanted(all_samples["small row"], b"\1" if number == 2 else None)
             try:
-                yield one
+                yield request
             except CodingError:
                 order.append((name, "error"))
                 raise ValueError(name) from None
-            assert np.array_equal(one.out, found["small row"][3])
+            assert np.array_equal(request.out, all_samples["small row"][3])
             order.append((name, number))
 
     def waits():
         yield None
         order.append("resumed")
-        yield wanted(found["39 rows"])
+        yield wanted(all_samples["39 rows"])
 
     assert decoding_tasks.run_tasks([waits(), work("a", 2)]) == [None, None]
     assert order == [("a", 0), ("a", 1), "resumed"]

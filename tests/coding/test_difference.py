@@ -35,8 +35,8 @@ def test_round_trip(now, before, itemsize, repeats):
 @pytest.mark.parametrize("itemsize", difference.ITEM_SIZES)
 def test_every_pair_of_extremes(itemsize):
     """NaN and their payloads, zeros of both signs, infinities, the ends of integers."""
-    top, one = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
-    edges = np.array([0, 1, top - 1, top, top + 1, one, one - 1, one >> 2, top | one >> 9], f"<u{itemsize}")
+    top, ones = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
+    edges = np.array([0, 1, top - 1, top, top + 1, ones, ones - 1, ones >> 2, top | ones >> 9], f"<u{itemsize}")
     now, before = np.repeat(edges, len(edges)), np.tile(edges, len(edges))
     block = difference.encode(now.tobytes(), before.tobytes(), itemsize)
     assert difference.decode(block, before.tobytes(), itemsize) == now.tobytes()

@@ -26,9 +26,9 @@ def driver(tmp_path_factory):
     target = tmp_path_factory.mktemp("fuzz") / "fuzz_lanes"
     trial = target.with_name("trial.c")
     trial.write_text("int main(void) { return 0; }")
-    made = subprocess.run([compiler, *FLAGS, str(trial), "-o", str(target)], capture_output=True, text=True)
-    if made.returncode or subprocess.run([str(target)]).returncode:
-        pytest.skip(f"{compiler} has no sanitizers that work here: {made.stderr.strip()[:200]}")
+    build = subprocess.run([compiler, *FLAGS, str(trial), "-o", str(target)], capture_output=True, text=True)
+    if build.returncode or subprocess.run([str(target)]).returncode:
+        pytest.skip(f"{compiler} has no sanitizers that work here: {build.stderr.strip()[:200]}")
     sources = [str(file) for file in sorted(NATIVE.glob("*.c"))]
     sources.append(str(Path(__file__).with_name("fuzz_lanes.c")))
     # Without paths of x86, for the compiler to look at, and the driver that is used.

@@ -24,13 +24,13 @@ def sample(n: int, bits: int, skew: float, seed: int = 0) -> tuple[np.ndarray, n
 
 
 def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    found = []
+    outputs = []
 
     def work():
-        found.extend((yield from refinement_blocks.decode_symbols(block, codes, bits, Scratch())))
+        outputs.extend((yield from refinement_blocks.decode_symbols(block, codes, bits, Scratch())))
 
     decoding_tasks.run_task(work())
-    symbols, packed = found
+    symbols, packed = outputs
     if packed:
         kernels.unpack(symbols, bits, out)
     else:

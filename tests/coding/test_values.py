@@ -30,8 +30,8 @@ def test_entries(path, n):
                     space = np.full(n + 33, 7, np.float32)
                     for start in (0, 1, 16):  # nothing is written beside the values, wherever they begin
                         out = space[start : start + n]
-                        found = look_up_values(table, codes, form, packed, rows - 1, out, last)
-                        assert found == (codes == rows - 1).sum()
+                        count = look_up_values(table, codes, form, packed, rows - 1, out, last)
+                        assert count == (codes == rows - 1).sum()
                         assert (out.view(np.uint32) == table[codes, symbols].view(np.uint32)).all(), (rows, bits)
                         assert (space[:start] == 7).all() and (space[start + n :] == 7).all()
                         space[:] = 7
@@ -47,15 +47,15 @@ def test_formula(path, log):
     sign, levels = np.where(rng.random(256) < 0.5, -1.0, 1.0), rng.normal(size=rows).astype(np.float32)
     for bits in (1, 4, 7):
         _, codes, symbols = given(n, rows, bits, 2)
-        expected, found, none = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(0, np.float32)
+        expected, result, none = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(0, np.float32)
         reference.dequantize_refined(
             codes, symbols, bits, low, width, sign, levels, 0.7, -1, none, log, expected)
         table = kernels.refined_value_table(bits, low[:rows], width[:rows], sign[:rows], levels, 0.7, log)
-        look_up_values(table, codes, reference.pack(symbols, bits), True, 255, found)
-        assert (found.view(np.uint32) == expected.view(np.uint32)).all()
+        look_up_values(table, codes, reference.pack(symbols, bits), True, 255, result)
+        assert (result.view(np.uint32) == expected.view(np.uint32)).all()
     reference.dequantize(codes, levels, 0.7, -1, none, expected)
-    look_up_values(kernels.value_table(levels, 0.7)[:, None], codes, None, False, 255, found)
-    assert (found.view(np.uint32) == expected.view(np.uint32)).all()
+    look_up_values(kernels.value_table(levels, 0.7)[:, None], codes, None, False, 255, result)
+    assert (result.view(np.uint32) == expected.view(np.uint32)).all()
 
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 4999])
