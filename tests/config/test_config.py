@@ -92,7 +92,7 @@ def test_a_key_may_be_given_besides_merged_ones(tmp_path):
         "  exp_avg: {<<: *momentum, refinement_bits: 6}\n"
     )
     config = DSQConfig.create(tmp_path / "a.yaml").quantize
-    assert [one.refinement_bits for one in (config.weights, config.momentum, config.exp_avg)] == [3, 5, 6]
+    assert [group.refinement_bits for group in (config.weights, config.momentum, config.exp_avg)] == [3, 5, 6]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -179,19 +179,19 @@ def test_the_smallest_preset_restores_moments_by_their_size(tmp_path):
     preset = DSQConfig.preset("smallest")
     assert (preset.quantize.exp_avg, preset.quantize.exp_avg_sq) == (BY_SIZE["exp_avg"], BY_SIZE["exp_avg_sq"])
     assert preset.quantize.weights == DSQConfig().quantize.weights
-    saved = {"w": torch.randn(96, 96), "state": {"w": moments()}}
+    original = {"w": torch.randn(96, 96), "state": {"w": moments()}}
     for name in "ab":
-        dsq_ckpt.save(saved, tmp_path / "small" / name, config="smallest")
-        dsq_ckpt.save(saved, tmp_path / "usual" / name)
+        dsq_ckpt.save(original, tmp_path / "small" / name, config="smallest")
+        dsq_ckpt.save(original, tmp_path / "usual" / name)
     small, usual = (Manifest.read(tmp_path / run / "a") for run in ("small", "usual"))
     assert (small.refinement, usual.refinement) == ("dropped", "kept")  # only the newest can be restarted from
     errors, sizes = {}, {}
     for run in ("small", "usual"):
         got = {"w": torch.zeros(96, 96), "state": {"w": {k: torch.zeros_like(v) for k, v in moments().items()}}}
         dsq_ckpt.load(got, tmp_path / run / "b")
-        errors[run] = error(update(saved["state"]["w"]), update(got["state"]["w"]))
+        errors[run] = error(update(original["state"]["w"]), update(got["state"]["w"]))
         sizes[run] = sum(kind.base for kind in Manifest.read(tmp_path / run / "a").kinds.values())
-        assert error(saved["w"], got["w"]) < 0.05
+        assert error(original["w"], got["w"]) < 0.05
     assert errors["usual"] < 0.3 < 0.5 < errors["small"] < 1.1 and sizes["small"] < sizes["usual"], (errors, sizes)
 
 
@@ -219,8 +219,8 @@ def test_every_row_of_the_table_of_systems(name):
         for axis in row.space.axes:
             for value in axis.values:
                 tried = config.with_values(**variant.values, **dict.fromkeys(axis.path, value))
-                found = [reduce(getitem, path.split("."), tried.model_dump()) for path in axis.path]
-                assert found == [value] * len(axis.path) and tried.system == name
+                values = [reduce(getitem, path.split("."), tried.model_dump()) for path in axis.path]
+                assert values == [value] * len(axis.path) and tried.system == name
 
 
 def rule(**keys):

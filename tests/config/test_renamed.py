@@ -72,7 +72,7 @@ def ways(tmp_path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(FORMER))
     (tmp_path / "c.json").write_text(json.dumps(FORMER))
 
-    def saved(name, save):
+    def saved_config(name, save):
         save(tmp_path / name / "a")
         return Manifest.read(tmp_path / name / "a").config
 
@@ -85,9 +85,9 @@ def ways(tmp_path):
         "values": lambda: DSQConfig(search={"trials": 3}).with_values(**VALUES),
         "writer": lambda: DSQStorageWriter(tmp_path / "w", FORMER).config,
         "compressor": lambda: Compressor(torch.nn.Linear(2, 2), config=FORMER).config,
-        "save": lambda: saved("s", lambda path: dsq_ckpt.save(state, path, config=FORMER)),
-        "async": lambda: saved("as", lambda path: dsq_ckpt.async_save(state, path, config=FORMER).result()),
-        "one shot": lambda: saved("o", lambda path: dsq_ckpt.compress(state, path, config=tmp_path / "c.yaml")),
+        "save": lambda: saved_config("s", lambda path: dsq_ckpt.save(state, path, config=FORMER)),
+        "async": lambda: saved_config("as", lambda path: dsq_ckpt.async_save(state, path, config=FORMER).result()),
+        "one shot": lambda: saved_config("o", lambda path: dsq_ckpt.compress(state, path, config=tmp_path / "c.yaml")),
         "block": lambda: parse_block({BLOCK: {"enabled": True, **FORMER}}),
     }
 
@@ -98,9 +98,9 @@ def ways(tmp_path):
 ])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_warning_by_all_ways_in(tmp_path, way):
-    found, texts = warned(ways(tmp_path)[way])
+    config, texts = warned(ways(tmp_path)[way])
     assert len(texts) == 1, texts
-    assert DSQConfig.create(found) == DSQConfig.create(PRESENT)
+    assert DSQConfig.create(config) == DSQConfig.create(PRESENT)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
