@@ -71,9 +71,9 @@ def hidden(directory: Path) -> list[str]:
 def test_dcp_loads_plainly(trained, tmp_path, name):
     run, state = trained
     done = export_dcp(run / name, tmp_path / "plain")
-    found = make_blank(state)
-    dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert find_differences(found, load_copy(run / name, state)) == []
+    target = make_blank(state)
+    dcp.load(target, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert find_differences(target, load_copy(run / name, state)) == []
     assert done.tensors == len(flat_tensors(state))
     assert done.refined == (name == NAMES[-1])
     assert done.bytes == sum(tensor.nbytes for tensor in flat_tensors(state).values())
@@ -83,29 +83,29 @@ def test_dcp_loads_plainly(trained, tmp_path, name):
 def test_dcp_of_every_dtype(mixed, tmp_path):
     path, expected = mixed
     export_dcp(path, tmp_path / "plain")
-    found = make_blank(expected)
-    dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert find_differences(found, expected) == []
+    target = make_blank(expected)
+    dcp.load(target, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert find_differences(target, expected) == []
 
 
 def test_dcp_export_can_be_converted_by_torch(trained, tmp_path):
     run, state = trained
     export_dcp(run / NAMES[-1], tmp_path / "plain")
     dcp_to_torch_save(tmp_path / "plain", tmp_path / "plain.pt")
-    found = torch.load(tmp_path / "plain.pt")
-    assert find_differences(found, load_copy(run / NAMES[-1], state)) == []
+    exported = torch.load(tmp_path / "plain.pt")
+    assert find_differences(exported, load_copy(run / NAMES[-1], state)) == []
 
 
 def test_torch_has_the_nested_state_dict(trained, tmp_path):
     run, state = trained
     export_torch(run / NAMES[-1], tmp_path / "state.pt")
-    found = torch.load(tmp_path / "state.pt")
+    exported = torch.load(tmp_path / "state.pt")
     expected = load_copy(run / NAMES[-1], state)
-    assert find_differences(found, expected) == []
-    assert list(found) == list(expected)
-    assert isinstance(found["extra"]["seen"], list)
-    assert list(found["model"]) == list(expected["model"])
-    assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert find_differences(exported, expected) == []
+    assert list(exported) == list(expected)
+    assert isinstance(exported["extra"]["seen"], list)
+    assert list(exported["model"]) == list(expected["model"])
+    assert exported["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     assert hidden(tmp_path) == []
 
 
@@ -119,9 +119,9 @@ def test_torch_of_every_dtype(mixed, tmp_path):
 def test_safetensors(trained, tmp_path, refinement):
     run, state = trained
     done = export_safetensors(run / NAMES[-1], tmp_path / "flat.safetensors", refinement=refinement)
-    found = load_file(tmp_path / "flat.safetensors")
+    tensors = load_file(tmp_path / "flat.safetensors")
     expected = load_copy(run / NAMES[-1], state, refinement=refinement)
-    assert find_differences(found, flat_tensors(expected)) == []
+    assert find_differences(tensors, flat_tensors(expected)) == []
     assert done.left_out == sorted(set(flatten(expected)) - set(flat_tensors(expected)))
     with safe_open(tmp_path / "flat.safetensors", "pt") as file:
         assert json.loads(file.metadata()["left_out"]) == done.left_out
@@ -131,10 +131,10 @@ def test_safetensors(trained, tmp_path, refinement):
 def test_safetensors_of_every_dtype(mixed, tmp_path):
     path, expected = mixed
     export_safetensors(path, tmp_path / "flat.safetensors")
-    found = load_file(tmp_path / "flat.safetensors")
-    assert found.keys() == flat_tensors(expected).keys()
+    tensors = load_file(tmp_path / "flat.safetensors")
+    assert tensors.keys() == flat_tensors(expected).keys()
     for fqn, tensor in flat_tensors(expected).items():
-        assert is_equal(found[fqn], tensor), fqn
+        assert is_equal(tensors[fqn], tensor), fqn
 
 
 def test_safetensors_without_a_name_for_the_dtype(tmp_path):
@@ -150,14 +150,14 @@ def test_shards_of_two_ranks_become_whole_tensors(tmp_path):
     newest = dsq_ckpt.latest(tmp_path / "run")
     assert Manifest.read(Path(newest)).ranks == 2
     export_torch(newest, tmp_path / "state.pt")
-    found = torch.load(tmp_path / "state.pt")
-    assert find_differences(found, load_copy(newest, found)) == []
+    exported = torch.load(tmp_path / "state.pt")
+    assert find_differences(exported, load_copy(newest, exported)) == []
     export_dcp(newest, tmp_path / "plain")
-    plain = make_blank(found)
+    plain = make_blank(exported)
     dcp.load(plain, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert find_differences(plain, found) == []
+    assert find_differences(plain, exported) == []
     export_safetensors(newest, tmp_path / "flat.safetensors")
-    assert find_differences(load_file(tmp_path / "flat.safetensors"), flat_tensors(found)) == []
+    assert find_differences(load_file(tmp_path / "flat.safetensors"), flat_tensors(exported)) == []
 
 
 @pytest.mark.parametrize("form", EXPORTS)
@@ -190,9 +190,9 @@ def test_dcp_passes_objects_on_unread(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("an object was unpickled"))
         export_dcp(tmp_path / "checkpoint", tmp_path / "plain")
-    found = {"weight": torch.zeros(3), "opaque": None}
-    dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert found["opaque"] == Opaque(7)
+    target = {"weight": torch.zeros(3), "opaque": None}
+    dcp.load(target, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert target["opaque"] == Opaque(7)
 
 
 def test_a_missing_class_is_named(tmp_path, monkeypatch):

@@ -63,12 +63,12 @@ def test_parts_are_what_they_are_called(tmp_path, small):
     source = open_source(write_torch(state, tmp_path / "a"))
     dealt = partition_source(source, 3)
     assert max(len([key for mine in dealt for key in mine if key.fqn == name]) for name in source.tensors) > 1
-    made = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in source.tensors.items()}
+    tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in source.tensors.items()}
     for mine in dealt:
         for key, value in source.read(mine).items():
             assert tuple(value.shape) == key.shape
-            made[key.fqn][tuple(slice(o, o + n) for o, n in zip(key.offsets, key.shape, strict=True))] = value
-    assert find_differences(made, flat_tensors(state)) == []
+            tensors[key.fqn][tuple(slice(o, o + n) for o, n in zip(key.offsets, key.shape, strict=True))] = value
+    assert find_differences(tensors, flat_tensors(state)) == []
     assert len(partition_source(source, 1)[0]) == len(source.tensors)
 
 
