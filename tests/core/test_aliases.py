@@ -64,7 +64,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert own["2.num_batches_tracked"].dtype == torch.int64
     state = optimizer.state_dict()["state"]
-    return own | {f"{number}.{name}": value for number, one in state.items() for name, value in one.items()}
+    return own | {f"{number}.{name}": value for number, entries in state.items() for name, value in entries.items()}
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,7 +94,7 @@ def test_no_save_and_no_load_keeps_a_storage_from_being_resized(tmp_path: Path, 
     target = trained()
     dsq_ckpt.load(dict(zip(("model", "optimizer"), target, strict=True)), tmp_path / "sync" / "1")
     for owner in ((model, optimizer), target):
-        assert [name for name, one in tensors(*owner).items() if not one.untyped_storage().resizable()] == []
+        assert [name for name, tensor in tensors(*owner).items() if not tensor.untyped_storage().resizable()] == []
 
 
 def halves() -> dict[str, torch.Tensor]:

@@ -71,8 +71,8 @@ def test_wrong_arguments(tmp_path, call, says):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_module_stands_for_its_state_dict(tmp_path, background):
     model, other = Net(0), Net(1)
-    saved = dsq_ckpt.async_save(model, tmp_path / "a").result() if background else dsq_ckpt.save(model, tmp_path / "a")
-    assert set(Manifest.read(saved.path).groups) == {"weights/embedding", "weights/linear"}
+    result = dsq_ckpt.async_save(model, tmp_path / "a").result() if background else dsq_ckpt.save(model, tmp_path / "a")
+    assert set(Manifest.read(result.path).groups) == {"weights/embedding", "weights/linear"}
     dsq_ckpt.load(other, tmp_path / "a")
     loss = compute_loss(model)
     assert is_equal(other.norm.weight, model.norm.weight) and abs(compute_loss(other) - loss) < 0.02 * loss
@@ -213,8 +213,8 @@ def test_a_save_returns_its_result(tmp_path, caplog):
 def test_a_compressor_returns_its_result(tmp_path, background):
     model = Net()
     compressor = dsq_ckpt.Compressor(model, evaluate=lambda: compute_loss(model))
-    saved = compressor.save(tmp_path / "a", background=background)
-    result = saved.result() if background else saved
+    outcome = compressor.save(tmp_path / "a", background=background)
+    result = outcome.result() if background else outcome
     assert result.quality == compressor.quality and result.degradation == result.quality["degradation"]
     assert result.scalars()["degradation"] == result.degradation
     lost = result.quality["restore_loses"] / result.quality["metric"]
@@ -265,7 +265,7 @@ def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
     compressor = dsq_ckpt.Compressor(NET, ADAM)
     compressor.save(tmp_path / "a", extra={"step": 7, "rng": {"cpu": 1}})
     compressor.load(tmp_path / "a", extra={"step": 0, "rng": {}})
-    assert not [one for one in recwarn if "not loaded" in str(one.message)]
+    assert not [warning for warning in recwarn if "not loaded" in str(warning.message)]
     with pytest.warns(UserWarning, match="^'rng' of .*a' is not loaded, since extra does not name it"):
         compressor.load(tmp_path / "a", extra={"step": 0})
     for alone in (compressor, dsq_ckpt.Compressor(NET)):

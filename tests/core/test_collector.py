@@ -36,27 +36,27 @@ def test_a_pause_ends_as_it_began(enabled) -> None:
 
 def test_other_threads_pause_nothing_and_their_forks_collect() -> None:
     gc.enable()
-    found = []
+    results = []
 
     def other() -> None:
-        found.append(gc.isenabled())
+        results.append(gc.isenabled())
         with no_garbage_collection():
-            found.append(gc.isenabled())
+            results.append(gc.isenabled())
         child = os.fork()
         if not child:
             os._exit(0 if gc.isenabled() else 1)
-        found.append(os.waitpid(child, 0)[1])
+        results.append(os.waitpid(child, 0)[1])
 
     with no_garbage_collection():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(60)
-    assert found == [False, False, 0] and gc.isenabled()
-    found.clear()
+    assert results == [False, False, 0] and gc.isenabled()
+    results.clear()
     thread = threading.Thread(target=other)
     thread.start()
     thread.join(60)
-    assert found == [True, True, 0]
+    assert results == [True, True, 0]
 
 
 IMPORTS = """

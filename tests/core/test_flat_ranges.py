@@ -23,16 +23,16 @@ def ranges(draw):
 def test_boxes_are_the_range(drawn):
     shape, start, length = drawn
     array = np.arange(math.prod(shape)).reshape(shape)
-    found = list(split_range(shape, start, length))
+    boxes = list(split_range(shape, start, length))
     elements = []
-    for box in found:
+    for box in boxes:
         part = array[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.shape, strict=True))]
         assert part.shape == box.shape and part.size == box.elements
         assert part.reshape(-1)[0] == box.start == flat_index(shape, box.offsets)
         assert is_contiguous(shape, box.shape)
         elements += part.reshape(-1).tolist()
     assert elements == list(range(start, start + length))
-    assert len(found) <= 2 * max(len(shape), 1)
+    assert len(boxes) <= 2 * max(len(shape), 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=4))

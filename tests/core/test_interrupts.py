@@ -380,6 +380,6 @@ def test_an_alarm_waits_only_while_the_model_is_not_the_users(alarm):
 def test_a_handler_that_calls_the_one_before_it(handler):
     """As a library that sets its own during an evaluation: the signals of later are not held for good."""
     with hold_signals():
-        kept = signal.getsignal(signal.SIGUSR1)
-    kept(signal.SIGUSR1, None)
+        earlier_handler = signal.getsignal(signal.SIGUSR1)
+    earlier_handler(signal.SIGUSR1, None)
     assert handler.calls == 1

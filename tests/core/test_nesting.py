@@ -67,9 +67,9 @@ def moments(optimizer):
 
 def check_moments(optimizer, original):
     """The same parameters have the same state, bit for bit."""
-    found, expected = moments(optimizer), moments(original)
-    assert expected and found.keys() == expected.keys()
-    assert all(is_equal(torch.as_tensor(found[key]), torch.as_tensor(expected[key])) for key in expected)
+    loaded, expected = moments(optimizer), moments(original)
+    assert expected and loaded.keys() == expected.keys()
+    assert all(is_equal(torch.as_tensor(loaded[key]), torch.as_tensor(expected[key])) for key in expected)
 
 
 @pytest.mark.parametrize("how", ["compress", "save", "async_save", "again"])
@@ -85,11 +85,11 @@ def test_an_exported_optimizer_has_its_moments(tmp_path, how):
     if how == "again":  # a checkpoint of ours as a source
         dsq_ckpt.compress(tmp_path / "a", tmp_path / "b", config=EXACT)
     export_torch(tmp_path / ("b" if how == "again" else "a"), tmp_path / "out.pt")
-    found = torch.load(tmp_path / "out.pt")
-    assert list(found["optimizer"]["state"]) == list(state["optimizer"]["state"]) == list(range(7))
-    assert found["scheduler"]["milestones"] == {30: 1, 60: 1}
+    exported = torch.load(tmp_path / "out.pt")
+    assert list(exported["optimizer"]["state"]) == list(state["optimizer"]["state"]) == list(range(7))
+    assert exported["scheduler"]["milestones"] == {30: 1, 60: 1}
     other = fresh()
-    other.load_state_dict(found["optimizer"])
+    other.load_state_dict(exported["optimizer"])
     check_moments(other, optimizer)
 
 
@@ -99,10 +99,10 @@ def test_on_the_command_line(tmp_path):
     torch.save(state, tmp_path / "in.pt")
     dsq_stdout("compress", tmp_path / "in.pt", tmp_path / "a")
     dsq_stdout("export", tmp_path / "a", tmp_path / "out.pt")
-    found = torch.load(tmp_path / "out.pt")
-    model.load_state_dict(found["model"])
+    exported = torch.load(tmp_path / "out.pt")
+    model.load_state_dict(exported["model"])
     other = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    other.load_state_dict(found["optimizer"])
+    other.load_state_dict(exported["optimizer"])
     assert set(other.state) == set(model.parameters())
     assert all(value["exp_avg_sq"].any() for value in other.state.values())
     before = compute_loss(model)
@@ -116,8 +116,8 @@ def test_a_search_keeps_keys(tmp_path):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
     compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"epsilon": 0.2}}, lambda: compute_loss(model))
     compressor.save(tmp_path / "a", extra={"scheduler": scheduler.state_dict(), "notes": {}})
-    found = read(tmp_path / "a")
-    assert found["scheduler"]["milestones"] == {30: 1, 60: 1} and found["notes"] == {}
+    loaded = read(tmp_path / "a")
+    assert loaded["scheduler"]["milestones"] == {30: 1, 60: 1} and loaded["notes"] == {}
 
 
 def test_state_without_entries_comes_back(tmp_path):
@@ -127,17 +127,17 @@ def test_state_without_entries_comes_back(tmp_path):
     state["nothing"] = [{}, {"x": torch.ones(2)}, {1: {}}]
     dsq_ckpt.save(state, tmp_path / "a")
     export_torch(tmp_path / "a", tmp_path / "out.pt")
-    found = torch.load(tmp_path / "out.pt")
-    assert found["optimizer"]["state"] == {} and found["nothing"][0] == {} and found["nothing"][2] == {1: {}}
-    fresh(torch.optim.SGD).load_state_dict(found["optimizer"])
+    exported = torch.load(tmp_path / "out.pt")
+    assert exported["optimizer"]["state"] == {} and exported["nothing"][0] == {} and exported["nothing"][2] == {1: {}}
+    fresh(torch.optim.SGD).load_state_dict(exported["optimizer"])
 
 
 def test_every_kind_of_key(tmp_path):
     state = {"d": {0: torch.ones(2), -3: 1, True: 2, None: 3, 0.5: 4, "7": 5, float("inf"): 6, (1, 2): 7}, 5: "five"}
     dsq_ckpt.save(state, tmp_path / "a")
-    found = read(tmp_path / "a")
-    assert set(found["d"]) == {0, -3, True, None, 0.5, "7", "inf", (1, 2)}  # JSON has no infinity
-    assert [type(key) for key in found["d"]][:5] == [int, int, bool, type(None), float] and found[5] == "five"
+    loaded = read(tmp_path / "a")
+    assert set(loaded["d"]) == {0, -3, True, None, 0.5, "7", "inf", (1, 2)}  # JSON has no infinity
+    assert [type(key) for key in loaded["d"]][:5] == [int, int, bool, type(None), float] and loaded[5] == "five"
 
 
 def test_keys_that_are_tuples(tmp_path):
@@ -146,14 +146,14 @@ def test_keys_that_are_tuples(tmp_path):
     others = [((1, 2), 3), (float("inf"),), (np.float64(2.0),), (b"b",), torch.Size([4])]
     state = {"d": {key: {"x": place} for place, key in enumerate([*keys, *others])}, "e": {(3, 4): {}}}
     dsq_ckpt.save(state, tmp_path / "a")
-    found = {}
-    dsq_ckpt.load(found, tmp_path / "a")
-    assert list(map(repr, found["d"])) == [*map(repr, keys), *(repr(str(key)) for key in others)]
-    assert [value["x"] for value in found["d"].values()] == list(range(len(keys + others)))
-    assert found["e"] == {(3, 4): {}}
+    target = {}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert list(map(repr, target["d"])) == [*map(repr, keys), *(repr(str(key)) for key in others)]
+    assert [value["x"] for value in target["d"].values()] == list(range(len(keys + others)))
+    assert target["e"] == {(3, 4): {}}
     edit_index(tmp_path / "a", lambda index: index.pop("tuple_keys"))  # as written by earlier versions
-    dsq_ckpt.load(found := {}, tmp_path / "a")
-    assert list(found["d"]) == list(map(str, [*keys, *others]))
+    dsq_ckpt.load(target := {}, tmp_path / "a")
+    assert list(target["d"]) == list(map(str, [*keys, *others]))
 
 
 def test_keys_that_are_numbers_of_other_classes(tmp_path):
@@ -162,10 +162,10 @@ def test_keys_that_are_numbers_of_other_classes(tmp_path):
     others = [np.float32(0.1), Fraction(1, 4)]  # of another text than the equal float has
     state = {"d": {key: place for place, key in enumerate([*keys, *others])}, np.int32(7): {"x": torch.ones(3)}}
     dsq_ckpt.save(state, tmp_path / "a")
-    found = {}
-    dsq_ckpt.load(found, tmp_path / "a")
-    assert [found["d"][key] for key in (*keys, *map(str, others))] == list(range(6))
-    assert {type(key) for key in found["d"]} == {int, float, str} and found[7]["x"].equal(torch.ones(3))
+    target = {}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert [target["d"][key] for key in (*keys, *map(str, others))] == list(range(6))
+    assert {type(key) for key in target["d"]} == {int, float, str} and target[7]["x"].equal(torch.ones(3))
 
 
 def test_loading_in_place_finds_keys_that_are_numbers(tmp_path):
@@ -205,17 +205,17 @@ def test_empty_dicts_are_filled(tmp_path, target):
         "many": [{0: torch.ones(2)}, {}, {"x": torch.ones(3)}],
     }
     dsq_ckpt.save(state, tmp_path / "a", config=EXACT)
-    found = copy.deepcopy(target)
-    dsq_ckpt.load(found, tmp_path / "a")
+    loaded = copy.deepcopy(target)
+    dsq_ckpt.load(loaded, tmp_path / "a")
     expected = {key: state[key] for key in target} if target else state
-    assert find_differences(found, expected) == []
-    assert found.keys() == expected.keys()
-    if "deep" in found:
-        assert list(found["deep"]["er"]) == ["x", 4, "none"] and found["deep"]["er"]["none"] == {}
-    if "many" in found:
-        assert list(found["many"][0]) == [0] and found["many"][1] == {}
+    assert find_differences(loaded, expected) == []
+    assert loaded.keys() == expected.keys()
+    if "deep" in loaded:
+        assert list(loaded["deep"]["er"]) == ["x", 4, "none"] and loaded["deep"]["er"]["none"] == {}
+    if "many" in loaded:
+        assert list(loaded["many"][0]) == [0] and loaded["many"][1] == {}
     if not target:
-        assert found["empty"] == {}
+        assert loaded["empty"] == {}
 
 
 def test_the_compressor_fills_placeholders(tmp_path):
@@ -301,9 +301,9 @@ def test_keys_at_the_top_that_cannot_be_sorted(tmp_path):
     target = {"w": torch.zeros(3), 5: "", None: {2: torch.zeros(2)}, (1, "a"): 0}
     dsq_ckpt.load(target, tmp_path / "a")
     assert find_differences(target, state) == [] and list(target) == list(state) and target[(1, "a")] == 4
-    dsq_ckpt.load(found := {}, tmp_path / "a")
-    assert set(found) == {"w", 5, None, (1, "a")} and found[5] == "five" and is_equal(found[None][2], torch.ones(2))
-    assert is_equal(found["w"], torch.ones(3))
+    dsq_ckpt.load(loaded := {}, tmp_path / "a")
+    assert set(loaded) == {"w", 5, None, (1, "a")} and loaded[5] == "five" and is_equal(loaded[None][2], torch.ones(2))
+    assert is_equal(loaded["w"], torch.ones(3))
     with pytest.raises(LoadFailed, match="none of it"):
         dsq_ckpt.load({5: "", "none of it": 0}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="same name"):

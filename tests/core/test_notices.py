@@ -27,7 +27,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def tensor_warnings(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
-    return [one for one in caught if "tensor" in str(one.message)]
+    return [warning for warning in caught if "tensor" in str(warning.message)]
 
 
 @pytest.mark.parametrize("way", ["save", "dcp.save", "async_save", "dcp.async_save"])
@@ -43,8 +43,10 @@ def test_the_callers_line(tmp_path, way):
             line, _ = current_line(), dsq_ckpt.async_save(state(), tmp_path / "1", config=IDLE).result()
         else:
             line, _ = current_line(), dcp.async_save(state(), storage_writer=writer).result()
-    assert len(tensor_warnings(caught)) == 3, [str(one.message) for one in caught]  # NaN, an idle rule, an idle group
-    assert {(one.filename, one.lineno) for one in tensor_warnings(caught)} == {(__file__, line)}
+    assert len(tensor_warnings(caught)) == 3, [  # NaN, an idle rule, an idle group
+        str(warning.message) for warning in caught
+    ]
+    assert {(warning.filename, warning.lineno) for warning in tensor_warnings(caught)} == {(__file__, line)}
     assert way.startswith("dcp.") or len(caught) == 3, "dsq_ckpt's own calls know that a process is alone"
 
 
@@ -66,8 +68,8 @@ def test_a_save_in_a_thread_says_a_text_once_for_a_line_too(tmp_path, save):
             if save is dsq_ckpt.async_save:
                 done.result()
         assert pickle.loads(pickle.dumps(warnings.filters)) == warnings.filters  # as libraries send them to processes
-    assert len([one for one in caught if "NaN or Inf" in str(one.message)]) == 1
-    assert not any("single process" in str(one.message) for one in caught)
+    assert len([warning for warning in caught if "NaN or Inf" in str(warning.message)]) == 1
+    assert not any("single process" in str(warning.message) for warning in caught)
 
 
 def test_texts_that_differ_in_numbers_alone_are_one():

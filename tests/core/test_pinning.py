@@ -16,10 +16,10 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def pinned(monkeypatch):
     """Addresses that are pinned, as far as a machine without CUDA is told."""
-    found: set[int] = set()
-    monkeypatch.setattr(pinning, "pin", lambda tensor, device: found.add(tensor.data_ptr()) is None)
-    monkeypatch.setattr(pinning, "unpin", found.remove)
-    return found
+    addresses: set[int] = set()
+    monkeypatch.setattr(pinning, "pin", lambda tensor, device: addresses.add(tensor.data_ptr()) is None)
+    monkeypatch.setattr(pinning, "unpin", addresses.remove)
+    return addresses
 
 
 def test_it_is_unpinned_before_it_is_freed(pinned):

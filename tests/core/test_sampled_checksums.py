@@ -10,9 +10,9 @@ from dsq_ckpt.core.sampled_checksums import SampleSum, join_sums, sum_sample
 
 
 def text_of(tensor):
-    found = sum_sample(tensor)
-    assert found is not None
-    return join_sums([found])
+    sample_sum = sum_sample(tensor)
+    assert sample_sum is not None
+    return join_sums([sample_sum])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (512,), (300, 50), (5, 6, 7, 80)])

@@ -120,9 +120,9 @@ def test_a_subclass_is_stored_exactly_by_its_parts(tmp_path, background):
     first, target = state(0), state(50)
     inside = target["model"]["0.weight"]
     for name in "ab":  # also as a difference
-        saved = dsq_ckpt.async_save(first, tmp_path / name) if background else dsq_ckpt.save(first, tmp_path / name)
+        outcome = dsq_ckpt.async_save(first, tmp_path / name) if background else dsq_ckpt.save(first, tmp_path / name)
         if background:
-            saved.result()
+            outcome.result()
     assert type(first["model"]["0.weight"]) is Scaled and isinstance(first["list"][1]["nested"], Scaled)
     dsq_ckpt.load(target, tmp_path / "b")
     assert target["model"]["0.weight"] is inside, "in place"
@@ -182,10 +182,10 @@ def test_another_tensor_in_its_place(tmp_path, wrong):
     dsq_ckpt.save({"w": scaled(0)}, tmp_path / "a")
     target = {"w": torch.zeros(96, 80) if wrong == "plain" else Scaled(
         torch.zeros(9, 80, dtype=torch.int8), torch.zeros(9, 80))}
-    kept = target["w"]
+    tensor = target["w"]
     with pytest.raises(dsq_ckpt.DSQError, match="w"):
         dsq_ckpt.load(target, tmp_path / "a")
-    assert target["w"] is kept
+    assert target["w"] is tensor
 
 
 def test_compress(tmp_path):
@@ -282,7 +282,7 @@ def test_every_dtype_is_stored_exactly_or_refused_by_name(tmp_path, dtype, backg
         assert dtype in REFUSED_DTYPES and str(error).startswith(f"'value' is of dtype {dtype}"), error
         return
     assert dtype not in REFUSED_DTYPES and len(state) == 3
-    target = {name: torch.empty_like(one) for name, one in copy.copy(state).items()}
+    target = {name: torch.empty_like(tensor) for name, tensor in copy.copy(state).items()}
     dsq_ckpt.load(target, tmp_path / "a")
-    for name, one in state.items():
-        assert target[name].dtype == one.dtype and to_bytes(target[name]) == to_bytes(one), name
+    for name, tensor in state.items():
+        assert target[name].dtype == tensor.dtype and to_bytes(target[name]) == to_bytes(tensor), name
