@@ -47,9 +47,9 @@ class Recording(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        self._tell("lookup_object", index.fqn, tuple(index.offset or ()), type(found).__name__)
-        return found
+        value = super().lookup_object(index)
+        self._tell("lookup_object", index.fqn, tuple(index.offset or ()), type(value).__name__)
+        return value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         self._tell("transform_object", write_item.index.fqn, type(object).__name__)
@@ -97,8 +97,8 @@ class PlusOne(DefaultSavePlanner):
     """Saves tensors with one added."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        return found + 1 if isinstance(found, torch.Tensor) and found.is_floating_point() else found
+        value = super().lookup_object(index)
+        return value + 1 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 class Extra(DefaultSavePlanner):
@@ -119,8 +119,8 @@ class Losing(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         lost = sorted(metadata.state_dict_metadata)[-1]
-        kept = [replace(plan, items=[item for item in plan.items if item.index.fqn != lost]) for plan in plans]
-        return kept, metadata
+        reduced_plans = [replace(plan, items=[item for item in plan.items if item.index.fqn != lost]) for plan in plans]
+        return reduced_plans, metadata
 
 
 class Hiding(DefaultSavePlanner):
@@ -128,16 +128,16 @@ class Hiding(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        *kept, _ = sorted(metadata.state_dict_metadata.items())
-        return plans, replace(metadata, state_dict_metadata=dict(kept))
+        *entries, _ = sorted(metadata.state_dict_metadata.items())
+        return plans, replace(metadata, state_dict_metadata=dict(entries))
 
 
 class Untrue(DefaultSavePlanner):
     """Gives float64 tensors without saying so in its plan."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        found = super().transform_object(write_item, object)
-        return found if isinstance(found, io.BytesIO) else found.double()
+        data = super().transform_object(write_item, object)
+        return data if isinstance(data, io.BytesIO) else data.double()
 
 
 class Unfinished(DefaultSavePlanner):

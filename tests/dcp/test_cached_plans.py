@@ -41,8 +41,8 @@ class Custom(dcp.DefaultSavePlanner):
 
 
 def save(state, path, planner=dcp.DefaultSavePlanner, config=EXACT, cached=True, **options):
-    made = planner(enable_plan_caching=cached)
-    dcp.save(state, storage_writer=DSQStorageWriter(path, config, **options), planner=made, no_dist=True)
+    save_planner = planner(enable_plan_caching=cached)
+    dcp.save(state, storage_writer=DSQStorageWriter(path, config, **options), planner=save_planner, no_dist=True)
 
 
 def check(state, path):

@@ -105,7 +105,7 @@ def test_a_rule_that_matches_nothing_is_reported_once(tmp_path):
     config = rules("*.ruter.*", "*.mlp.*")
     with pytest.warns(UserWarning) as caught:
         dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
-    texts = [str(one.message) for one in caught if "rules" in str(one.message)]
+    texts = [str(warning.message) for warning in caught if "rules" in str(warning.message)]
     assert texts == [
         "quantize.rules: the pattern '*.ruter.*' matches no tensor; did you mean a pattern for "
         "'layers.0.router.weight'?"
@@ -114,7 +114,7 @@ def test_a_rule_that_matches_nothing_is_reported_once(tmp_path):
         warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "run" / "1", config=config)
         dsq_ckpt.save(state, tmp_path / "right" / "0", config=rules("*.router.*", "layers.1.*"))
-    assert not [one for one in caught if "rules" in str(one.message)]
+    assert not [warning for warning in caught if "rules" in str(warning.message)]
     back = {"layers": [{"router.weight": torch.zeros(80, 80)}, {"mlp.weight": torch.zeros(80, 80)}]}
     dsq_ckpt.load(back, tmp_path / "run" / "1")
     assert is_equal(back["layers"][1]["mlp.weight"], state["layers"][1]["mlp.weight"])
@@ -129,7 +129,7 @@ def test_a_rule_for_one_of_two_tied_tensors_matches(tmp_path):
         warnings.simplefilter("always")
         for number, save in enumerate((dsq_ckpt.save, lambda *a, **k: dsq_ckpt.async_save(*a, **k).result())):
             save({"a": weight, "b": weight, "n": 3}, tmp_path / f"{number}" / "a", config=rules("a", "b"))
-    assert not [one for one in caught if "rules" in str(one.message)]
+    assert not [warning for warning in caught if "rules" in str(warning.message)]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -160,7 +160,7 @@ def test_what_could_not_be_dropped_never_fails_a_save(tmp_path, monkeypatch, cap
         warnings.simplefilter("error" if errors else "always")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dsq_ckpt.save({"w": torch.randn(80, 80)}, tmp_path / "0")
-    said = caplog.messages if errors else [str(one.message) for one in caught or ()]
+    said = caplog.messages if errors else [str(warning.message) for warning in caught or ()]
     assert sum("were not dropped: read-only" in text for text in said) == 1
     assert Manifest.read(tmp_path / "0").refinement == "kept"
 
@@ -177,7 +177,7 @@ def test_a_save_that_fails_says_nothing_of_its_rules(tmp_path, monkeypatch):
         patch.setattr("dsq_ckpt.engine.commit.write_index", full)
         with pytest.raises(SaveFailed, match="no space"):
             dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
-    assert not [one for one in caught if "rules" in str(one.message)]
+    assert not [warning for warning in caught if "rules" in str(warning.message)]
     with pytest.warns(UserWarning, match=r"'nowhere\.\*' matches no tensor"):
         dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
 

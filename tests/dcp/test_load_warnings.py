@@ -73,10 +73,10 @@ def test_wrappers_in_another_order_are_reported(tmp_path) -> None:
 def test_the_error_says_what_to_pass_for_what_was_saved_wrapped(tmp_path, wrap, of, keys, whole) -> None:
     """Below a key; the value that it names loads every weight."""
     model, other = make_model(), make_model()
-    saved, state = training(wrap(model)), training(other)
-    for one in (saved, state) if not whole else ():
-        del one["optimizer"], one["step"]
-    dsq_ckpt.save(saved, tmp_path / "a", config="exact")
+    saved_state, state = training(wrap(model)), training(other)
+    for tree in (saved_state, state) if not whole else ():
+        del tree["optimizer"], tree["step"]
+    dsq_ckpt.save(saved_state, tmp_path / "a", config="exact")
     passed = "state_dict"
     for key in reversed(["model", *keys]):
         passed = f"{{'{key}': {passed}}}"
@@ -130,7 +130,7 @@ def test_a_partial_load_that_fills_nothing_of_a_model_is_reported(tmp_path, grow
             state, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"),
             planner=dcp.DefaultLoadPlanner(allow_partial_load=True), no_dist=True,
         )
-    messages = [str(one.message) for one in caught if "is loaded from" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "is loaded from" in str(warning.message)]
     assert len(messages) == (not grown)
     says = (
         r"nothing below 'model' is loaded from '.*a': it has none of the 4 tensors there, such as 'model\.0\.weight', "
@@ -146,7 +146,7 @@ def _said(path, state, through_dcp):
             dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path), no_dist=True)
         else:
             dsq_ckpt.load(state, path)
-    return [str(one.message) for one in caught if "was saved of an extra state" in str(one.message)]
+    return [str(warning.message) for warning in caught if "was saved of an extra state" in str(warning.message)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -156,9 +156,9 @@ def test_an_extra_state_that_has_grown_since_a_state_dict_was_made_is_reported(t
     given, before = EXTRA["grown"][0], {"counts": {"<unk>": 0}}
     dsq_ckpt.save({"model": Remembering(given)}, tmp_path / "a", config="exact")
     for kind in (dict, lambda state: state):
-        found = _said(tmp_path / "a", {"model": kind(Remembering(copy.deepcopy(before)).state_dict())}, through_dcp)
-        assert len(found) == 1
-        assert "'model._extra_state.counts.the', 'model._extra_state.amax' was saved of an extra state" in found[0]
+        messages = _said(tmp_path / "a", {"model": kind(Remembering(copy.deepcopy(before)).state_dict())}, through_dcp)
+        assert len(messages) == 1
+        assert "'model._extra_state.counts.the', 'model._extra_state.amax' was saved of an extra state" in messages[0]
     same = {"counts": {"<unk>": 0, "the": 0}, "amax": torch.zeros(4)}
     assert _said(tmp_path / "a", {"model": Remembering(same).state_dict()}, through_dcp) == []
     if not through_dcp:
@@ -170,7 +170,7 @@ def test_second_moments_on_a_linear_axis_are_told_of(tmp_path, monkeypatch, recw
     state, config = training(nn.Sequential(nn.Linear(80, 80))), {"fit": "lattice"}
     dsq_ckpt.save(state, tmp_path / "octaves")
     dsq_ckpt.load(copy.deepcopy(state), tmp_path / "octaves")
-    assert not any("linear axis" in str(one.message) for one in recwarn)
+    assert not any("linear axis" in str(warning.message) for warning in recwarn)
     with monkeypatch.context() as patch:
         patch.setattr(CodebookConfig, "explain_misfit", lambda codebook, kind, in_use=True: None)
         dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"exp_avg_sq": {"codebook": config}}})

@@ -35,12 +35,12 @@ def by_dcp(trained, tmp_path):
     return tmp_path / "run" / "1"
 
 
-def assert_same_state(found, optimizer):
+def assert_same_state(loaded, optimizer):
     own = optimizer.state_dict()
-    assert found["param_groups"] == own["param_groups"] and found["state"].keys() == own["state"].keys()
+    assert loaded["param_groups"] == own["param_groups"] and loaded["state"].keys() == own["state"].keys()
     for number, state in own["state"].items():
-        assert state.keys() == found["state"][number].keys()
-        assert all(torch.equal(value, found["state"][number][key]) for key, value in state.items())
+        assert state.keys() == loaded["state"][number].keys()
+        assert all(torch.equal(value, loaded["state"][number][key]) for key, value in state.items())
 
 
 def fresh(optimizer):
@@ -78,9 +78,9 @@ def test_strings_that_are_names_stay(trained, tmp_path):
     """As of parameters in a list, by whose names their optimizer's state is saved."""
     state = {"optim": {"state": {"0": {"step": 1}}, "param_groups": [{"params": ["0"], "lr": 0.1}]}}
     dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "run" / "1", "exact"))
-    found: dict[str, dict] = {}
-    dsq_ckpt.load(found, tmp_path / "run" / "1")
-    assert found == state
+    target: dict[str, dict] = {}
+    dsq_ckpt.load(target, tmp_path / "run" / "1")
+    assert target == state
 
 
 def test_a_planner_that_loads_nothing_into_an_empty_dict_is_warned_of(by_dcp, trained):
@@ -96,9 +96,9 @@ def test_a_planner_that_loads_nothing_into_an_empty_dict_is_warned_of(by_dcp, tr
 def test_keys_that_become_strings_are_warned_of(tmp_path):
     with pytest.warns(UserWarning, match=r"the key b'1' of 'd' is stored as the string \"b'1'\""):
         dsq_ckpt.save({"d": {b"1": 4, (1, 2): 8, 3: 5, None: 6, 0.5: 7, True: 8}}, tmp_path / "run" / "1")
-    found: dict[str, dict] = {}
-    dsq_ckpt.load(found, tmp_path / "run" / "1")
-    assert found == {"d": {"b'1'": 4, (1, 2): 8, 3: 5, None: 6, 0.5: 7, True: 8}}
+    target: dict[str, dict] = {}
+    dsq_ckpt.load(target, tmp_path / "run" / "1")
+    assert target == {"d": {"b'1'": 4, (1, 2): 8, 3: 5, None: 6, 0.5: 7, True: 8}}
 
 
 def test_keys_that_come_back_are_not_warned_of(tmp_path):
@@ -136,9 +136,9 @@ class Noting(dcp.DefaultSavePlanner):
 def test_planners_may_keep_something_else_than_paths(tmp_path):
     writer = dsq_ckpt.DSQStorageWriter(tmp_path / "run" / "1")
     dcp.save({"l": [torch.ones(3), torch.ones(4)]}, storage_writer=writer, planner=Noting())
-    found = {"l": [torch.zeros(3)]}
-    dsq_ckpt.load(found, tmp_path / "run" / "1")
-    assert found["l"][0].sum() == 3
+    target = {"l": [torch.zeros(3)]}
+    dsq_ckpt.load(target, tmp_path / "run" / "1")
+    assert target["l"][0].sum() == 3
 
 
 def layers(number, **more):
@@ -158,10 +158,10 @@ def without_frozen(model):
 
 def renamed(model):
     """As of a model in a wrapper whose prefix its state dict leaves out, and its modules do not."""
-    found = nn.ModuleDict({"wrapper": model}).state_dict()
-    for name in list(found):
-        found[name.removeprefix("wrapper.")] = found.pop(name)
-    return found
+    entries = nn.ModuleDict({"wrapper": model}).state_dict()
+    for name in list(entries):
+        entries[name.removeprefix("wrapper.")] = entries.pop(name)
+    return entries
 
 
 def whole_or_part(state, path, by):
@@ -171,7 +171,7 @@ def whole_or_part(state, path, by):
             dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path))
         else:
             dsq_ckpt.load(state, path)
-    return [text for one in recorded if "the model does not have" in (text := str(one.message))]
+    return [text for warning in recorded if "the model does not have" in (text := str(warning.message))]
 
 
 @pytest.mark.parametrize("by", ["dcp", "dsq"])
@@ -181,8 +181,8 @@ def whole_or_part(state, path, by):
 ])
 def test_a_model_with_fewer_modules_than_were_saved_is_warned_of(tmp_path, state, by):
     given = state()
-    saved = {"model": layers(6).state_dict(), "optimizer": {"lr": 0.1}}
-    dsq_ckpt.save({"a": saved} if "a" in given else saved, tmp_path / "run" / "1", config="exact")
+    saved_state = {"model": layers(6).state_dict(), "optimizer": {"lr": 0.1}}
+    dsq_ckpt.save({"a": saved_state} if "a" in given else saved_state, tmp_path / "run" / "1", config="exact")
     (text,) = whole_or_part(given, tmp_path / "run" / "1", by)
     assert "has 'layer4.weight', 'layer4.bias', 'layer5.weight' and 1 more of modules" in text
     assert ("'a.model' in" if "a" in given else "'model' in") in text and str(tmp_path) in text
@@ -279,7 +279,7 @@ def test_numbers_of_numpy_are_stored_as_plain_ones(tmp_path):
     """So that they are loaded into an empty dict."""
     state = {"best": np.float64(0.1), "single": np.float32(0.1), "count": np.int64(1 << 60), "done": np.bool_(True)}
     dsq_ckpt.save({"numbers": state, "lr": [np.float64(1e-3)]}, tmp_path / "run" / "1")
-    found = {}
-    dsq_ckpt.load(found, tmp_path / "run" / "1")
-    assert found == {"numbers": state, "lr": [1e-3]}
-    assert [type(value) for value in found["numbers"].values()] == [float, float, int, bool]
+    target = {}
+    dsq_ckpt.load(target, tmp_path / "run" / "1")
+    assert target == {"numbers": state, "lr": [1e-3]}
+    assert [type(value) for value in target["numbers"].values()] == [float, float, int, bool]

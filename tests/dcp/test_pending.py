@@ -21,9 +21,9 @@ def test_a_plain_tensor(stage, tmp_path):
     values = torch.arange(64.0)
     state = {"a": [AsyncCollectiveTensor(values), 1], "b": AsyncCollectiveTensor(values), "c": torch.ones(3)}
     dsq_ckpt.async_save(state, tmp_path / "a", config={"storage": {"stage": stage}}).result()
-    found = {}
-    dsq_ckpt.load(found, tmp_path / "a")
-    assert torch.equal(found["a"][0], values) and torch.equal(found["b"], values) and found["a"][1] == 1
+    target = {}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert torch.equal(target["a"][0], values) and torch.equal(target["b"], values) and target["a"][1] == 1
     assert type(state["b"]) is AsyncCollectiveTensor
 
 

@@ -56,9 +56,9 @@ def test_integers_and_complex_matrices_are_told_apart_by_a_few_elements(
         one, other = torch.randn(shape) > 0, torch.randn(shape) > 0
     again = one.mT.contiguous().mT if one.ndim > 1 else one.clone()
     for form in (torch.Tensor.clone, lambda value: (value,), lambda value: torch.nn.Parameter(value, False)):
-        made = [compute_digests({"x": form(value.to(dtype))}) for value in (one, again, other)]
+        digests = [compute_digests({"x": form(value.to(dtype))}) for value in (one, again, other)]
         compared = not (dtype.is_complex and one.ndim == 1)
-        assert find_differing_names(made[:2]) == [] and find_differing_names(made) == (["x"] if compared else [])
+        assert find_differing_names(digests[:2]) == [] and find_differing_names(digests) == (["x"] if compared else [])
 
 
 def test_large_integers_are_compared_to_the_last_bit() -> None:

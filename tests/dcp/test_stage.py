@@ -75,8 +75,8 @@ def test_staged_state_is_the_state_at_the_call(tmp_path, stage, quantizing):
         assert future.result().depth == step
     assert quantizing == ["training" if stage == "quantize" else "background"] * 2
     for step, state in enumerate(states):
-        found = [load_copy(tmp_path / way / str(step), state) for way in ("sync", "async")]
-        assert find_differences(*found) == []
+        loads = [load_copy(tmp_path / way / str(step), state) for way in ("sync", "async")]
+        assert find_differences(*loads) == []
 
 
 def test_a_search_quantizes_while_training_waits(tmp_path, quantizing):
@@ -128,13 +128,13 @@ def test_the_copy_shares_memory_as_the_state_does():
         "array": torch.from_numpy(array), "part": torch.from_numpy(array[10:20]),  # two storages in one memory
     }
     for copier in (copy_state_dict, copy_bare_state_dict):
-        found = copier(state)
-        assert find_differences(found, state) == []
-        assert all(found[name].stride() == value.stride() for name, value in state.items())
-        found["whole"].fill_(7)
-        found["array"].fill_(8)
-        assert bool((found["turned"] == 7).all() and (found["row"] == 7).all() and (found["part"] == 8).all())
-        assert torch.equal(found["apart"], whole) and float(array[10]) == 10
+        copied = copier(state)
+        assert find_differences(copied, state) == []
+        assert all(copied[name].stride() == value.stride() for name, value in state.items())
+        copied["whole"].fill_(7)
+        copied["array"].fill_(8)
+        assert bool((copied["turned"] == 7).all() and (copied["row"] == 7).all() and (copied["part"] == 8).all())
+        assert torch.equal(copied["apart"], whole) and float(array[10]) == 10
 
 
 @pytest.mark.parametrize("planner", [None, Balancing])
@@ -142,12 +142,12 @@ def test_views_that_negate_or_conjugate_keep_their_values(tmp_path, planner):
     """The memory of such a view has other values than the view."""
     values = torch.randn(50, dtype=torch.complex64)
     state = {"conjugate": values.conj(), "negative": values.conj().imag, "values": values}
-    kept = {name: value.clone().resolve_conj().resolve_neg() for name, value in state.items()}
+    original = {name: value.clone().resolve_conj().resolve_neg() for name, value in state.items()}
     writer = dsq_ckpt.DSQStorageWriter(tmp_path / "a", config("copy"))
     future = dcp.async_save(state, storage_writer=writer, planner=planner and planner(), no_dist=True)
     values.zero_()
     future.result()
-    assert find_differences(load_copy(tmp_path / "a", kept), kept) == []
+    assert find_differences(load_copy(tmp_path / "a", original), original) == []
 
 
 def test_a_rule_for_one_name_holds_for_the_memory_of_two(tmp_path):
@@ -177,8 +177,8 @@ def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
     assert find_differences(first, before) == []
     first.clear()
     third = copy_bare_state_dict(state)
-    found = addresses(third)
-    assert (found["a"], found["b.0"]) == (place["a"], place["b.0"]) and found["c"] != place["c"]
+    new_place = addresses(third)
+    assert (new_place["a"], new_place["b.0"]) == (place["a"], place["b.0"]) and new_place["c"] != place["c"]
     assert torch.equal(part, before["c"][5:9])
     del second, third, part
     gc.collect()
@@ -189,12 +189,12 @@ def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
 
 def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):
     """As soon as its future is done, whether it failed or not; a writer that other threads wait for keeps none."""
-    found = []
+    pointers = []
     original = pipeline.quantize
 
     def noted(options, context, local, *rest):
-        found.append({item.key.fqn: item.load().data_ptr() for item in local.items})
-        if len(found) == 2:
+        pointers.append({item.key.fqn: item.load().data_ptr() for item in local.items})
+        if len(pointers) == 2:
             raise OSError("full")
         return original(options, context, local, *rest)
 
@@ -203,8 +203,8 @@ def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):
     for number in range(4):
         future = dsq_ckpt.async_save(state, tmp_path / str(number))
         assert (future.exception() is not None) == (number == 1)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
+    assert pointers[0] == pointers[1]
+    assert pointers[2] == pointers[3]
 
 
 def test_two_saves_at_once_have_memory_of_their_own(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_two_saves_at_once_have_memory_of_their_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pipeline, "write_rank", held)
     states = [{"w": torch.full((80, 80), 1.0 + number) + torch.eye(80)} for number in range(2)]
-    kept = copy.deepcopy(states)
+    originals = copy.deepcopy(states)
     futures = []
     for number, state in enumerate(states):
         writer = dsq_ckpt.DSQStorageWriter(tmp_path / str(number), parent=None)
@@ -229,8 +229,8 @@ def test_two_saves_at_once_have_memory_of_their_own(tmp_path, monkeypatch):
     staged.set()
     for number, future in enumerate(futures):
         future.result()
-        back = load_copy(tmp_path / str(number), kept[number])["w"]
-        assert (back - kept[number]["w"]).norm() < 0.05 * back.norm()
+        back = load_copy(tmp_path / str(number), originals[number])["w"]
+        assert (back - originals[number]["w"]).norm() < 0.05 * back.norm()
 
 
 # The choice
@@ -270,7 +270,7 @@ def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, q
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "a").result()
         dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "b").result()
     assert quantizing == ["training"] * 2
-    assert [one.filename for one in caught if "memory left" in str(one.message)] == [__file__]
+    assert [warning.filename for warning in caught if "memory left" in str(warning.message)] == [__file__]
 
 
 def test_memory_of_a_copy_of_another_state_is_not_counted_on(tmp_path):

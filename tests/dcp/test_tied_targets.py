@@ -32,8 +32,8 @@ def state(shape, *seeds):
 @pytest.mark.parametrize("by_dcp", [False, True])
 def test_two_values_for_one_tensor_are_reported(tmp_path, shape, by_dcp):
     dsq_ckpt.save(state(shape, 1, 2, 3), tmp_path / "a")
-    one = torch.zeros(shape)
-    target = {"a": one, "b": one, "c": torch.zeros(shape)}
+    tensor = torch.zeros(shape)
+    target = {"a": tensor, "b": tensor, "c": torch.zeros(shape)}
     with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('a' and 'b'\): .* leave one name out"):
         if by_dcp:
             dcp.load(target, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"))
@@ -41,17 +41,17 @@ def test_two_values_for_one_tensor_are_reported(tmp_path, shape, by_dcp):
             dsq_ckpt.load(target, tmp_path / "a")
     apart = {name: torch.zeros(shape) for name in "abc"}
     dsq_ckpt.load(apart, tmp_path / "a")
-    assert torch.equal(one, apart["b"])
+    assert torch.equal(tensor, apart["b"])
 
 
 @pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
 @pytest.mark.parametrize("values", [(1, 1), (1, 2)], ids=["equal", "different, but apart"])
 def test_tied_targets_with_equal_values_load_silently(tmp_path, shape, values):
     """Equal values, with NaN too, of tensors that were not tied; and neighbours in one memory."""
-    saved = state(shape, *values)
-    for value in saved.values():
+    original = state(shape, *values)
+    for value in original.values():
         value[0, 0] = float("nan")
-    dsq_ckpt.save(saved, tmp_path / "a", config={"quantize": {"nonfinite": "exact"}})
+    dsq_ckpt.save(original, tmp_path / "a", config={"quantize": {"nonfinite": "exact"}})
     both = torch.zeros(2, *shape)
     target = {"a": both[0], "b": both[0] if values == (1, 1) else both[1]}
     with warnings.catch_warnings():
@@ -76,8 +76,8 @@ def overlapping_views(size, kind):
 @pytest.mark.parametrize("kind", ["another shape", "transposed", "half", "another type", "rows"])
 def test_two_values_for_memory_that_overlaps_are_reported(tmp_path, size, kind):
     first, second = overlapping_views(size, kind)
-    saved = {"a": torch.randn(first.shape), "b": torch.randn(second.shape).to(second.dtype), "c": torch.randn(9)}
-    dsq_ckpt.save(saved, tmp_path / "a")
+    original = {"a": torch.randn(first.shape), "b": torch.randn(second.shape).to(second.dtype), "c": torch.randn(9)}
+    dsq_ckpt.save(original, tmp_path / "a")
     with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('a' and 'b'\): .* leave one name out"):
         dsq_ckpt.load({"a": first, "b": second, "c": torch.zeros(9)}, tmp_path / "a")
 
@@ -126,11 +126,11 @@ def test_one_tensor_that_two_ranks_stored_by_two_names_is_one(tmp_path):
     apart = {name: torch.zeros(512, 128) for name in ("embed.weight", "head.weight")}
     dsq_ckpt.load(apart, tmp_path / "a")
     assert not torch.equal(apart["embed.weight"], apart["head.weight"])
-    one = torch.zeros(512, 128)
+    tensor = torch.zeros(512, 128)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for refinement in (True, False):
-            dsq_ckpt.load({"embed.weight": one, "head.weight": one}, tmp_path / "a", refinement=refinement)
+            dsq_ckpt.load({"embed.weight": tensor, "head.weight": tensor}, tmp_path / "a", refinement=refinement)
 
 
 class WithMemoryOfItsOwn(DefaultLoadPlanner):
@@ -142,22 +142,22 @@ class WithMemoryOfItsOwn(DefaultLoadPlanner):
 
 
 def test_memory_that_a_planner_takes_again_is_not_one_tensor(tmp_path):
-    saved = {f"t{number}": torch.randn(5) for number in range(40)}
-    dsq_ckpt.save(saved, tmp_path / "a")
-    target = {name: torch.zeros(5) for name in saved}
+    original = {f"t{number}": torch.randn(5) for number in range(40)}
+    dsq_ckpt.save(original, tmp_path / "a")
+    target = {name: torch.zeros(5) for name in original}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(target, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), planner=WithMemoryOfItsOwn())
-    assert all(torch.equal(target[name], value) for name, value in saved.items())
+    assert all(torch.equal(target[name], value) for name, value in original.items())
 
 
 def test_three_names_are_told_in_pairs(tmp_path):
     first, other = torch.randn(300), torch.randn(300)
     dsq_ckpt.save({"a": first, "b": other, "c": first.clone()}, tmp_path / "a")
-    one = torch.zeros(300)
+    tensor = torch.zeros(300)
     with pytest.warns(UserWarning, match=r"\('a' and 'b', 'b' and 'c'\)"):
-        dsq_ckpt.load({"a": one, "b": one, "c": one}, tmp_path / "a")
+        dsq_ckpt.load({"a": tensor, "b": tensor, "c": tensor}, tmp_path / "a")
 
 
 def test_many_views_of_one_buffer_are_not_compared_with_each_other():

@@ -121,9 +121,9 @@ READING = ("reset", "read_metadata", "set_up_storage_reader", "prepare_local_pla
 
 def agree(root: Path, case: Callable[[Side], Any]) -> Any:
     """The outcome of a case, which is the same on both sides."""
-    theirs, ours = (outcome(lambda side=side: case(side)) for side in sides(root))  # type: ignore[misc]
-    assert ours == theirs
-    return ours
+    torch_outcome, dsq_outcome = (outcome(lambda side=side: case(side)) for side in sides(root))  # type: ignore[misc]
+    assert dsq_outcome == torch_outcome
+    return dsq_outcome
 
 
 def recorded(side: Side, plain: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

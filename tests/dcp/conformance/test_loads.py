@@ -17,7 +17,7 @@ from tests.dcp.conformance.sides import READING, Side, agree, blank, outcome, pl
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def saved(side: Side, name: str = "a", **options: Any) -> None:
+def save_state(side: Side, name: str = "a", **options: Any) -> None:
     dcp.save(state(), storage_writer=side.writer(side.path(name)), **options)
 
 
@@ -51,9 +51,9 @@ class Recording(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = super().resolve_tensor(read_item)
-        self.calls.append(("resolve_tensor", read_item.dest_index.fqn, tuple(read_item.lengths), plain(found)))
-        return found
+        tensor = super().resolve_tensor(read_item)
+        self.calls.append(("resolve_tensor", read_item.dest_index.fqn, tuple(read_item.lengths), plain(tensor)))
+        return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.calls.append(("commit_tensor", read_item.dest_index.fqn, plain(tensor)))
@@ -94,15 +94,15 @@ class Remaking(DefaultLoadPlanner):
 def test_calls_of_the_planner(tmp_path):
     """The same with the same arguments; what is read may come in any order."""
     def case(side: Side) -> Any:
-        saved(side)
+        save_state(side)
         planner = Recording()
         side.load(blank(state()), planner=planner)
-        made = planner.calls
-        reading = [call for call in made if call[0] in ("load_bytes", "resolve_tensor", "commit_tensor")]
+        calls = planner.calls
+        reading = [call for call in calls if call[0] in ("load_bytes", "resolve_tensor", "commit_tensor")]
         each: dict[str, list[Any]] = {}
         for call in reading:
             each.setdefault(call[1], []).append(call)
-        return [call for call in made if call not in reading], each
+        return [call for call in calls if call not in reading], each
 
     planned, each = agree(tmp_path, case)
     assert len(planned) == 4 and each["step"] == [("load_bytes", "step", "BytesIO")]
@@ -114,7 +114,7 @@ def test_calls_of_the_planner(tmp_path):
 )
 def test_calls_of_the_storage(tmp_path, options):
     def case(side: Side) -> Any:
-        saved(side, "b")
+        save_state(side, "b")
         side.reader = recorded(side, side.reader, READING)
         side.load(blank(state()), "elsewhere", checkpoint_id=side.path("b"), **options)
         # Only FileSystemReader takes the rank, for which it may read other metadata.
@@ -134,7 +134,7 @@ def test_renaming(tmp_path):
 
 def test_plans_that_a_planner_makes_anew(tmp_path):
     def case(side: Side) -> Any:
-        saved(side)
+        save_state(side)
         return side.load(blank(state()), planner=Remaking())
 
     agree(tmp_path, case)
@@ -142,18 +142,18 @@ def test_plans_that_a_planner_makes_anew(tmp_path):
 
 def test_tensors_of_the_planners_own(tmp_path):
     def case(side: Side) -> Any:
-        saved(side)
+        save_state(side)
         planner = Fresh()
         mine = {key: value for key, value in blank(state()).items() if isinstance(value, torch.Tensor)}
         return side.load(mine, planner=planner), planner.state_dict
 
-    found, own = agree(tmp_path, case)
-    assert not any(found["counts"][2]) and own["counts"][2] == list(range(10))
+    loaded, own = agree(tmp_path, case)
+    assert not any(loaded["counts"][2]) and own["counts"][2] == list(range(10))
 
 
 def test_not_flat(tmp_path):
     def case(side: Side) -> Any:
-        saved(side, planner=DefaultSavePlanner(flatten_state_dict=False))
+        save_state(side, planner=DefaultSavePlanner(flatten_state_dict=False))
         like = {"turned": torch.zeros(50, 60).t(), "model": None, "list": None, "step": None}
         return side.load(like, planner=DefaultLoadPlanner(flatten_state_dict=False))
 
@@ -167,8 +167,8 @@ def test_not_flat(tmp_path):
 def test_options_of_a_load(tmp_path, options):
     def case(side: Side) -> Any:
         dcp.save(state(), storage_writer=side.writer(side.path()))
-        made = {name: value() if callable(value) else value for name, value in options.items()}
-        return side.load(blank(state()), **made)
+        arguments = {name: value() if callable(value) else value for name, value in options.items()}
+        return side.load(blank(state()), **arguments)
 
     agree(tmp_path, case)
 
@@ -177,9 +177,9 @@ def test_loads_of_a_part_and_of_what_is_not_there(tmp_path):
     def case(side: Side) -> Any:
         dcp.save(state(), storage_writer=side.writer(side.path()))
         more = {"model": {"bias": torch.zeros(64)}, "more": torch.ones(2)}
-        kept = DefaultLoadPlanner(allow_partial_load=True)
+        planner = DefaultLoadPlanner(allow_partial_load=True)
         return (
-            side.load({"model": {"bias": torch.zeros(64)}}), side.load(more, planner=kept),
+            side.load({"model": {"bias": torch.zeros(64)}}), side.load(more, planner=planner),
             outcome(lambda: side.load({"more": torch.ones(2)})),
             outcome(lambda: side.load({"model": {"bias": torch.zeros(65)}})),
             outcome(lambda: side.load({"step": 0}, "nowhere")),

@@ -93,11 +93,11 @@ def test_planners(tmp_path, way, make):
         loading = DefaultLoadPlanner(flatten_state_dict=flat)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = side.load(like, planner=loading) if not isinstance(planner, Half) else halves(side, like)
-        return summarize(metadata), found
+            loaded = side.load(like, planner=loading) if not isinstance(planner, Half) else halves(side, like)
+        return summarize(metadata), loaded
 
-    found = agree(tmp_path, case)
-    assert isinstance(found, str) == (make in (Failing,)) or make is Losing
+    result = agree(tmp_path, case)
+    assert isinstance(result, str) == (make in (Failing,)) or make is Losing
 
 
 def halves(side: Side, like: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def test_calls_of_the_planner(tmp_path, way):
     def case(side: Side) -> Any:
         side.root.mkdir()
         WAYS[way](side, state(), {"planner": Recording(side.root / "record", 0)})
-        made = calls(side.root / "record", 0)
-        resolving = [call for call in made if call.startswith(("lookup", "transform"))]
-        return [call for call in made if call not in resolving], sorted(set(resolving))
+        recorded_calls = calls(side.root / "record", 0)
+        resolving = [call for call in recorded_calls if call.startswith(("lookup", "transform"))]
+        return [call for call in recorded_calls if call not in resolving], sorted(set(resolving))
 
     assert len(agree(tmp_path, case)[0]) == 4
 
@@ -161,15 +161,15 @@ def test_options_of_a_save(tmp_path, way, options):
 def test_a_path_with_the_call(tmp_path, way):
     """Of a writer that is used again, each time."""
     def case(side: Side) -> Any:
-        writer, found = side.writer(side.path("elsewhere")), []
+        writer, loads = side.writer(side.path("elsewhere")), []
         for step in range(3):
             mine, place = {"x": torch.full((70, 70), float(step))}, side.path(str(step))
             if way == "sync":
                 dcp.save(mine, checkpoint_id=place, storage_writer=writer)
             else:
                 finished(dcp.async_save(mine, checkpoint_id=place, storage_writer=writer), mine)
-            found.append(side.load({"x": torch.zeros(70, 70)}, str(step)))
-        return found, side.path("elsewhere").is_dir() and any(side.path("elsewhere").iterdir())
+            loads.append(side.load({"x": torch.zeros(70, 70)}, str(step)))
+        return loads, side.path("elsewhere").is_dir() and any(side.path("elsewhere").iterdir())
 
     assert agree(tmp_path, case)[1] is False
 
@@ -236,51 +236,51 @@ def test_planner_data(tmp_path, data):
 
 def test_planner_data_that_is_more_than_data(tmp_path):
     """Nothing is unpickled to read it, so it is left out, and said."""
-    _, ours = sides(tmp_path)
+    _, dsq_side = sides(tmp_path)
     with pytest.warns(UserWarning, match=r"planner data of Extra is not in the checkpoint.*torch\.Tensor"):
-        dcp.save(state(), storage_writer=ours.writer(ours.path()), planner=Extra({"a": torch.ones(2)}))
-    assert ours.reader(ours.path()).read_metadata().planner_data is None
+        dcp.save(state(), storage_writer=dsq_side.writer(dsq_side.path()), planner=Extra({"a": torch.ones(2)}))
+    assert dsq_side.reader(dsq_side.path()).read_metadata().planner_data is None
 
 
 def test_a_tensor_that_is_not_as_planned(tmp_path):
     """FileSystemWriter stores it under the dtype that was planned, and a load casts."""
     class Untrue(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
-            found = super().transform_object(write_item, object)
-            return found.double() if isinstance(found, torch.Tensor) else found
+            data = super().transform_object(write_item, object)
+            return data.double() if isinstance(data, torch.Tensor) else data
 
-    theirs, ours = (
+    torch_outcome, dsq_outcome = (
         outcome(lambda side=side: WAYS["sync"](side, state(), {"planner": Untrue()})) for side in sides(tmp_path)
     )
-    assert not isinstance(theirs, str) and ours == "fails on ranks [0]"
+    assert not isinstance(torch_outcome, str) and dsq_outcome == "fails on ranks [0]"
 
 
 def test_planned_and_not_written(tmp_path):
     """FileSystemWriter commits what a planner lost."""
-    theirs, ours = (
+    torch_outcome, dsq_outcome = (
         outcome(lambda side=side: WAYS["sync"](side, state(), {"planner": Losing()})) for side in sides(tmp_path)
     )
-    assert not isinstance(theirs, str) and ours == "fails on ranks [0]"
+    assert not isinstance(torch_outcome, str) and dsq_outcome == "fails on ranks [0]"
 
 
 def test_checkpoints_are_not_replaced_unasked(tmp_path):
-    theirs, ours = sides(tmp_path)
-    for side in (theirs, ours):
+    torch_side, dsq_side = sides(tmp_path)
+    for side in (torch_side, dsq_side):
         dcp.save(state(), storage_writer=side.writer(side.path()))
-    dcp.save(state(), storage_writer=theirs.writer(theirs.path()))
-    assert outcome(lambda: dcp.save(state(), storage_writer=ours.writer(ours.path()))) == "fails on ranks [0]"
-    dcp.save(state(), storage_writer=ours.writer(ours.path(), overwrite=True))
+    dcp.save(state(), storage_writer=torch_side.writer(torch_side.path()))
+    assert outcome(lambda: dcp.save(state(), storage_writer=dsq_side.writer(dsq_side.path()))) == "fails on ranks [0]"
+    dcp.save(state(), storage_writer=dsq_side.writer(dsq_side.path(), overwrite=True))
 
 
 def test_casts_are_asked_for(tmp_path):
-    theirs, ours = sides(tmp_path)
-    for side in (theirs, ours):
+    torch_side, dsq_side = sides(tmp_path)
+    for side in (torch_side, dsq_side):
         dcp.save({"x": torch.ones(3)}, storage_writer=side.writer(side.path()))
     halves = {"x": torch.zeros(3, dtype=torch.float16)}
-    assert plain(theirs.load(halves)) == plain({"x": torch.ones(3, dtype=torch.float16)})
-    assert outcome(lambda: ours.load({"x": torch.zeros(3, dtype=torch.float16)})) == "fails on ranks [0]"
-    ours.reader = lambda path: replace_reader(path)
-    assert plain(ours.load({"x": torch.zeros(3, dtype=torch.float16)})) == plain(halves)
+    assert plain(torch_side.load(halves)) == plain({"x": torch.ones(3, dtype=torch.float16)})
+    assert outcome(lambda: dsq_side.load({"x": torch.zeros(3, dtype=torch.float16)})) == "fails on ranks [0]"
+    dsq_side.reader = lambda path: replace_reader(path)
+    assert plain(dsq_side.load({"x": torch.zeros(3, dtype=torch.float16)})) == plain(halves)
 
 
 def replace_reader(path: Any) -> Any:

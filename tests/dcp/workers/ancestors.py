@@ -47,15 +47,15 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
                 dsq_ckpt.async_save(state, run / str(number)).result()
             else:
                 dsq_ckpt.save(state, run / str(number))
-        messages += [str(one.message) for one in caught if "is damaged" in str(one.message)]
+        messages += [str(warning.message) for warning in caught if "is damaged" in str(warning.message)]
     counts: list[int] = [0] * size
     dist.all_gather_object(counts, len(messages))
     assert counts == [1, *[0] * (size - 1)], counts
     text = " ".join(messages)
     assert rank or (f"-{culprit:05d}.dsq' has checksum" in text and "writing a keyframe" in text), messages
     depths = [depth(run / str(number)) for number in range(3 + CHECK_PERIOD)]
-    found = depths.index(0, 1)
-    assert depths == [*range(found), *range(3 + CHECK_PERIOD - found)] and found >= 2, depths
+    position = depths.index(0, 1)
+    assert depths == [*range(position), *range(3 + CHECK_PERIOD - position)] and position >= 2, depths
     dsq_ckpt.load({"w.weight": distribute_tensor(torch.zeros(200, 64), mesh, [Shard(0)])}, run / str(2 + CHECK_PERIOD))
 
 
@@ -97,9 +97,9 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             save(3)
-    messages = [str(one.message) for one in caught if "this save does not need them" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "this save does not need them" in str(warning.message)]
     assert len(messages) == (rank == 0) and all(
-        f"-{one:05d}.dsq" in messages[0] for one in range(size if messages else 0)
+        f"-{rank:05d}.dsq" in messages[0] for rank in range(size if messages else 0)
     ), messages
     assert [depth(run / str(number)) for number in range(4)] == [0, 1, 2, 0]
 

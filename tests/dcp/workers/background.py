@@ -178,10 +178,10 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     for step in range(2):
         state = state_at(step, size)
         # the path must be known when the call begins: checkpoint_id comes only after staging
-        one = writer if step == 0 else DSQStorageWriter(root / str(step), FINE, pinned=True)
+        step_writer = writer if step == 0 else DSQStorageWriter(root / str(step), FINE, pinned=True)
         if step == 0:
-            one.path = root / "0"
-        future: Any = dcp.async_save(state, storage_writer=one, process_group=background)
+            step_writer.path = root / "0"
+        future: Any = dcp.async_save(state, storage_writer=step_writer, process_group=background)
         train_on(state)
         future.result(timeout=240)
         dist.barrier()
@@ -238,10 +238,10 @@ def another_stager(root: Path) -> None:
         train(40)
         (future.upload_completion if ahead else future).result(timeout=120)
         dist.barrier()
-        found = {"model": {name: torch.zeros_like(value) for name, value in before.items()}}
-        dsq_ckpt.load(found, path)
+        target = {"model": {name: torch.zeros_like(value) for name, value in before.items()}}
+        dsq_ckpt.load(target, path)
         for name, value in before.items():
-            error = error_of(value, found["model"][name])
+            error = error_of(value, target["model"][name])
             assert error == 0 if name == "0.weight" else error < 0.03, (name, error)
     writer = DSQStorageWriter(root / "search", FINE, policy=lambda *_: pytest.fail("searched beside training"))
     stager = DefaultStager(StagingOptions(False, False, False, False))

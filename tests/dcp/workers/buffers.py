@@ -84,10 +84,10 @@ def of_rank_0(name: str, save: Callable[[Any, Path], object], state: Any, path: 
     assert len(buffers) == 10 and not any(model[fqn].equal(held[1][0][fqn]) for fqn in buffers)
     foreign = [fqn for fqn in buffers if not back["model"][fqn].equal(model[fqn])]
     assert not foreign, (name, foreign)
-    own = {key: value for one in held for key, value in one[1].items() if key.startswith("rng")}
-    found = back["extra"] if "extra" in back else {key: back[key] for key in (*extra, *own)}
-    assert found["best"] == extra["best"] and found["seen"] == extra["seen"], (name, found)
-    assert all(found[key].equal(value) for key, value in own.items()), name
+    own = {key: value for entry in held for key, value in entry[1].items() if key.startswith("rng")}
+    content = back["extra"] if "extra" in back else {key: back[key] for key in (*extra, *own)}
+    assert content["best"] == extra["best"] and content["seen"] == extra["seen"], (name, content)
+    assert all(content[key].equal(value) for key, value in own.items()), name
     with Checkpoint(path) as checkpoint:
         writers = {ref.file for key, ref in checkpoint.iter_chunks() if key.shape == (160, 160)}
     assert len(writers) == 2, "large replicas are shared out"

@@ -56,9 +56,11 @@ def check(path: Path, state: dict[str, Any]) -> None:
     """The checkpoint holds this state, bit for bit."""
     back = zeros(state)
     dsq_ckpt.load(back, path)
-    expected, found = whole(state), whole(back)
+    expected, loaded = whole(state), whole(back)
     assert back.get("step") == state.get("step")
-    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    assert all(
+        loaded[name].dtype == value.dtype and torch.equal(loaded[name], value) for name, value in expected.items()
+    )
     stored: dict[str, Any] = {}
     dsq_ckpt.load(stored, path, no_dist=True)
     assert stored.keys() >= state.keys(), (path, stored.keys())
@@ -76,8 +78,8 @@ def chain(run: Path, rank: int, size: int) -> None:
         back, other = zeros(state), zeros(state)
         dsq_ckpt.load(back, run / "cached" / str(step))
         dsq_ckpt.load(other, run / "plain" / str(step))
-        found, expected = whole(back), whole(other)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        loaded, expected = whole(back), whole(other)
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
         assert depth(run / "cached" / str(step)) == step
         before = Counted.items
         save(run / "again" / str(step), state, config=None)

@@ -29,7 +29,7 @@ from dsq_ckpt.storage.manifest import is_complete
 from tests.helpers import contract
 from tests.helpers.source_files import plain_state
 
-given, made = Path(sys.argv[1]), Path(sys.argv[2])
+given, output = Path(sys.argv[1]), Path(sys.argv[2])
 
 
 def command(*arguments: object) -> None:
@@ -39,7 +39,7 @@ def command(*arguments: object) -> None:
 
 
 try:
-    command(given / "plain.safetensors", made / "command", "--json")
+    command(given / "plain.safetensors", output / "command", "--json")
 except SystemExit as ended:
     assert not ended.code, ended
 comm = MPICommunicator()
@@ -83,15 +83,15 @@ def fails(work: Callable[[], Any], target: Path, says: str) -> None:
 
 for name, path in json.loads((given / "sources.json").read_text()).items():
     with counted() as read:
-        dsq_ckpt.compress(path, made / name, communicator=comm)
+        dsq_ckpt.compress(path, output / name, communicator=comm)
     everywhere = comm.gather(sum(read))
     if name.startswith(("dcp", "dsq")):
         stored = sources.open_source(path).tensors.values()
-        total = sum(math.prod(one.shape) for one in stored)
+        total = sum(math.prod(tensor.shape) for tensor in stored)
         assert sum(everywhere) == total and max(everywhere) < 0.5 * total, (name, everywhere, total)
 
 state = {"w": torch.ones(80, 80)}
-out = made / "failed"
+out = output / "failed"
 
 
 def compress(source: Any = state, **options: Any) -> None:
@@ -127,8 +127,8 @@ except dsq_ckpt.DSQError as error:
 else:
     raise AssertionError("it was replaced")
 compress(overwrite=True)
-result = dsq_ckpt.compress(plain_state(), made / "memory", communicator=comm)
-assert comm.gather(result) == [dsq_ckpt.describe(made / "memory") | {"quality": None}] * comm.size
+result = dsq_ckpt.compress(plain_state(), output / "memory", communicator=comm)
+assert comm.gather(result) == [dsq_ckpt.describe(output / "memory") | {"quality": None}] * comm.size
 if comm.rank == 0:
     print("ok", comm.size, flush=True)
-command(given / "lost", made / "failed_command", "--json")
+command(given / "lost", output / "failed_command", "--json")

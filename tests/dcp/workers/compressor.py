@@ -151,16 +151,16 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
 
 def group_left_out(path: Path, rank: int, size: int) -> None:
     """The state of sharded parameters that the optimizer no longer has is not asked for."""
-    def made(*layers: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make_training(*layers: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = wrapped("fsdp", size, len(layers))
         rates = {"hidden": 0.1, "head": 0.2}
         groups = [{"params": model.get_submodule(name).parameters(), "lr": rates[name]} for name in layers]
         return model, torch.optim.AdamW(groups)
 
-    model, optimizer = made("hidden", "head")
+    model, optimizer = make_training("hidden", "head")
     train(model, optimizer, 0, 1, rank)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(path)
-    other, fresh = made("head")
+    other, fresh = make_training("head")
     fresh.param_groups[0]["lr"] = 0.0
     dsq_ckpt.Compressor(other, fresh).load(path)
     assert fresh.param_groups[0]["lr"] == 0.2
@@ -171,7 +171,7 @@ def group_left_out(path: Path, rank: int, size: int) -> None:
 
 def frozen_layers(path: Path, rank: int, size: int) -> None:
     """Their state comes back, which torch drops; a warning tells where nothing says how it is sharded."""
-    def made(kind: str, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make_training(kind: str, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model: nn.Module = Net()
         for layer in model.children():
             layer.requires_grad_(not (frozen and layer is model.hidden))
@@ -184,27 +184,32 @@ def frozen_layers(path: Path, rank: int, size: int) -> None:
         return model, torch.optim.AdamW(model.parameters())
 
     def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        found = {name: optimizer.state[one] for name, one in model.named_parameters() if one in optimizer.state}
-        local = {f"{name}.{key}": value for name, own in found.items() for key, value in own.items()}
+        states = {
+            name: optimizer.state[parameter] for name, parameter in model.named_parameters()
+            if parameter in optimizer.state
+        }
+        local = {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
         return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in local.items()}
 
     for kind in ("fsdp2", "fsdp1"):
-        model, optimizer = made(kind, False)
+        model, optimizer = make_training(kind, False)
         train(model, optimizer, 0, 2, rank)
         expected = {name: value.clone() for name, value in state(model, optimizer).items()}
         dsq_ckpt.Compressor(model, optimizer, "exact").save(path / kind)
-        for parameter in (one for name, one in model.named_parameters() if "hidden" in name):
+        for parameter in (parameter for name, parameter in model.named_parameters() if "hidden" in name):
             parameter.requires_grad_(False)
-        fresh = made(kind, True)
+        fresh = make_training(kind, True)
         for target in ((model, optimizer), fresh):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 dsq_ckpt.Compressor(*target).load(path / kind)
-            told = any("is not loaded: these parameters need no gradient now" in str(one.message) for one in caught)
-            found = state(*target)
-            assert found.keys() <= expected.keys() and all(found[name].equal(expected[name]) for name in found)
-            less = found.keys() < expected.keys()
-            assert less == (kind == "fsdp1" and target is fresh), (kind, found.keys())
+            told = any(
+                "is not loaded: these parameters need no gradient now" in str(warning.message) for warning in caught
+            )
+            loaded = state(*target)
+            assert loaded.keys() <= expected.keys() and all(loaded[name].equal(expected[name]) for name in loaded)
+            less = loaded.keys() < expected.keys()
+            assert less == (kind == "fsdp1" and target is fresh), (kind, loaded.keys())
             assert told == (less and rank == 0), (kind, told)
     done("frozen layers")
 

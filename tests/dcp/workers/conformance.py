@@ -37,7 +37,7 @@ def zeros(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
-def saved(side: Side, rank: int, way: str, background: Any, name: str = "a", **options: Any) -> Any:
+def save_state(side: Side, rank: int, way: str, background: Any, name: str = "a", **options: Any) -> Any:
     """What a save tells, in one of three ways."""
     mine, writer = state(rank), side.writer(side.path(name))
     if way == "sync":
@@ -51,20 +51,20 @@ def saved(side: Side, rank: int, way: str, background: Any, name: str = "a", **o
 
 
 def planners(side: Side, rank: int, way: str, background: Any) -> Any:
-    found: list[Any] = []
+    results: list[Any] = []
     for number, make in enumerate((None, DefaultSavePlanner, PlusOne, lambda: Extra([1, (2,)]))):
-        metadata = saved(side, rank, way, background, str(number), planner=make and make())
+        metadata = save_state(side, rank, way, background, str(number), planner=make and make())
         dist.barrier()
-        found.append((metadata, *(side.load(zeros(state(rank, dim=dim)), str(number)) for dim in (0, 1))))
-    saved(side, rank, way, background, "renamed", planner=Renaming())
+        results.append((metadata, *(side.load(zeros(state(rank, dim=dim)), str(number)) for dim in (0, 1))))
+    save_state(side, rank, way, background, "renamed", planner=Renaming())
     dist.barrier()
-    found.append(side.load({"renamed." + key: value for key, value in zeros(state(rank)).items()}, "renamed"))
-    return found
+    results.append(side.load({"renamed." + key: value for key, value in zeros(state(rank)).items()}, "renamed"))
+    return results
 
 
 def replicated(side: Side, rank: int, way: str, background: Any) -> Any:
     """Under DDP all ranks have the same; rank 0's items are dealt to all, and tensors become half as wide."""
-    found = []
+    results = []
     for planner, dtype in ((Balancing(), torch.float32), (Half(), torch.float16)):
         mine = {"x": normal(64, 64, seed=1), "y": normal(33, 32, seed=2), "z": normal(128, seed=3), "k": 5}
         writer, name = side.writer(side.path(type(planner).__name__)), type(planner).__name__
@@ -79,8 +79,8 @@ def replicated(side: Side, rank: int, way: str, background: Any) -> Any:
             metadata = future.result(timeout=HANG)
         dist.barrier()
         like: dict[str, Any] = {key: torch.zeros_like(mine[key], dtype=dtype) for key in ("x", "y", "z")}
-        found.append((summarize(metadata), side.load({**like, "k": 0}, name)))
-    return found
+        results.append((summarize(metadata), side.load({**like, "k": 0}, name)))
+    return results
 
 
 def order(side: Side, rank: int, way: str, background: Any) -> Any:
@@ -88,7 +88,7 @@ def order(side: Side, rank: int, way: str, background: Any) -> Any:
     side.root.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     record = side.root / "record"
-    saved(side, rank, way, background, "recorded", planner=Recording(record, rank))
+    save_state(side, rank, way, background, "recorded", planner=Recording(record, rank))
     resolving = [call for call in calls(record, rank) if call.startswith(("lookup", "transform"))]
     return [call for call in calls(record, rank) if call not in resolving], sorted(set(resolving))
 
@@ -97,7 +97,7 @@ def others(side: Side, rank: int, way: str, background: Any) -> Any:
     """Groups, parts of a state, and what is not there."""
     if way != "sync":
         return None
-    saved(side, rank, "sync", None, "all", process_group=background)
+    save_state(side, rank, "sync", None, "all", process_group=background)
     dist.barrier()
     missing = {"absent": torch.ones(2)} if rank == 1 else {"plain": {"bias": torch.zeros(9)}}
     alone = side.path(f"alone {rank}")
@@ -124,8 +124,8 @@ if __name__ == "__main__":
         own = dist.new_group(backend="gloo")
         for case in (planners, replicated, order, others):
             for how in ("sync", "thread", "process"):
-                theirs, ours = (
+                torch_outcome, dsq_outcome = (
                     plain(case(side, me, how, own)) for side in sides(Path(sys.argv[1]) / f"{case.__name__}-{how}")
                 )
-                assert theirs == ours, (case.__name__, how, theirs, ours)
+                assert torch_outcome == dsq_outcome, (case.__name__, how, torch_outcome, dsq_outcome)
             done(f"{case.__name__}")

@@ -53,10 +53,10 @@ for _ in range(200):
 print("ok tensors", flush=True)
 
 dsq_ckpt.async_save({"weight": torch.randn(200, 64)}, Path(sys.argv[1]) / "step").result()
-made = background.get_group(None)
-assert made is not None and made is background.get_group(None)
-left = weakref.ref(made)
-del made
+group = background.get_group(None)
+assert group is not None and group is background.get_group(None)
+left = weakref.ref(group)
+del group
 dist.destroy_process_group()
 for thread in list(pools._threads_queues):  # type: ignore[attr-defined]  # an exit waits for the save's, which has it
     thread.join(comms._RELEASE_TIMEOUT)

@@ -47,9 +47,9 @@ def main() -> None:
         compressor = dsq_ckpt.Compressor(model, optimizer)
         evaluate()
         compressor.save("run/step-000501")
-        found = evaluate()
+        metric = evaluate()
         compressor.load("run/step-000501")
-        assert abs(evaluate() - found) < 0.05 * found
+        assert abs(evaluate() - metric) < 0.05 * metric
         done("Compressor")
         for number in range(2):  # gathered parameters are looked at, and freed by the next step all the same
             state = get_model_state_dict(model)

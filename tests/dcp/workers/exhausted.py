@@ -141,10 +141,10 @@ if __name__ == "__main__":
             places = [*QUANTIZING, *WRITING, *OF_WAY.get(kind, [])]
             alone = kind == "compressor"  # rank 0 writes all of a small state that ranks have copies of
             check(kind, how, Path(sys.argv[1]), places, me, {0} if alone else {0, ranks - 1})
-        one, _ = trained()
-        searching = dsq_ckpt.Compressor(one, evaluate=lambda: float((one(torch.ones(80)) - 1).square().mean()))
+        net, _ = trained()
+        searching = dsq_ckpt.Compressor(net, evaluate=lambda: float((net(torch.ones(80)) - 1).square().mean()))
         check("search", searching.save, Path(sys.argv[1]), SEARCHING, me, {0, ranks - 1})
-        whole = dict(one.state_dict())
+        whole = dict(net.state_dict())
         check(
             "compress", lambda path: dsq_ckpt.compress(whole, path, communicator=TorchCommunicator()),
             Path(sys.argv[1]), [(oneshot, "xxh3_128_hexdigest"), (oneshot, "SaveOptions")], me, {0, ranks - 1},

@@ -59,7 +59,7 @@ class Earlier:
     def check(self) -> None:
         for path, value in zip(self.paths, self.values, strict=True):
             again = self.read(path)
-            assert all(torch.equal(again[fqn], one) for fqn, one in value.items()), path
+            assert all(torch.equal(again[fqn], tensor) for fqn, tensor in value.items()), path
 
 
 def fault(number: int = errno.EIO) -> Callable[..., Any]:

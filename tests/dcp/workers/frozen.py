@@ -66,18 +66,18 @@ def replicas(run: Path, rank: int) -> None:
                 model.table.lerp_(model.weight, 0.5)
             model.codes.mul_(0.9)
         dsq_ckpt.save({"model": model.state_dict()}, run / str(number), model=model)
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        dsq_ckpt.load(found, run / str(number), no_dist=True)
+        target: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(target, run / str(number), no_dist=True)
         tables = [torch.empty(80, 80) for _ in range(2)]
         dist.all_gather(tables, model.table.clone())
-        assert any(found["model"]["table"].equal(table) for table in tables) == exact, number
-        assert found["model"]["codes"].equal(model.codes)
+        assert any(target["model"]["table"].equal(table) for table in tables) == exact, number
+        assert target["model"]["codes"].equal(model.codes)
     done("replicas")
 
 
 def excluded(run: Path, rank: int) -> None:
     """Checksums of weights left out are those of the whole tensors, however they are sharded."""
-    def made(seed: int) -> nn.Module:
+    def make_model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         base = nn.Sequential(nn.Embedding(101, 64), nn.Linear(64, 203), nn.LayerNorm(203)).requires_grad_(False)
         base.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
@@ -89,11 +89,11 @@ def excluded(run: Path, rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.Compressor(model, frozen=False).load(path)
-        return [str(one.message) for one in caught if "frozen=False" in str(one.message)]
+        return [str(warning.message) for warning in caught if "frozen=False" in str(warning.message)]
 
     meshes = {"sharded": ((2,), ("x",)), "replicated": ((2, 1), ("x", "y")), "plain": None}
     for name, mesh in meshes.items():
-        model = made(0)
+        model = make_model(0)
         if mesh is not None:
             fully_shard(model.base, mesh=init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]))
             fully_shard(model, mesh=init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]))
@@ -101,11 +101,11 @@ def excluded(run: Path, rank: int) -> None:
         assert warnings_of_load(model, run / name) == []
         texts = Manifest.read(run / name).excluded
         assert len(texts) == 6 and texts == Manifest.read(run / "sharded").excluded, (name, texts)
-        assert warnings_of_load(made(0), run / name) == []
-        texts_of_load = warnings_of_load(made(1), run / name)
+        assert warnings_of_load(make_model(0), run / name) == []
+        texts_of_load = warnings_of_load(make_model(1), run / name)
         assert len(texts_of_load) == (not rank), texts_of_load  # rank 0 warns
         assert rank or texts_of_load[0].startswith("'base.0.weight', 'base.1.bias', 'base.1.weight' of this model")
-    dsq_ckpt.Compressor(made(rank), frozen=False).save(run / "unknown")  # as shards that nothing tells of
+    dsq_ckpt.Compressor(make_model(rank), frozen=False).save(run / "unknown")  # as shards that nothing tells of
     assert Manifest.read(run / "unknown").excluded.keys() == {"base.2.weight", "base.2.bias", "base.scale"}
     done("excluded")
 

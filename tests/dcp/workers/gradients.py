@@ -58,10 +58,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, clip: b
         optimizer.zero_grad()
 
 
-def close(found: torch.Tensor | None, expected: torch.Tensor, name: str) -> None:
-    assert found is not None, name
-    assert found.dtype == torch.float32 and found.shape == expected.shape, (name, found.shape, expected.shape)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8, msg=lambda text: f"{name}: {text}")
+def close(value: torch.Tensor | None, expected: torch.Tensor, name: str) -> None:
+    assert value is not None, name
+    assert value.dtype == torch.float32 and value.shape == expected.shape, (name, value.shape, expected.shape)
+    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-8, msg=lambda text: f"{name}: {text}")
 
 
 def same_mean_squares(average: GradientAverage, expected: dict[str, torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ def same_mean_squares(average: GradientAverage, expected: dict[str, torch.Tensor
     every = [held] * dist.get_world_size()
     dist.all_gather_object(every, held)
     for name, value in expected.items():
-        squares, elements = (sum(one[name][part] for one in every) for part in range(2))
+        squares, elements = (sum(sums[name][part] for sums in every) for part in range(2))
         assert elements % value.numel() == 0 and elements, name  # replicas count more than once
         torch.testing.assert_close(squares / elements, float(value.double().square().mean()), rtol=1e-4, atol=0.0)
 
@@ -132,9 +132,9 @@ def ddp(rank: int, size: int, views: bool) -> None:
     train(model, optimizer, rank, True, lambda: None)
     expected = reference(size, True)
     for name, value in expected.items():
-        found = average.average(name)
-        close(found, value, name)
-        assert found is not None and equal_everywhere(found), name
+        own_average = average.average(name)
+        close(own_average, value, name)
+        assert own_average is not None and equal_everywhere(own_average), name
     same_mean_squares(average, expected)
     done(f"DDP, buckets={views}")
 
@@ -151,7 +151,7 @@ def fsdp1(rank: int, size: int) -> None:
         part = average.average(name)
         parts = [part] * size
         dist.all_gather_object(parts, part)
-        held = torch.cat([one.reshape(-1) for one in parts if one is not None])
+        held = torch.cat([part.reshape(-1) for part in parts if part is not None])
         close(held, value.reshape(-1), name)
     same_mean_squares(average, expected)
     done("FSDP1")
@@ -169,8 +169,8 @@ def tensor_parallel(mesh: DeviceMesh, rank: int, size: int) -> None:
     average.attach(optimizers[0])
     for step in range(STEPS):
         batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-        for one in (model, whole):
-            one(batch).square().mean().backward()
+        for module in (model, whole):
+            module(batch).square().mean().backward()
         recorded.add()
         for optimizer in optimizers:
             optimizer.step()
@@ -203,9 +203,9 @@ def partial_gradients(mesh: DeviceMesh, rank: int, size: int) -> None:
                 average.capture()
                 average.settle()
     if rank == 0:
-        assert sorted(str(one.message)[:28] for one in caught if "gradient of" in str(one.message)) == [
+        assert sorted(str(warning.message)[:28] for warning in caught if "gradient of" in str(warning.message)) == [
             "the gradient of 'other' is p", "the gradient of 'partial' is",
-        ], [str(one.message) for one in caught]
+        ], [str(warning.message) for warning in caught]
         assert average.steps == 2 and average.average("partial") is None and average.average("other") is None
         close(average.average("good"), torch.ones(4 // size, 4), "good")
         close(average.average("alike"), torch.ones(4 // size, 4), "alike")

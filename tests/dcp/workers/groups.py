@@ -63,14 +63,14 @@ def trained(kind: str, rank: int) -> Made:
 def check_equal(before: Made, after: Made) -> None:
     """All parameters, options of groups, and moments are the same bit for bit."""
     (model, optimizer), (other, restored) = before, after
-    theirs = dict(other.named_parameters())
+    other_parameters = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
-        assert parameter.equal(theirs[name]), name
-        own, found = optimizer.state[parameter], restored.state[theirs[name]]
-        assert own.keys() == found.keys() and all(own[key].equal(found[key]) for key in own), name
-    for group, found in zip(optimizer.param_groups, restored.param_groups, strict=True):
-        assert {**group, "params": 0} == {**found, "params": 0}, (group, found)
-        assert len(group["params"]) == len(found["params"])
+        assert parameter.equal(other_parameters[name]), name
+        own, loaded = optimizer.state[parameter], restored.state[other_parameters[name]]
+        assert own.keys() == loaded.keys() and all(own[key].equal(loaded[key]) for key in own), name
+    for group, loaded in zip(optimizer.param_groups, restored.param_groups, strict=True):
+        assert {**group, "params": 0} == {**loaded, "params": 0}, (group, loaded)
+        assert len(group["params"]) == len(loaded["params"])
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def warned(*, rank: int, of: str = "") -> Iterator[None]:
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         yield
-    texts = [str(one.message) for one in recorded if issubclass(one.category, UserWarning)]
+    texts = [str(warning.message) for warning in recorded if issubclass(warning.category, UserWarning)]
     assert (any(of in text for text in texts) if of and rank == 0 else not texts), (of, texts)
 
 
@@ -90,9 +90,9 @@ def restored_alike(root: Path, rank: int) -> None:
         for background in (False, True):
             after, path = make_pair(kind, rank, 5), root / kind / str(background)
             with warned(rank=rank):
-                saved = dsq_ckpt.Compressor(*before, "exact").save(path, background=background)
+                outcome = dsq_ckpt.Compressor(*before, "exact").save(path, background=background)
                 if background:
-                    saved.result(timeout=240)
+                    outcome.result(timeout=240)
                 dsq_ckpt.Compressor(*after).load(path)
             check_equal(before, after)
     done("restored alike")
@@ -139,8 +139,8 @@ def other_ranks(root: Path, rank: int) -> None:
     own = nn.ModuleDict({name: model[name] for name in before[0]})
     optimizer = torch.optim.AdamW([{"params": own[name].parameters()} for name in own])
     optimizer.state = whole[1].state
-    for group, found in zip(optimizer.param_groups, whole[1].param_groups, strict=True):
-        group.update({**found, "params": group["params"]})
+    for group, whole_group in zip(optimizer.param_groups, whole[1].param_groups, strict=True):
+        group.update({**whole_group, "params": group["params"]})
     check_equal(before, (own, optimizer))
     dsq_ckpt.Compressor(*whole, "exact", process_group=alone).save(root / f"one{rank}" / "a")
     after = make_pair("experts", rank, 5)

@@ -66,7 +66,7 @@ def equal_everywhere(value: torch.Tensor) -> bool:
     """Whether all ranks hold the same bits; collective."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return all(one == held[0] for one in held)
+    return all(entry == held[0] for entry in held)
 
 
 def error_of(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -86,10 +86,10 @@ def fails_everywhere(work: Callable[[], Any], says: str, culprit: int | None = N
     seconds = time.monotonic() - start
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, (text, seconds))
-    assert all(one is not None for one, _ in texts), texts
-    assert any(says in one for one, _ in texts), texts
-    for rank, (one, _) in enumerate(texts):
-        assert culprit is None or (says in one and (rank == culprit or f"rank {culprit}" in one.lower())), texts
+    assert all(message is not None for message, _ in texts), texts
+    assert any(says in message for message, _ in texts), texts
+    for rank, (message, _) in enumerate(texts):
+        assert culprit is None or (says in message and (rank == culprit or f"rank {culprit}" in message.lower())), texts
     assert all(took < HANG / 2 for _, took in texts), texts
 
 

@@ -195,13 +195,13 @@ def small_shards(root: Path, rank: int, size: int) -> None:
                 dsq_ckpt.save(state, path)
             target = zeros(state)
             dsq_ckpt.load(target, path)
-            found = whole(target)["model.w.weight"]
+            loaded = whole(target)["model.w.weight"]
             if step or number < 2:
-                assert torch.equal(found[small], weights[small]), (number, step)
-            assert error_of(weights, found) < 0.03, (number, step)
-            messages = [one for one in caught if "stored exactly" in str(one.message)]
+                assert torch.equal(loaded[small], weights[small]), (number, step)
+            assert error_of(weights, loaded) < 0.03, (number, step)
+            messages = [warning for warning in caught if "stored exactly" in str(warning.message)]
             expected = rank == 0 and ((number < 2 and not step) or (number == 3 and step == 1))
-            assert len(messages) == expected, (number, step, [str(one.message) for one in messages])
+            assert len(messages) == expected, (number, step, [str(warning.message) for warning in messages])
     done("small shards")
 
 

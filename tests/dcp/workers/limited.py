@@ -19,7 +19,7 @@ def main() -> None:
     state = mixed_state()
     dsq_ckpt.save(state, run / "0", pinned=True)
     dsq_ckpt.save(perturb(state, 1), run / "1", pinned=True)
-    kept = DecodedCheckpoints(state, run / "0", run / "1")
+    checkpoints = DecodedCheckpoints(state, run / "0", run / "1")
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
     outcomes = []
     for number, limit in enumerate(limits):
@@ -35,7 +35,7 @@ def main() -> None:
                 outcomes.append("refused")
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, whole)
-            kept.check()
+            checkpoints.check()
     print("outcomes", *outcomes)
 
 

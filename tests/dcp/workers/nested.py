@@ -32,9 +32,9 @@ def keys(root: Path, rank: int, size: int) -> None:
         else:
             dsq_ckpt.save(state(step), path)
         if rank == 0:
-            found = read(path)
-            assert list(found["all"]) == [7, "step"] and found["none0"] == found["none1"] == {}
-            assert {key: float(value["m"][0]) for key, value in found["own"].items()} == {
+            loaded = read(path)
+            assert list(loaded["all"]) == [7, "step"] and loaded["none0"] == loaded["none1"] == {}
+            assert {key: float(value["m"][0]) for key, value in loaded["own"].items()} == {
                 other: float(other + step) for other in range(size)
             }
         filled: dict[str, object] = {"own": {}, "all": {}}
@@ -93,7 +93,9 @@ def partial(root: Path, rank: int) -> None:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             dsq_ckpt.load(state, root / "a", no_dist=alone)
-        assert expected == any("of modules that the model does not have" in str(one.message) for one in recorded)
+        assert expected == any(
+            "of modules that the model does not have" in str(warning.message) for warning in recorded
+        )
     done("partial")
 
 
@@ -124,7 +126,7 @@ def own_values(root: Path, rank: int) -> None:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             save(root / str(place), extra=extra)
-        texts = [str(one.message) for one in recorded if "is not the same on all ranks" in str(one.message)]
+        texts = [str(warning.message) for warning in recorded if "is not the same on all ranks" in str(warning.message)]
         assert bool(texts) == (expected and rank == 0), (rank, texts)
         assert len(texts) < 2
         for name in ("rng", "average") if texts else ():
@@ -150,7 +152,7 @@ def distributed(root: Path, rank: int, size: int) -> None:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             save(state, path, parent=None)
-        return any("is not the same on all ranks" in str(one.message) for one in recorded)
+        return any("is not the same on all ranks" in str(warning.message) for warning in recorded)
 
     def placed(local: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
         return DTensor.from_local(local, mesh, placements, run_check=False)
@@ -170,8 +172,8 @@ def distributed(root: Path, rank: int, size: int) -> None:
         lambda *args, **more: dsq_ckpt.async_save(*args, **more, config=copying).result(timeout=240),
         lambda *args, **more: dsq_ckpt.async_save(*args, **more, config=quantizing).result(timeout=240),
     )):
-        found = {name for name, value in state.items() if told(save, {"all": 1, name: value}, root / f"{place}-{name}")}
-        assert found == unlike, (place, found)
+        names = {name for name, value in state.items() if told(save, {"all": 1, name: value}, root / f"{place}-{name}")}
+        assert names == unlike, (place, names)
 
     sums = {"ok": own, "sums": placed(own, line, Partial())}
     says = "'sums' is a DTensor with the placements [Partial(sum)]"
@@ -196,9 +198,9 @@ def left_state(root: Path, rank: int) -> None:
         parameter.grad = torch.ones_like(parameter)
     every, first = (torch.optim.AdamW(some) for some in (model.parameters(), list(model.parameters())[:1]))
     compressor, fewer = dsq_ckpt.Compressor(model, every), dsq_ckpt.Compressor(model, first)
-    for one, optimizer, name in ((compressor, every, "all"), (fewer, first, "fewer")):
+    for saver, optimizer, name in ((compressor, every, "all"), (fewer, first, "fewer")):
         optimizer.step()
-        one.save(root / name)
+        saver.save(root / name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fails_everywhere(lambda: fewer.load(root / "all"), "since this optimizer does not have these parameters")

@@ -31,9 +31,9 @@ class Sharing(CountingAdamW):
     """One whose own part has tensors that are sharded as its parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        found = super().step(closure)
-        self.own["slow"] = [one.detach() * 0.5 for group in self.param_groups for one in group["params"]]
-        return found
+        loss = super().step(closure)
+        self.own["slow"] = [parameter.detach() * 0.5 for group in self.param_groups for parameter in group["params"]]
+        return loss
 
 
 def make_pair(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
@@ -63,8 +63,8 @@ def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
         after = make_pair(kind, sharded, steps, 1)
         TrainingState(after[:1], after[1:]).restore(root / "b")
         assert leaves(after[1].state_dict()) == expected, kind
-    for one in (before, after):
-        train_on_noise(*one, 2, 3)
+    for training in (before, after):
+        train_on_noise(*training, 2, 3)
     assert leaves(after[1].state_dict()) == leaves(before[1].state_dict())
     done(f"{kind.__name__} {sharded}")
 

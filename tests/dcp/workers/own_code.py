@@ -25,10 +25,10 @@ class Late(nn.Module):
         self.known, self.seen = False, dict[str, Any]()
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        entries = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not self.known:
-            del found[f"{prefix}value"]
-        return found
+            del entries[f"{prefix}value"]
+        return entries
 
     def get_extra_state(self) -> Any:
         return self.seen or None
@@ -52,10 +52,10 @@ def make_model(size: int, known: bool) -> nn.Sequential:
 
 
 def sharded(root: Path, size: int) -> None:
-    saved = make_model(size, True)
-    values = whole(saved.state_dict())
-    dsq_ckpt.Compressor(saved, config="exact").save(root / "compressor" / "a")
-    dsq_ckpt.save({"model": saved}, root / "module" / "a", config="exact")
+    source = make_model(size, True)
+    values = whole(source.state_dict())
+    dsq_ckpt.Compressor(source, config="exact").save(root / "compressor" / "a")
+    dsq_ckpt.save({"model": source}, root / "module" / "a", config="exact")
     for way in ("compressor", "module"):
         target = make_model(size, False)
         if way == "compressor":
@@ -64,8 +64,8 @@ def sharded(root: Path, size: int) -> None:
             dsq_ckpt.load({"model": target}, root / way / "a")
         assert target[1].known and target[1].seen["words"] == {"<unk>": 3}
         assert torch.equal(target[1].seen["amax"], torch.ones(7))
-        found = whole(target.state_dict())
-        assert all(torch.equal(found[name], value) for name, value in values.items())
+        loaded = whole(target.state_dict())
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
     done("sharded")
 
 
@@ -84,7 +84,7 @@ def of_a_pipeline(root: Path, rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.load({"model": target}, root / "stages" / "a")
-        messages = [str(one.message) for one in caught if "was not loaded" in str(one.message)]
+        messages = [str(warning.message) for warning in caught if "was not loaded" in str(warning.message)]
         assert len(messages) == (says and rank == 0), messages
         assert not says or rank or "'model.3.bias', 'model.3.weight' of" in messages[0], messages
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in target.state_dict().items())

@@ -66,10 +66,12 @@ def main(run: Path) -> None:
             writer = dsq_ckpt.DSQStorageWriter(base / type(planner).__name__, parent=None)
             dcp.async_save(state(mesh, pending), storage_writer=writer, planner=planner).result()
     for how in ("sync", "auto", "copy", "quantize", "NoneType", "Planner"):
-        expected, found = (values(mesh, run / str(pending) / how) for pending in (False, True))
-        assert expected.keys() == found.keys() and found["step"] == 3
+        expected, loaded = (values(mesh, run / str(pending) / how) for pending in (False, True))
+        assert expected.keys() == loaded.keys() and loaded["step"] == 3
         for name, value in expected.items():
-            assert not isinstance(value, torch.Tensor) or (value.any() and torch.equal(value, found[name])), (how, name)
+            assert not isinstance(value, torch.Tensor) or (
+                value.any() and torch.equal(value, loaded[name])
+            ), (how, name)
         sizes = [size(run / str(pending) / how) for pending in (False, True)]
         assert abs(sizes[1] - sizes[0]) < 1000, (how, sizes)  # what has two names is stored once
         done(how)

@@ -39,9 +39,9 @@ def ruin(state: dict[str, Any]) -> None:
 
 def content(path: Path) -> dict[str, Any]:
     """Everything in a checkpoint."""
-    found: dict[str, Any] = {}
-    dsq_ckpt.load(found, path)
-    return found
+    target: dict[str, Any] = {}
+    dsq_ckpt.load(target, path)
+    return target
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -84,8 +84,8 @@ def three_ways(root: Path, background: Any) -> None:
             expected = content(root / name / "sync" / str(step))
             for way in ("thread", "process"):
                 same(expected, content(root / name / way / str(step)))
-    found = content(root / "Balancing" / "thread" / "1")
-    assert sorted(found) == ["k", "w.weight", "x", "y", "z"] and torch.equal(found["z"], torch.ones(128))
+    values = content(root / "Balancing" / "thread" / "1")
+    assert sorted(values) == ["k", "w.weight", "x", "y", "z"] and torch.equal(values["z"], torch.ones(128))
     assert torch.equal(content(root / "PlusOne" / "process" / "0")["z"], torch.full((128,), 2.0))
     assert content(root / "Half" / "thread" / "0")["y"].dtype == torch.float16
     assert torch.equal(content(root / "Renaming" / "thread" / "0")["renamed.y"], torch.ones(33, 32))
@@ -130,8 +130,10 @@ def runs_go_on(root: Path) -> None:
         dist.barrier()
     dsq_ckpt.save(state(4), root / "4")
     manifests = [Manifest.read(root / str(step)) for step in range(5)]
-    assert [one.parent_name for one in manifests] == [None, "0", "0", "2", "3"], [m.parent_name for m in manifests]
-    assert [one.lossy_resumes for one in manifests] == [0, 0, 1, 1, 1], [m.lossy_resumes for m in manifests]
+    assert [manifest.parent_name for manifest in manifests] == [None, "0", "0", "2", "3"], [
+        m.parent_name for m in manifests
+    ]
+    assert [manifest.lossy_resumes for manifest in manifests] == [0, 0, 1, 1, 1], [m.lossy_resumes for m in manifests]
     done("runs go on")
 
 
@@ -256,7 +258,7 @@ def paths(root: Path, background: Any) -> None:
 def subgroups(root: Path, rank: int) -> None:
     """A save of some ranks is one of theirs, whichever way it is told."""
     fresh()
-    pairs = [dist.new_group([one], backend="gloo") for one in range(dist.get_world_size())]
+    pairs = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
     for number, planner in enumerate((None, Balancing())):
         path = root / str(rank) / str(number)
         future: Any = dcp.async_save(

@@ -44,11 +44,11 @@ if __name__ == "__main__":
             assert sorted(back["rng"]) == [f"rank-{rank}" for rank in range(before)]
             if me < before:
                 NAMES["set_random_states"](back["rng"][f"rank-{me}"])
-                found = drawn()
+                numbers = drawn()
                 seeded(me)
-                assert found == drawn()
+                assert numbers == drawn()
             own = {f"rng-{me}": torch.zeros_like(torch.get_rng_state())}
             fails_everywhere(lambda: dsq_ckpt.load(own, path), f"has no 'rng-{before}'")
-            one = own if me < before else {}
-            dsq_ckpt.load({"rng": {}, **one}, path)
+            own_state = own if me < before else {}
+            dsq_ckpt.load({"rng": {}, **own_state}, path)
             done("loaded on more ranks")

@@ -28,8 +28,8 @@ from tests.helpers.training import Net, compute_loss, train
 def owners(path: Path) -> dict[str, int]:
     """The rank that wrote each weight."""
     with Checkpoint(path) as checkpoint:
-        found = {key.fqn: ref.file for key, ref in checkpoint.iter_chunks() if key.fqn.startswith("model.")}
-    return {fqn: int(file.removesuffix(".dsq").rpartition("-")[2]) for fqn, file in found.items()}
+        files = {key.fqn: ref.file for key, ref in checkpoint.iter_chunks() if key.fqn.startswith("model.")}
+    return {fqn: int(file.removesuffix(".dsq").rpartition("-")[2]) for fqn, file in files.items()}
 
 
 def flip(run: Path, rank: int, size: int, searched: bool) -> None:
@@ -56,7 +56,7 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
             dsq_ckpt.save(state, path, model=model, pinned=True)
         held: list[Any] = [None] * size
         dist.all_gather_object(held, state["model"])
-        truths.append({fqn: held[one][fqn.removeprefix("model.")] for fqn, one in owners(path).items()})
+        truths.append({fqn: held[owner][fqn.removeprefix("model.")] for fqn, owner in owners(path).items()})
         assert depth(path) == number
         assert not number or owners(path).items() ^ owners(run / str(number - 1)).items(), "no other rank wrote any"
     for number, truth in enumerate(truths):  # only now: what was loaded is known, and would be coded against

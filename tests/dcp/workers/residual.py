@@ -87,11 +87,11 @@ def parts(run: Path, size: int) -> None:
     for step in (0, 1, 1, 1):
         dsq_ckpt.save(state_at(step, size), run / f"{len(list(run.glob('*')))}", config=config)
         dist.barrier()
-    before, after, found = (whole(state) for state in (state_at(0, size), state_at(1, size), read(run / "3", size)))
+    before, after, loaded = (whole(state) for state in (state_at(0, size), state_at(1, size), read(run / "3", size)))
     for fqn, value in after.items():
         change = value - before[fqn]
-        assert float((found[fqn] - before[fqn] - change).abs().max()) <= float(change.abs().max()) * 2**-8, fqn
-        assert int((found[fqn] != before[fqn]).sum()) == int((value != before[fqn]).sum()), fqn
+        assert float((loaded[fqn] - before[fqn] - change).abs().max()) <= float(change.abs().max()) * 2**-8, fqn
+        assert int((loaded[fqn] != before[fqn]).sum()) == int((value != before[fqn]).sum()), fqn
     done("parts")
 
 

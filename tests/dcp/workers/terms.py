@@ -111,7 +111,7 @@ def main() -> None:
             save((root / "link" if rank else root) / f"{name} by links", None)
             assert Manifest.read(root / f"{name} by links").ranks == size
         done("what may differ")
-        paths = [root / "dcp.save" if one == 2 else root / "save" for one in range(size)]
+        paths = [root / "dcp.save" if rank == 2 else root / "save" for rank in range(size)]
         target = {"shared.weight": torch.zeros(200, 64)}
         for load in (
             lambda: dsq_ckpt.load(target, paths[rank]),

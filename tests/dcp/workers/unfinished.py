@@ -114,7 +114,7 @@ if __name__ == "__main__":
     with world() as (_, ranks):
         own = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=HANG))
         ways = {"sync": save, "thread": save_in_thread(own), "process": save_in_process, "codes": save_codes}
-        for one in range(ranks):
+        for rank in range(ranks):
             for way, function in ways.items():
-                check(way, base / f"{way}-{one}", one, function)
-            check_cached_plans(base / f"cached-{one}", one)
+                check(way, base / f"{way}-{rank}", rank, function)
+            check_cached_plans(base / f"cached-{rank}", rank)
