@@ -62,10 +62,10 @@ def converted(request, tmp_path_factory):
 def test_zero_to_fp32_reads_tags(converted, tmp_path):
     python(converted / "run" / "zero_to_fp32.py", converted / "run", tmp_path)
     expected = torch.load(converted / "expected.pt")
-    found = torch.load(tmp_path / "pytorch_model.bin")
-    assert set(expected) <= set(found)
+    weights = torch.load(tmp_path / "pytorch_model.bin")
+    assert set(expected) <= set(weights)
     for name, tensor in expected.items():
-        assert torch.equal(found[name].float(), tensor), name
+        assert torch.equal(weights[name].float(), tensor), name
 
 
 def test_a_moved_tag_is_whole(converted, tmp_path):
@@ -104,9 +104,9 @@ def test_plain_files_for_machines_without_us(converted, tmp_path):
         assert b"dsq_ckpt" not in plain.read_bytes()
     (tmp_path / "plain" / "latest").write_text("global_step6")
     python(converted / "run" / "zero_to_fp32.py", tmp_path / "plain", tmp_path / "out")
-    found, expected = torch.load(tmp_path / "out" / "pytorch_model.bin"), torch.load(converted / "expected.pt")
+    weights, expected = torch.load(tmp_path / "out" / "pytorch_model.bin"), torch.load(converted / "expected.pt")
     for name, tensor in expected.items():
-        assert torch.equal(found[name].float(), tensor), name
+        assert torch.equal(weights[name].float(), tensor), name
 
 
 def test_another_number_of_ranks(tmp_path):

@@ -38,13 +38,13 @@ def test_trainer(tmp_path, name):
     first = losses(launched("hf_trainer", config, tmp_path / "run", 25))
     assert sorted(first) == list(range(1, 26))
 
-    found = tags(tmp_path / "run")
-    assert sorted(found) == ["checkpoint-20", "checkpoint-25"], "save_total_limit took checkpoint-10"
-    manifests = {name: Manifest.read(tag) for name, tag in found.items()}
+    directories = tags(tmp_path / "run")
+    assert sorted(directories) == ["checkpoint-20", "checkpoint-25"], "save_total_limit took checkpoint-10"
+    manifests = {name: Manifest.read(tag) for name, tag in directories.items()}
     assert manifests["checkpoint-20"].depth >= 1, "coded against checkpoint-10"
     assert manifests["checkpoint-25"].depth > manifests["checkpoint-20"].depth
     assert {manifest.refinement for manifest in manifests.values()} == {"kept"}, "each is the newest of its directory"
-    for tag in found.values():
+    for tag in directories.values():
         with Checkpoint(tag) as checkpoint:
             assert [problem for _, _, problem in checkpoint.verify() if problem] == []
 

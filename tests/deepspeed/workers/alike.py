@@ -106,17 +106,17 @@ def compare(run: Path, name: str, steps: int) -> None:
         "wave": wave, "conjugate": wave.conj(), "real": real, "negated": torch._neg_view(real),
         "parameter": torch.nn.Parameter(torch.arange(1000.0)[3:7]),
     }
-    ours = engine.checkpoint_engine
+    dsq_engine = engine.checkpoint_engine
     engine.save_checkpoint(str(run / "ours"), tag="t", client_state=client, **options)
-    engine.checkpoint_engine = ours.inner
+    engine.checkpoint_engine = dsq_engine.inner
     engine.save_checkpoint(str(run / "plain"), tag="t", client_state=client, **options)
     dist.barrier()
     files = sorted(file.name for file in (run / "plain" / "t").glob("*.pt"))
-    found = [] if files == sorted(file.name for file in (run / "ours" / "t").glob("*.pt")) else ["files"]
+    problems = [] if files == sorted(file.name for file in (run / "ours" / "t").glob("*.pt")) else ["files"]
     for file in files:
         two = [torch.load(run / who / "t" / file, weights_only=False) for who in ("ours", "plain")]
-        found += differences(*two, file)
-    check(found == [], f"{name}, after {steps} steps: {found[:3]}")
+        problems += differences(*two, file)
+    check(problems == [], f"{name}, after {steps} steps: {problems[:3]}")
 
 
 def lossy(run: Path, stage: int) -> None:
@@ -124,14 +124,14 @@ def lossy(run: Path, stage: int) -> None:
     engine = engine_of(settings(stage, bf16=stage > 0), LOSSY)
     train(engine, 0, 2)
     alias = engine.module.state_dict()
-    kept = {name: value.clone() for name, value in alias.items()}
-    engine.save_checkpoint(str(run), client_state={"best": {"alias": alias}, "optimizer_state_dict": {"own": kept}})
+    original = {name: value.clone() for name, value in alias.items()}
+    engine.save_checkpoint(str(run), client_state={"best": {"alias": alias}, "optimizer_state_dict": {"own": original}})
     again = engine_of(settings(stage, bf16=stage > 0), LOSSY, seed=1)
     _, client = again.load_checkpoint(str(run))
     given = (client["best"]["alias"], client["optimizer_state_dict"]["own"])
-    check(all(torch.equal(value, found[name]) for found in given for name, value in kept.items()), "client_state")
+    check(all(torch.equal(value, entry[name]) for entry in given for name, value in original.items()), "client_state")
     own = again.module.state_dict()
-    check(not torch.equal(own["l1.weight"], kept["l1.weight"]), f"stage {stage}: the engine's own state is lossy")
+    check(not torch.equal(own["l1.weight"], original["l1.weight"]), f"stage {stage}: the engine's own state is lossy")
     stored = sum(file.stat().st_size for file in (run / "global_step2").glob("*optim_states.pt"))
     check(stored < 100_000, f"stage {stage}: {stored} bytes of optimizer state are left to DeepSpeed")
 
@@ -145,7 +145,7 @@ def momentum(run: Path) -> None:
     check("momentum/linear/relative" in manifest.groups and said == [], f"Muon: {sorted(manifest.groups)}, {said}")
     again = engine_of({**settings(1), "optimizer": MUON}, LOSSY, seed=1)
     again.load_checkpoint(str(run / "muon"))
-    two = [next(iter(one.basic_optimizer.state.values()))["momentum_buffer"].float() for one in (engine, again)]
+    two = [next(iter(owner.basic_optimizer.state.values()))["momentum_buffer"].float() for owner in (engine, again)]
     off = float((two[0] - two[1]).norm() / two[0].norm())
     # All that the second rank has of it is of a matrix that the first has a part of too.
     check(0 < off < 0.07 if dist.get_rank() == 0 else off == 0, f"momentum comes back, {off:.1%} off")
@@ -155,7 +155,7 @@ def momentum(run: Path) -> None:
     train(engine, 0, 2)
     said = told(engine, run / "odd")
     expected = "MiB of the optimizer's 'kept' is stored whole, in DeepSpeed's own files"
-    check(len(said) == (dist.get_rank() == 0) and all(expected in one for one in said), f"told: {said}")
+    check(len(said) == (dist.get_rank() == 0) and all(expected in text for text in said), f"told: {said}")
 
 
 def told(engine: Any, run: Path) -> list[str]:
@@ -164,7 +164,7 @@ def told(engine: Any, run: Path) -> list[str]:
         warnings.simplefilter("always")
         for tag in "01":
             engine.save_checkpoint(str(run), tag=tag)
-    return [str(one.message) for one in caught if "stored whole" in str(one.message)]
+    return [str(warning.message) for warning in caught if "stored whole" in str(warning.message)]
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ def masters(engine: Any) -> list[torch.Tensor]:
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     flats = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
     state = engine.basic_optimizer.state
-    found = []
+    tensors = []
     for number, flat in enumerate(flats):
         key = flat if stage3 else engine.basic_optimizer.param_groups[number]["params"][0]
-        found += [flat, state[key]["exp_avg"], state[key]["exp_avg_sq"]]
-    return [tensor.detach().clone() for tensor in found]
+        tensors += [flat, state[key]["exp_avg"], state[key]["exp_avg_sq"]]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def near(engine: Any, before: list[torch.Tensor]) -> bool:
@@ -164,9 +164,9 @@ def over_plain_tags(run: Path, stage: int) -> None:
     """A tag that DeepSpeed wrote itself is what it was after a save over it that fails or dies."""
     engine = engine_of(settings(stage), LOSSY)
     train(engine, 0, 2)
-    ours, engine.checkpoint_engine = engine.checkpoint_engine, engine.checkpoint_engine.inner
+    dsq_engine, engine.checkpoint_engine = engine.checkpoint_engine, engine.checkpoint_engine.inner
     engine.save_checkpoint(str(run), tag="best")
-    engine.checkpoint_engine = ours
+    engine.checkpoint_engine = dsq_engine
     before = masters(engine)
     train(engine, 2, 4)
     original, restored = pipeline.commit, attachment_files.restore_backups

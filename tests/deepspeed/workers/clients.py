@@ -45,7 +45,7 @@ class Rounded(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
             return cls(args[0].kept.clone())
-        return function(*tree_map_only(cls, lambda one: one.kept.float(), args), **(kwargs or {}))
+        return function(*tree_map_only(cls, lambda tensor: tensor.kept.float(), args), **(kwargs or {}))
 
 
 class Momentum(torch.optim.SGD):
@@ -60,9 +60,9 @@ class Momentum(torch.optim.SGD):
                     if not state:
                         state["rounded"] = Rounded(torch.zeros_like(parameter, dtype=torch.bfloat16))
                         state["matrices"] = [torch.ones(64, 64), torch.ones(64, 65)]
-                    kept = state["rounded"].kept
-                    kept.copy_(0.9 * kept + parameter.grad)
-                    parameter -= group["lr"] * kept
+                    momentum = state["rounded"].kept
+                    momentum.copy_(0.9 * momentum + parameter.grad)
+                    parameter -= group["lr"] * momentum
 
 
 def make(stage: int, kind: Callable[..., Any], block: dict[str, Any] | None, seed: int = 0) -> Any:
@@ -91,15 +91,15 @@ def resumed(run: Path, name: str, engine_of: Callable[..., Any], plain: bool = T
         how = "resumed" if block else "resumed with nothing attached"
         check(train(again, 3, 6) == expected, f"{name}: {how}, the same losses to the last bit")
     with Checkpoint(run / "global_step3") as checkpoint:
-        found = set(checkpoint.index["tensors"])
-    return [str(one.message) for one in caught if "stored whole" in str(one.message)], found
+        names = set(checkpoint.index["tensors"])
+    return [str(warning.message) for warning in caught if "stored whole" in str(warning.message)], names
 
 
 def rounded(run: Path) -> None:
     for stage in range(4):
         name = f"stage {stage}, moments that consist of others"
         # In stage 0 DeepSpeed itself loads no such files: it gives torch a function for the device.
-        said, found = resumed(run / str(stage), name, partial(make, stage, Momentum), plain=stage > 0)
+        said, names = resumed(run / str(stage), name, partial(make, stage, Momentum), plain=stage > 0)
         engine = make(stage, Momentum, None)
         train(engine, 0, 1)
         counts = [state["rounded"].numel() for state in get_base_optimizer(engine).state.values()]
@@ -107,7 +107,7 @@ def rounded(run: Path) -> None:
         size = f"{sum(each if stage else each[:1]) / 2**20:.3g} MiB of the optimizer's 'matrices', 'rounded' is stored"
         first = dist.get_rank() == 0
         check(len(said) == first and all(text.startswith(size) for text in said), f"{name}: {size}: {said}")
-        check("optimizer.state.emb.weight.rounded" not in found, f"{name}: in DeepSpeed's files")
+        check("optimizer.state.emb.weight.rounded" not in names, f"{name}: in DeepSpeed's files")
 
 
 def adagrad(run: Path) -> None:
@@ -120,8 +120,8 @@ def adagrad(run: Path) -> None:
                 train(engine, 0, 1)  # DeepSpeed itself loads no Adagrad into an engine that has made no step
             return engine
 
-        said, found = resumed(run / str(stage), name, engine_of)
-        check(said == [] and "optimizer.state.emb.weight.sum" in found, f"{name}: nothing is whole: {said}")
+        said, names = resumed(run / str(stage), name, engine_of)
+        check(said == [] and "optimizer.state.emb.weight.sum" in names, f"{name}: nothing is whole: {said}")
         engine = engine_of(SENSITIVITY)
         train(engine, 0, 2)
         averages = engine.checkpoint_engine._gradients.split_by_chunk(take_inventory(engine).buffers)

@@ -89,9 +89,9 @@ def everywhere(value: Any) -> list[Any]:
 
 def check(condition: bool, what: str) -> None:
     """Fail on all ranks, or say on the first one that it holds on all: `[ok]`."""
-    found = everywhere(condition)
-    if not all(found):
-        raise AssertionError(f"{what}: {found}")
+    outcomes = everywhere(condition)
+    if not all(outcomes):
+        raise AssertionError(f"{what}: {outcomes}")
     if dist.get_rank() == 0:
         print(f"[ok] {what}", flush=True)
 

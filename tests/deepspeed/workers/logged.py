@@ -83,22 +83,22 @@ def state_of(engine: Any) -> dict[str, Any]:
     """All that training goes on from."""
     basic, optimizer = engine.basic_optimizer, engine.optimizer
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         f"weight {name}": getattr(parameter, "ds_tensor", parameter).detach().clone()
         for name, parameter in engine.module.named_parameters()
     }
     for name, parameter in engine.module.named_parameters():  # those that ZeRO 3 keeps whole
-        found[f"whole {name}"] = parameter.detach().clone()
-    found |= {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
+        entries[f"whole {name}"] = parameter.detach().clone()
+    entries |= {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
     for number, (tensor, *_) in enumerate(iter_masters(engine, engine.param_names)):
-        found[f"master {number}"] = tensor.detach().clone()
+        entries[f"master {number}"] = tensor.detach().clone()
         for name, value in basic.state[tensor].items():
-            found[f"{name} {number}"] = value.clone() if torch.is_tensor(value) else value
-    found["hyper"] = [{k: v for k, v in group.items() if "param" not in k} for group in basic.param_groups]
-    found["scheduler"] = None if engine.lr_scheduler is None else dict(engine.lr_scheduler.state_dict())
-    found["scaler"] = None if scaler is None else {k: v for k, v in vars(scaler).items() if not callable(v)}
+            entries[f"{name} {number}"] = value.clone() if torch.is_tensor(value) else value
+    entries["hyper"] = [{k: v for k, v in group.items() if "param" not in k} for group in basic.param_groups]
+    entries["scheduler"] = None if engine.lr_scheduler is None else dict(engine.lr_scheduler.state_dict())
+    entries["scaler"] = None if scaler is None else {k: v for k, v in vars(scaler).items() if not callable(v)}
     names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-    return found | {name: getattr(engine, name) for name in names}
+    return entries | {name: getattr(engine, name) for name in names}
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -157,17 +157,17 @@ def record(directory: Path) -> None:
 def recover(directory: Path) -> None:
     for number, (name, tree) in enumerate(KINDS.items()):
         run, engine = directory / str(number), make(tree, 5)
-        saved = torch.load(table_of(run), weights_only=False)
+        saved_record = torch.load(table_of(run), weights_only=False)
         count = engine.gradient_accumulation_steps()
         for last in (STEPS, EARLIER):
             if last == EARLIER:
                 lose(run, EARLIER)
             recovered = dsq_ckpt.deepspeed.recover(engine, run)
             assert recovered is not None
-            found = differing(state_of(engine), saved["table"][last])
+            names = differing(state_of(engine), saved_record["table"][last])
             check(
-                (recovered.step, recovered.ended, recovered.exact, found) == (last, None, True, []),
-                f"{name}: recovered after step {recovered.step}, all state to the last bit {recovered.ended} {found}",
+                (recovered.step, recovered.ended, recovered.exact, names) == (last, None, True, []),
+                f"{name}: recovered after step {recovered.step}, all state to the last bit {recovered.ended} {names}",
             )
         check(recovered.replayed == EARLIER - 1 and recovered.closed == bool(number % 2), f"{name}: by replay")
         if dist.get_rank() == 0:
@@ -176,7 +176,7 @@ def recover(directory: Path) -> None:
         if "top-k" in name:
             continue  # what error feedback held back is that of the snapshot
         going_on = train(engine, EARLIER, STEPS + 1)
-        check(going_on == saved["losses"][count * (EARLIER - 1) :], f"{name}: and training goes on as it did")
+        check(going_on == saved_record["losses"][count * (EARLIER - 1) :], f"{name}: and training goes on as it did")
         if number == 5:
             again(run, engine, make(tree, 7), name)
     averages()
@@ -204,12 +204,12 @@ def averages() -> None:
         left_out.grad = None
         means[left_out] = torch.zeros(left_out.shape)
         chosen.synchronize(world)
-        found = torch.cat([p.grad.flatten() for p in means if p is not left_out])
-        all_found = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_found, found)
+        gradients = torch.cat([p.grad.flatten() for p in means if p is not left_out])
+        all_gradients = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_gradients, gradients)
         right = torch.cat([mean.flatten() for p, mean in means.items() if p is not left_out])
-        off = float((found.float() - right).norm() / right.norm())
-        same = all(torch.equal(found, one) for one in all_found) and not left_out.grad.any()
+        off = float((gradients.float() - right).norm() / right.norm())
+        same = all(torch.equal(gradients, one) for one in all_gradients) and not left_out.grad.any()
         check(same and off < near and len(chosen.take()) >= len(means) - 1, f"{spec}: averages, {off:.4f} off")
 
 
@@ -230,10 +230,10 @@ def again(run: Path, engine: Any, other: Any, name: str) -> None:
         train(engine, log.steps_done, log.steps_done + 3, log)
     recovered = dsq_ckpt.deepspeed.recover(other, run)
     assert recovered is not None
-    found = differing(state_of(engine), state_of(other))
+    names = differing(state_of(engine), state_of(other))
     check(
-        recovered.step == engine.global_steps and recovered.snapshot > EARLIER and not found,
-        f"{name}: a process that dies is started again; step {recovered.step} of {engine.global_steps} {found}",
+        recovered.step == engine.global_steps and recovered.snapshot > EARLIER and not names,
+        f"{name}: a process that dies is started again; step {recovered.step} of {engine.global_steps} {names}",
     )
 
 
@@ -252,10 +252,10 @@ def lose(run: Path, last: int) -> None:
 def check_size(run: Path, name: str, tree: dict[str, Any], engine: Any) -> None:
     parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-    found = segments.list_segments(run)
-    steps_of = [step for _, path in found for step in segments.LogSegment(path).steps.values()]
+    segment_files = segments.list_segments(run)
+    steps_of = [step for _, path in segment_files for step in segments.LogSegment(path).steps.values()]
     steps = sum(bool(step["grads"]) for step in steps_of) / dist.get_world_size()
-    size = sum(path.stat().st_size for _, path in found) / steps / trained
+    size = sum(path.stat().st_size for _, path in segment_files) / steps / trained
     halves = tree["bf16"]["enabled"]  # DeepSpeed averages in 16 bits even what it sums in fp32
     most = MOST[TOPK if "top-k" in name else "bf16" if halves else "fp32"]
     assert size <= most, (name, size, most)

@@ -26,9 +26,9 @@ from dsq_ckpt.storage.manifest import Manifest
 def names(directory: Path) -> list[str]:
     """All that lies below a directory, but for DeepSpeed's scripts."""
     dist.barrier()
-    found = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.suffix != ".py")
+    paths = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.suffix != ".py")
     dist.barrier()
-    return found
+    return paths
 
 
 def told(work: Any) -> list[str]:
@@ -36,7 +36,9 @@ def told(work: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-    return [str(one.message) for one in caught if "dsq" in str(one.message) or "tag" in str(one.message)]
+    return [
+        str(warning.message) for warning in caught if "dsq" in str(warning.message) or "tag" in str(warning.message)
+    ]
 
 
 def tags_by_rank(run: Path) -> None:
@@ -48,8 +50,8 @@ def tags_by_rank(run: Path) -> None:
             train(engine, 0, 1)
             place = run / f"{mode}{stage}"
             said = told(partial(engine.save_checkpoint, str(place), tag=f"tag-{rank}"))
-            found = [name.split("/")[0] for name in names(place)]
-            check(set(found) == {"tag-0", "latest"}, f"{mode}, stage {stage}: one directory: {set(found)}")
+            tags = [name.split("/")[0] for name in names(place)]
+            check(set(tags) == {"tag-0", "latest"}, f"{mode}, stage {stage}: one directory: {set(tags)}")
             check(rank > 0 or ["rank 0: 'tag-0', rank 1: 'tag-1'" in text for text in said] == [True], f"told: {said}")
             expected = train(engine, 1, 2)
             again = engine_of(settings(stage), EXACT, seed=1)
@@ -212,7 +214,7 @@ def files_beside_tags(run: Path) -> None:
     check(whole and (run / "zero_to_fp32.py").stat().st_size > 1000, f"modes and links stay: {modes}")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def interrupt(saved: Any) -> None:
+    def interrupt(result: Any) -> None:
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -283,7 +285,7 @@ def misspelt(run: Path) -> None:
     dsq_ckpt.deepspeed._block_flags.clear()
     engine = plain()
     said = [told(partial(engine.save_checkpoint, str(run), tag=tag)) for tag in ("a", "b")]
-    check(not first or ["no block 'dsq_checkpoint'" in one for one in said[0]] == [True], f"the first save: {said}")
+    check(not first or ["no block 'dsq_checkpoint'" in text for text in said[0]] == [True], f"the first save: {said}")
     check(said[1] == [], "and only that")
     engine = plain()
     plain(dsq_checkpoint={"enabled": False})

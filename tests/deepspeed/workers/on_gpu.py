@@ -34,13 +34,13 @@ def main(directory: Path) -> None:
             dsq_ckpt.forget()
             other = engine_of(tree, block, seed=1)
             other.load_checkpoint(str(run))
-            found = train(other, 12, 16)
+            losses = train(other, 12, 16)
             other.destroy()
             if name == "exact":
-                check(found == expected, f"{where}: {found} instead of {expected}")
+                check(losses == expected, f"{where}: {losses} instead of {expected}")
             else:
-                near = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0.05)
-                check(near, f"{where}: {found}, {expected} expected")
+                near = torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0.05)
+                check(near, f"{where}: {losses}, {expected} expected")
     print("same losses")
 
 

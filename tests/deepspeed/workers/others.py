@@ -68,7 +68,10 @@ def save_twice(engine: Any, run: Path, kind: str) -> None:
         warnings.simplefilter("always")
         engine.save_checkpoint(str(run))
         engine.save_checkpoint(str(run))
-    messages = [str(one.message) for one in caught if "nothing of this engine's tags is compressed" in str(one.message)]
+    messages = [
+        str(warning.message) for warning in caught
+        if "nothing of this engine's tags is compressed" in str(warning.message)
+    ]
     first = torch.distributed.get_rank() == 0
     check(len(messages) == first and all(f"with {kind} parallelism" in text for text in messages), f"{kind}: told once")
 
@@ -118,8 +121,8 @@ def without_optimizer(run: Path) -> None:
     tree = {"train_micro_batch_size_per_gpu": 1, "dsq_checkpoint": LOSSY}
     engine = dsq_ckpt.deepspeed.initialize(model=model, config=tree)[0]
     engine.save_checkpoint(str(run))
-    saved = torch.load(run / "global_step0" / "mp_rank_00_model_states.pt", weights_only=False)["module"]["weight"]
-    check(torch.equal(saved, model.weight), "without an optimizer: saved")
+    weight = torch.load(run / "global_step0" / "mp_rank_00_model_states.pt", weights_only=False)["module"]["weight"]
+    check(torch.equal(weight, model.weight), "without an optimizer: saved")
 
 
 def main() -> None:

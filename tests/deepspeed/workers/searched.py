@@ -21,8 +21,8 @@ SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "max_prog
 
 def everything(engine: Any) -> list[torch.Tensor]:
     """All that a trial may have changed, copied."""
-    found = take_inventory(engine)
-    tensors = [buffer.tensor for buffer in found.buffers] + list(engine.module.parameters())
+    inventory = take_inventory(engine)
+    tensors = [buffer.tensor for buffer in inventory.buffers] + list(engine.module.parameters())
     tensors += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
     return [tensor.detach().clone().view(torch.uint8) for tensor in tensors if tensor.numel()]  # NaN are equal then
 
