@@ -78,13 +78,13 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Made:
+def outputs(tmp_path_factory) -> Made:
     """By the one launch of several ranks that there is, as each of them takes seconds to begin; see the worker."""
     here = tmp_path_factory.mktemp("mpi")
     given, together, alone = (here / name for name in ("given", "together", "alone"))
     given.mkdir()
     nested, plain = nested_state(), nested_state(plain=True)
-    found = {
+    sources = {
         "safetensors": write_safetensors(flat_state(), given / "one"),
         "index": write_sharded(flat_state(), given / "several"),
         "torch": write_torch(nested, given / "new"),
@@ -98,7 +98,7 @@ def made(tmp_path_factory) -> Made:
     torn = write_dcp_in_parts(plain_state(), given / "torn")
     data = bytearray((torn / "__0_0.distcp").read_bytes())
     (torn / "__0_0.distcp").write_bytes(data[: len(data) // 2])
-    (given / "sources.json").write_text(json.dumps({name: str(path) for name, path in found.items()}))
+    (given / "sources.json").write_text(json.dumps({name: str(path) for name, path in sources.items()}))
     (given / "damaged.json").write_text(json.dumps({str(broken): "CorruptCheckpoint", str(torn): "plain DCP"}))
     lost = write_dcp({"large": torch.randn(99, 80), "small": torch.randn(80, 80)}, given / "lost")
     where = FileSystemReader(lost).read_metadata().storage_data[MetadataIndex("small", (0, 0))]
@@ -110,9 +110,9 @@ def made(tmp_path_factory) -> Made:
     output = mpirun(4, WORKERS / "compressing.py", given, together, fails=True, python=python)
     assert "ok 4" in output, output
     dsq_ckpt.forget()
-    for name, path in found.items():
+    for name, path in sources.items():
         dsq_ckpt.compress(path, alone / name)
-    return Made(together, alone, found, output, python)
+    return Made(together, alone, sources, output, python)
 
 
 FORMS = ["safetensors", "index", "torch", "old_torch", "dcp", "dcp_in_parts", "dsq_in_parts"]
@@ -120,8 +120,8 @@ FORMS = ["safetensors", "index", "torch", "old_torch", "dcp", "dcp_in_parts", "d
 
 @pytest.mark.slow(4)
 @pytest.mark.parametrize("form", FORMS)
-def test_four_ranks_store_what_one_process_stores(made, form):
-    together, alone = made.together / form, made.alone / form
+def test_four_ranks_store_what_one_process_stores(outputs, form):
+    together, alone = outputs.together / form, outputs.alone / form
     state = flat_state() if form in ("safetensors", "index") else nested_state(plain="torch" not in form)
     for layers in ({}, {"refinement": False}):
         several, one = flatten(load_copy(together, state, **layers)), flatten(load_copy(alone, state, **layers))
@@ -132,12 +132,12 @@ def test_four_ranks_store_what_one_process_stores(made, form):
             # The largest may own the energy; half a level of two per octave is a factor of 2**0.25, its root 2**0.125.
             least = 2 ** (0.25 if "exp_avg_sq" in name else 0.125) - 1
             assert relative_error(flatten(state)[name], several[name]) < max(1.1 * usual, least)
-    ours, theirs = Manifest.read(together), Manifest.read(alone)
-    assert ours.groups.keys() == theirs.groups.keys()
-    assert all(ours.groups[name] == theirs.groups[name] for name in ours.groups if not name.startswith("exp_avg"))
-    assert (ours.nonfinite, ours.config) == (theirs.nonfinite, theirs.config)
-    assert ours.nonfinite and ours.groups and (ours.ranks, theirs.ranks) == (4, 1)
-    assert sum(sizes.logical for sizes in ours.kinds.values()) == sum(sizes.logical for sizes in theirs.kinds.values())
+    joint, single = Manifest.read(together), Manifest.read(alone)
+    assert joint.groups.keys() == single.groups.keys()
+    assert all(joint.groups[name] == single.groups[name] for name in joint.groups if not name.startswith("exp_avg"))
+    assert (joint.nonfinite, joint.config) == (single.nonfinite, single.config)
+    assert joint.nonfinite and joint.groups and (joint.ranks, single.ranks) == (4, 1)
+    assert sum(sizes.logical for sizes in joint.kinds.values()) == sum(sizes.logical for sizes in single.kinds.values())
     with Checkpoint(together) as a, Checkpoint(alone) as b:
         books = [{name: book for name, book in checkpoint.index["codebooks"].items() if not name.startswith("exp_avg")}
                  for checkpoint in (a, b)]
@@ -151,29 +151,31 @@ def test_four_ranks_store_what_one_process_stores(made, form):
         parts = {name: len(tensor["chunks"]) for name, tensor in a.index["tensors"].items()}
     cut = next(count for name, count in parts.items() if name.endswith("layers.4.weight"))
     assert cut > 1 or form == "dcp"
-    sizes = [file.size for file in ours.files if file.role == "own"]
+    sizes = [file.size for file in joint.files if file.role == "own"]
     assert len(sizes) == 4 and min(sizes) > 1000
 
 
-def test_compress_a_state_in_memory(made, tmp_path):
+def test_compress_a_state_in_memory(outputs, tmp_path):
     """The communicator keeps its contract, and what it serves to store is what one process stores."""
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")
-    alone, several = load_copy(tmp_path / "alone", state), load_copy(made.together / "memory", state)
+    alone, several = load_copy(tmp_path / "alone", state), load_copy(outputs.together / "memory", state)
     assert find_differences(several, alone) == [] != find_differences(several, state)
 
 
 @pytest.mark.slow
-def test_on_the_command_line(made, tmp_path):
+def test_on_the_command_line(outputs, tmp_path):
     """Of several ranks one prints; of a single one nobody notices."""
-    source = made.together.parent / "given" / "plain.safetensors"
+    source = outputs.together.parent / "given" / "plain.safetensors"
     expected = dsq_json("compress", source, tmp_path / "alone")
-    several = json.loads(made.output[made.output.index("{") :].partition("\n}\n")[0] + "}")
+    several = json.loads(outputs.output[outputs.output.index("{") :].partition("\n}\n")[0] + "}")
     command = ("-m", "dsq_ckpt.cli", "compress", source, tmp_path / "one", "--json")
-    single = json.loads(mpirun(1, *command, python=made.python))
-    for found in (several, single):
-        assert {name for name in expected if found[name] == expected[name]} >= {"source", "bytes_logical", "refinement"}
-    outs = {"several": made.together / "command", "one": tmp_path / "one", "alone": tmp_path / "alone"}
+    single = json.loads(mpirun(1, *command, python=outputs.python))
+    for report in (several, single):
+        assert {name for name in expected if report[name] == expected[name]} >= {
+            "source", "bytes_logical", "refinement"
+        }
+    outs = {"several": outputs.together / "command", "one": tmp_path / "one", "alone": tmp_path / "alone"}
     files = {name: sorted(file.role for file in Manifest.read(out).files) for name, out in outs.items()}
     assert files["several"].count("own") == 4 and files["one"] == files["alone"]
     state = plain_state()
@@ -181,12 +183,12 @@ def test_on_the_command_line(made, tmp_path):
         assert find_differences(load_copy(outs[name], state), load_copy(outs["alone"], state)) == []
 
 
-def test_a_failing_rank_on_the_command_line(made):
+def test_a_failing_rank_on_the_command_line(outputs):
     """It is not the one that prints; what it says is printed once, and the job fails."""
-    said = made.output.partition("ok 4")[2]
+    said = outputs.output.partition("ok 4")[2]
     assert said.count("failed: CorruptCheckpoint: ") == said.count("rror: rank") == 1, said
-    assert "error: rank 0" not in said and "Traceback" not in made.output
-    assert not (made.together / "failed_command" / "manifest.json").exists()
+    assert "error: rank 0" not in said and "Traceback" not in outputs.output
+    assert not (outputs.together / "failed_command" / "manifest.json").exists()
 
 
 def test_launched_processes_without_mpi_are_refused(tmp_path, no_launcher):
