@@ -18,17 +18,17 @@ NAMED = sorted(set(re.findall(r"`([\w/.-]+\.(?:py|json))(?:::([\w.]+))?`", PAGE)
 @functools.cache
 def names_in(path: str) -> frozenset[str]:
     """Top-level functions, classes and constants of a file, and methods as `Class.method`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
         if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return frozenset(found)
+            names.add(node.target.id)
+    return frozenset(names)
 
 
 def test_the_page_names_many() -> None:
@@ -99,5 +99,5 @@ def test_the_listings_run(tmp_path: Path) -> None:
     (tmp_path / "listings.py").write_text("\n".join([LISTINGS, *blocks, after]))
     status, output = run(["listings.py"], directory=tmp_path, forked=True)
     assert status == 0, output[-6000:]
-    saved = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("manifest.json"))
-    assert saved == ["lightning/step-000020", "lightning/step-000040"] + [f"run/step-0000{n}" for n in (20, 40, 60)]
+    paths = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("manifest.json"))
+    assert paths == ["lightning/step-000020", "lightning/step-000040"] + [f"run/step-0000{n}" for n in (20, 40, 60)]

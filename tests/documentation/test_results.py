@@ -28,14 +28,14 @@ def document(name: str) -> Any:
 
 def values(tree: Any, path: str) -> list[Any]:
     """Return all values at a path: keys, each with a selection of rows where it has one."""
-    found = [tree]
+    nodes = [tree]
     for part in path.split(" > "):
         key, _, selection = part.removesuffix("]").partition("[")
-        found = [tree[key] for tree in found]
-        rows = [row for one in found for row in (one if isinstance(one, list) else [one])]
+        nodes = [tree[key] for tree in nodes]
+        rows = [row for node in nodes for row in (node if isinstance(node, list) else [node])]
         wanted = [condition.split("=") for condition in re.split(r", (?=\w+=)", selection)] if selection else []
-        found = [row for row in rows if all(str(row[key]) == value for key, value in wanted)]
-    return found
+        nodes = [row for row in rows if all(str(row[key]) == value for key, value in wanted)]
+    return nodes
 
 
 def figure(file: str, path: str) -> float:
@@ -46,9 +46,9 @@ def figure(file: str, path: str) -> float:
     if divisor:
         rows, _, _ = path.rpartition(" > ")
         return figure(file, path) / figure(file, f"{rows} > {divisor}")
-    found = values(document(file), path)
-    assert len(found) == 1, f"{file}: {len(found)} values at {path}"
-    return float(found[0])
+    matches = values(document(file), path)
+    assert len(matches) == 1, f"{file}: {len(matches)} values at {path}"
+    return float(matches[0])
 
 
 @pytest.mark.parametrize(("name", "shown", "file", "path"), FIGURES, ids=lambda text: text[:40])
