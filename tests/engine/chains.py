@@ -30,7 +30,7 @@ def in_background(state, path, **options):
 def directly(state, path, config=None, parent="auto"):
     tensor = state["weight"]
     key = ChunkKey("weight", (0, 0), tuple(tensor.shape))
-    part = LocalShard(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
+    part = LocalShard(key, tuple(tensor.shape), tensor.dtype, partial(lambda value: value, tensor))
     contribution = LocalState([part], nesting={"weight": ("weight",)})
     save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
 
@@ -57,7 +57,7 @@ def saves(run: Path, count: int, save=dsq_ckpt.save, first: int = 0, **options) 
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for number in range(first, first + count):
             save(weights(number), run / f"{number:02d}", **options)
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def readable(run: Path) -> list[str]:

@@ -61,12 +61,12 @@ def test_a_save_parses_the_contents_of_its_parent_once(tmp_path, monkeypatch):
 def test_chain_is_self_contained(tmp_path):
     paths, states = chain_of(tmp_path, 5)
     assert depths(paths) == [0, 1, 2, 3, 4]
-    kept = {path: load_copy(path, states[0], **BASE) for path in paths}
+    copies = {path: load_copy(path, states[0], **BASE) for path in paths}
     newest = load_copy(paths[-1], states[0])
     for number, path in enumerate(paths[:-1]):
         shutil.rmtree(path)
         for later in paths[number + 1 :]:
-            assert find_differences(load_copy(later, states[0], **BASE), kept[later]) == []
+            assert find_differences(load_copy(later, states[0], **BASE), copies[later]) == []
     assert find_differences(load_copy(paths[-1], states[0]), newest) == []
     shutil.move(paths[-1], tmp_path / "elsewhere")
     assert find_differences(load_copy(tmp_path / "elsewhere", states[0]), newest) == []
@@ -81,10 +81,10 @@ def test_without_hard_links(tmp_path, monkeypatch, number):
     paths, states = chain_of(tmp_path, 3)
     assert depths(paths) == [0, 1, 2]
     assert all(file.stat().st_nlink == 1 for path in paths for file in path.iterdir())
-    kept = DecodedCheckpoints(states[0], paths[-1])
+    checkpoints = DecodedCheckpoints(states[0], paths[-1])
     for path in paths[:-1]:
         shutil.rmtree(path)
-    kept.check()
+    checkpoints.check()
     with pytest.raises(dsq_ckpt.DSQError, match="overwrite=True"):
         dsq_ckpt.save(states[0], paths[-1])
 
@@ -147,10 +147,10 @@ def test_named_parent(tmp_path):
     other = tmp_path / "other run" / "x"
     dsq_ckpt.save(states[2], other, parent=paths[0])
     assert (Manifest.read(other).depth, Manifest.read(other).parent_name) == (1, "step-0")
-    kept = DecodedCheckpoints(states[0], other)
+    checkpoints = DecodedCheckpoints(states[0], other)
     for path in paths:
         shutil.rmtree(path)
-    kept.check()
+    checkpoints.check()
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(dsq_ckpt.DSQError, match=r"does not exist|not a checkpoint|no manifest"):
             dsq_ckpt.save(states[0], tmp_path / "y", parent=missing)
@@ -182,9 +182,9 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
     done = getattr(SavePipeline, step)
 
     def removed_after(*arguments):
-        found = done(*arguments)
+        result = done(*arguments)
         shutil.rmtree(paths[0], ignore_errors=True)
-        return found
+        return result
 
     monkeypatch.setattr(SavePipeline, step, removed_after)
     future = dsq_ckpt.async_save(perturb(states[0], 1), tmp_path / "next")
@@ -285,8 +285,8 @@ def test_keep_last_and_pinned(tmp_path):
             state, tmp_path / str(number), config={"refinement": {"keep_last": 2}}, pinned=number in (1, 3)
         )
         state = perturb(state, number)
-    kept = [number for number in range(6) if Manifest.read(tmp_path / str(number)).refinement == "kept"]
-    assert kept == [1, 3, 4, 5]
+    numbers = [number for number in range(6) if Manifest.read(tmp_path / str(number)).refinement == "kept"]
+    assert numbers == [1, 3, 4, 5]
     load_copy(tmp_path / "1", state, refinement=True)
 
 

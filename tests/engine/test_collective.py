@@ -44,10 +44,10 @@ def test_parts_are_a_checkpoint_like_any_other(tmp_path):
     save(tmp_path / "1", halves())
     save(tmp_path / "2", halves())
     dsq_ckpt.save({"model": {"weight": WEIGHT}}, tmp_path / "other" / "1", config=CONFIG)
-    ours, dcp = ({"model": {"weight": torch.empty_like(WEIGHT)}} for _ in range(2))
-    dsq_ckpt.load(ours, tmp_path / "2")
+    loaded, dcp = ({"model": {"weight": torch.empty_like(WEIGHT)}} for _ in range(2))
+    dsq_ckpt.load(loaded, tmp_path / "2")
     dsq_ckpt.load(dcp, tmp_path / "other" / "1")
-    assert torch.equal(ours["model"]["weight"], dcp["model"]["weight"])
+    assert torch.equal(loaded["model"]["weight"], dcp["model"]["weight"])
     assert [Manifest.read(tmp_path / name).depth for name in "12"] == [0, 1]
     assert Manifest.read(tmp_path / "1").refinement == "dropped"
 

@@ -17,14 +17,14 @@ def noise(seed, scale=0.02):
 def errors(root, states):
     """Relative error of each tensor of each checkpoint of a chain, refinement included."""
     dsq_ckpt.forget()
-    found = []
+    rows = []
     for number, state in enumerate(states):
         dsq_ckpt.save(state, root / str(number), config=FINE)
         back = {fqn: torch.full_like(value, 7.0) for fqn, value in state.items()}
         dsq_ckpt.load(back, root / str(number))
-        found.append({fqn: float((back[fqn] - v).norm() / v.norm()) if v.any() else float(back[fqn].abs().max())
+        rows.append({fqn: float((back[fqn] - v).norm() / v.norm()) if v.any() else float(back[fqn].abs().max())
                       for fqn, v in state.items()})
-    return found
+    return rows
 
 
 M = "optimizer.state.layer.weight.exp_avg"
@@ -44,8 +44,8 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_codebook_follows(tmp_path, name):
-    for number, found in enumerate(errors(tmp_path, CHAINS[name])):
-        assert max(found.values()) < 0.1, (name, number, found)
+    for number, tensor_errors in enumerate(errors(tmp_path, CHAINS[name])):
+        assert max(tensor_errors.values()) < 0.1, (name, number, tensor_errors)
 
 
 def test_a_steady_group_keeps_its_chain(tmp_path):

@@ -27,7 +27,7 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
     config = {"storage": {"fsync": False, "block_elements": 1 << 12}}
     dsq_ckpt.save(state, tmp_path / "0", config=config, pinned=True)
     dsq_ckpt.save(perturb(state, 1), tmp_path / "1", config=config, pinned=True)
-    kept = DecodedCheckpoints(state, tmp_path / "0", tmp_path / "1")
+    checkpoints = DecodedCheckpoints(state, tmp_path / "0", tmp_path / "1")
     dsq_ckpt.save(perturb(state, 2), tmp_path / "whole", config=config, parent=parent)
     sizes = [file.size for file in Manifest.read(tmp_path / "whole").files if file.role in ("own", "refinement")]
     shutil.rmtree(tmp_path / "whole")
@@ -54,7 +54,7 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
             dsq_ckpt.save(perturb(state, 2), path, config=config, parent=parent)
             assert relative_error(perturb(state, 2)["lossy"]["linear.weight"], load_copy(path, state)["lossy"][
                 "linear.weight"]) < 0.015
-    kept.check()
+    checkpoints.check()
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_file_size_limit_of_the_kernel(tmp_path):
 def test_unwritable_places(tmp_path, monkeypatch):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0")
-    kept = DecodedCheckpoints(state, tmp_path / "0")
+    checkpoints = DecodedCheckpoints(state, tmp_path / "0")
     (tmp_path / "file").write_text("not a directory")
     for path, says in (
         (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "which is no directory"),
@@ -78,7 +78,7 @@ def test_unwritable_places(tmp_path, monkeypatch):
     ):
         with pytest.raises(dsq_ckpt.DSQError, match=says):
             dsq_ckpt.save(state, path)
-    kept.check()
+    checkpoints.check()
     if os.geteuid():  # root may write anywhere
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(dsq_ckpt.DSQError, match="Permission denied"):
@@ -92,7 +92,7 @@ def test_a_system_call_fails(tmp_path, monkeypatch, name):
     """The first, second, ... call of a kind fails: an error, no manifest, the earlier checkpoints intact."""
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0", pinned=True)
-    kept = DecodedCheckpoints(state, tmp_path / "0")
+    checkpoints = DecodedCheckpoints(state, tmp_path / "0")
     real = getattr(os, name)
     for fails in range(20):
         calls = 0
@@ -112,7 +112,7 @@ def test_a_system_call_fails(tmp_path, monkeypatch, name):
                 dsq_ckpt.save(perturb(state, 1), path, pinned=True)
             except BaseException as error:
                 assert "Input/output error" in str(error), error
-        kept.check()
+        checkpoints.check()
         if (path / "manifest.json").exists():  # then it is whole, whatever was reported
             check_whole(path)
         if calls <= fails:
@@ -162,12 +162,12 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path, monkeypatch):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "0")
     (tmp_path / "0" / "notes.txt").write_text("the best so far")
-    kept, before = DecodedCheckpoints(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
+    checkpoints, before = DecodedCheckpoints(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
     monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", full)
     with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
         dsq_ckpt.save(perturb(state, 1), tmp_path / "0", overwrite=True)
     assert sorted((tmp_path / "0").iterdir()) == before
-    kept.check()
+    checkpoints.check()
 
 
 def check_whole(path):

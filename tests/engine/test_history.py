@@ -50,7 +50,7 @@ def test_what_one_owner_loads_is_the_parent_of_what_it_saves(tmp_path):
 def test_every_way_to_save_takes_a_history(tmp_path, save):
     history = dsq_ckpt.SaveHistory()
     save(tmp_path / "a", history)
-    assert [one.path.name for one in history.checkpoints()] == ["a"]
+    assert [checkpoint.path.name for checkpoint in history.checkpoints()] == ["a"]
     assert not default_history().checkpoints()
 
 
@@ -128,7 +128,7 @@ def test_codebooks_are_kept_of_few_checkpoints(tmp_path):
     history, state = dsq_ckpt.SaveHistory(), {"w": torch.randn(256, 64)}
     for number in range(6):
         dsq_ckpt.save(state, tmp_path / str(number) / "checkpoint", history=history)
-    assert [one.model is not None for one in history.checkpoints()] == [True] * 4 + [False] * 2
+    assert [checkpoint.model is not None for checkpoint in history.checkpoints()] == [True] * 4 + [False] * 2
     assert dsq_ckpt.save(state, tmp_path / "0" / "next", history=history).depth == 1
 
 

@@ -245,18 +245,18 @@ def test_one_after_the_other(first, second, seed):
     for step in (first, second):
         for values in step.steps_at(np.arange(600)):
             add_residual(expected, values, expected)
-    found = start.copy()
+    total = start.copy()
     with Workers(2, 128) as workers:
-        first.add_to(found, workers)
-        second.add_to(found, workers)
-        assert found.tobytes() == expected.tobytes()
+        first.add_to(total, workers)
+        second.add_to(total, workers)
+        assert total.tobytes() == expected.tobytes()
         both = first.join(second)
         single = int(((first.codes == first.escape_code) | (second.codes == second.escape_code)).sum())
         if both is None:
             pairs = len(np.unique(np.stack([first.codes, second.codes]), axis=1).T)
             assert pairs > MOST_CODES or single * (len(first.steps) + len(second.steps)) > 1200
         else:
-            found = start.copy()
-            both.add_to(found, workers)
-            assert found.tobytes() == expected.tobytes() and both.steps.shape[1] <= MOST_CODES
+            total = start.copy()
+            both.add_to(total, workers)
+            assert total.tobytes() == expected.tobytes() and both.steps.shape[1] <= MOST_CODES
             assert both.escaped.shape[1] == single

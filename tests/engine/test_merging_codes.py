@@ -117,8 +117,8 @@ def test_a_chain_goes_on(run, tmp_path, keyframe):
     state = expected[0]
     usual = RUNS[run[0]][1]
     # Whether second moments have one level per octave goes by the deltas since the keyframe, which merges change.
-    one = {"exp_avg_sq": {"codebook": {"fit": "octaves", "per_octave": 1}}}
-    config = {**usual, "quantize": {**usual.get("quantize", {}), **one}}
+    moments = {"exp_avg_sq": {"codebook": {"fit": "octaves", "per_octave": 1}}}
+    config = {**usual, "quantize": {**usual.get("quantize", {}), **moments}}
     path, plain = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path, source
     for number in range(2):
         state = perturb(state, number)

@@ -34,9 +34,9 @@ def chain(run: str, length: int, **options) -> list[str]:
 
 
 def loaded(path: str) -> dict:
-    found: dict = {}
-    dsq_ckpt.load(found, path)
-    return found
+    target: dict = {}
+    dsq_ckpt.load(target, path)
+    return target
 
 
 def files_in(path: str) -> set[str]:
@@ -87,8 +87,8 @@ def test_async_saves_and_compressor(store):
 
 def test_refinement_of_older_checkpoints_is_dropped(store):
     paths = chain(f"{store}/run", 3, config={"refinement": {"keep_last": 1}})
-    kept = [any(name.endswith(".refinement") for name in files_in(path)) for path in paths]
-    assert kept == [False, False, True]
+    refinements = [any(name.endswith(".refinement") for name in files_in(path)) for path in paths]
+    assert refinements == [False, False, True]
 
 
 def test_latest_passes_over_what_is_incomplete(store):
@@ -216,11 +216,11 @@ def test_a_run_synchronized_to_a_disk_loads_and_goes_on(store, tmp_path):
     system.get(root, str(tmp_path / "run"), recursive=True)
     local = tmp_path / "run" / "step-3"
     assert is_alike(loaded(local), loaded(paths[2]))
-    found = independent_reader.Reader(local)
-    assert found.index["tensors"].keys() == {"w", "bias"}
-    held = [name for name, entry in found.files.items() if "held_by" in entry]
+    reader = independent_reader.Reader(local)
+    assert reader.index["tensors"].keys() == {"w", "bias"}
+    held = [name for name, entry in reader.files.items() if "held_by" in entry]
     assert len(held) == 2
-    assert all(found.container(name).contents["save"] == name[:16] for name in held)
+    assert all(reader.container(name).contents["save"] == name[:16] for name in held)
     dsq_ckpt.forget()
     dsq_ckpt.load({}, local)
     result = dsq_ckpt.save(state_of(4), tmp_path / "run" / "step-4")

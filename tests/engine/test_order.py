@@ -207,8 +207,8 @@ def test_a_forged_predecessor_does_not_cost_another_run_its_refinement(run, tmp_
 def test_directories_with_odd_names_are_read_back(tmp_path):
     for name in (".hidden", "back\\slash", "new\nline", "next"):
         dsq_ckpt.save(weights(), tmp_path / name)
-    found = {path.name: manifest.previous_name for path, manifest in iter_checkpoints(tmp_path)}
-    assert found == {".hidden": None, "back\\slash": ".hidden", "new\nline": None, "next": "new\nline"}
+    previous_names = {path.name: manifest.previous_name for path, manifest in iter_checkpoints(tmp_path)}
+    assert previous_names == {".hidden": None, "back\\slash": ".hidden", "new\nline": None, "next": "new\nline"}
 
 
 @pytest.mark.parametrize("name", ["../outside.dsq", "/outside.dsq", ""])

@@ -46,7 +46,7 @@ def record_save(path, save=dsq_ckpt.save, **options) -> list[str]:
         result = save({"w": WEIGHTS + 0.1 * torch.randn(80, 80)}, path, config=CONFIG, **options)
         if save is dsq_ckpt.async_save:
             result.result()
-    return [text for one in recorded if "another job" in (text := str(one.message)) or "two jobs" in text]
+    return [text for warning in recorded if "another job" in (text := str(warning.message)) or "two jobs" in text]
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, dsq_ckpt.async_save])
@@ -65,8 +65,8 @@ def test_refinement_layers_of_another_job_are_left_alone(tmp_path):
     for number in range(3):
         record_save(tmp_path / f"a-{number}")
     other_job(tmp_path / "b-2")
-    kept = {path.name: Manifest.read(path).refinement for path in tmp_path.iterdir()}
-    assert kept == {"b-1": "kept", "a-0": "dropped", "a-1": "dropped", "a-2": "kept", "b-2": "kept"}
+    refinements = {path.name: Manifest.read(path).refinement for path in tmp_path.iterdir()}
+    assert refinements == {"b-1": "kept", "a-0": "dropped", "a-1": "dropped", "a-2": "kept", "b-2": "kept"}
 
 
 def test_a_checkpoint_that_another_job_replaced_is_reported(tmp_path):

@@ -38,12 +38,12 @@ def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
     assert damaged.name in messages[0] and "writing a keyframe" in messages[0] and "no intact copy" in messages[0]
     last = 3 + CHECK_PERIOD
     depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, last + 1)]
-    found = depths.index(0)
-    assert depths[found:] == list(range(len(depths) - found))
+    keyframe = depths.index(0)
+    assert depths[keyframe:] == list(range(len(depths) - keyframe))
     named = [name for name in ("'00'", "'01'", "'02'") if name in messages[0]]
     assert named == ["'00'", "'01'", "'02'"]
     dsq_ckpt.forget()
-    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, last + 1)]
+    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + keyframe, last + 1)]
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
@@ -314,8 +314,8 @@ def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):
         saves(tmp_path, 1, first=number, config=config)
         if number > 1:
             shutil.rmtree(tmp_path / f"{number - 2:02d}")
-        kept = sorted(tmp_path.iterdir())
-        assert len({os.stat(path / keyframe).st_ino for path in kept}) == len(kept) == 2
+        paths = sorted(tmp_path.iterdir())
+        assert len({os.stat(path / keyframe).st_ino for path in paths}) == len(paths) == 2
 
 
 @pytest.mark.parametrize("given, copies", [(False, 1), (True, 2), (1, 1), (2, 2), (8, 8)])
@@ -332,8 +332,8 @@ def test_wrong_numbers_of_copies(wrong):
 def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
     saves(tmp_path, 2)
     flip(data_file(tmp_path / "00"))
-    [one] = default_history().checkpoints()
-    one.suspect = True
+    [checkpoint] = default_history().checkpoints()
+    checkpoint.suspect = True
     assert len(saves(tmp_path, 1, first=2)) == 1
     flip(data_file(tmp_path / "01"))  # it is no longer needed
     assert saves(tmp_path, CHECK_PERIOD + 1, first=3) == []

@@ -37,7 +37,7 @@ def recorded(root):
             if record["type"] == "coded" and record.get("parent"):
                 previous = before.decode_codes(before.find_record(key.fqn, key.offsets), workers)
                 pairs.setdefault(record["group"], []).append((previous, after.decode_codes(ref, workers)))
-    return {group: tuple(np.concatenate(part) for part in zip(*found, strict=True)) for group, found in pairs.items()}
+    return {group: tuple(np.concatenate(part) for part in zip(*parts, strict=True)) for group, parts in pairs.items()}
 
 
 def test_rans_is_within_two_per_cent_of_the_conditional_entropy(tmp_path):

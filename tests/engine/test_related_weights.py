@@ -33,7 +33,7 @@ def step(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def kept(run: Path, name: str) -> list[int]:
+def refined_numbers(run: Path, name: str) -> list[int]:
     return [number for number in range(5) if Manifest.read(run / f"{name}-{number}").refinement == "kept"]
 
 
@@ -43,7 +43,7 @@ def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool, 
     order = [(fold, number) for fold in range(3) for number in range(5)]
     trainings = [training(fold) for fold in range(3)]
     with pytest.warns(UserWarning, match="nothing in common with those of .*SaveHistory") as caught:
-        for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
+        for fold, number in sorted(order, key=lambda pair: pair[::-1]) if turns else order:
             step(*trainings[fold])
             model, optimizer = trainings[fold]
             state, path = {"model": model, "optimizer": optimizer}, tmp_path / f"fold{fold}-{number}"
@@ -51,11 +51,11 @@ def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool, 
                 dsq_ckpt.save(state, path)
             else:
                 dsq_ckpt.async_save(state, path, config={"storage": {"stage": stage}}).result()
-    assert sum("nothing in common" in str(one.message) for one in caught) == 1
+    assert sum("nothing in common" in str(warning.message) for warning in caught) == 1
     for fold in range(3):
-        assert kept(tmp_path, f"fold{fold}")[-KEPT:] == [2, 3, 4]
+        assert refined_numbers(tmp_path, f"fold{fold}")[-KEPT:] == [2, 3, 4]
     if not turns:
-        assert all(kept(tmp_path, f"fold{fold}") == [2, 3, 4] for fold in range(3))
+        assert all(refined_numbers(tmp_path, f"fold{fold}") == [2, 3, 4] for fold in range(3))
     loaded = training(9)
     for fold, (model, _) in enumerate(trainings):
         dsq_ckpt.load({"model": loaded[0], "optimizer": loaded[1]}, tmp_path / f"fold{fold}-4")
@@ -76,8 +76,8 @@ def test_one_training_is_one_whatever_it_does(tmp_path: Path, recwarn: pytest.Wa
             step(model, optimizer)
         parent = None if number == 2 else "auto"
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / f"run-{number}", parent=parent)
-    assert kept(tmp_path, "run") == [2, 3, 4]
-    assert not any("in common" in str(one.message) for one in recwarn)
+    assert refined_numbers(tmp_path, "run") == [2, 3, 4]
+    assert not any("in common" in str(warning.message) for warning in recwarn)
 
 
 @pytest.mark.parametrize("searched", [False, True], ids=["async_save", "a search"])
@@ -103,8 +103,8 @@ def test_one_training_is_one_while_its_codes_are_on_their_way(
         else:
             state = {"model": model, "optimizer": optimizer}
             dsq_ckpt.async_save(state, path, config={"storage": {"stage": "quantize"}}).result()
-    assert kept(tmp_path, "run") == [2, 3, 4]
-    assert not any("in common" in str(one.message) for one in recwarn)
+    assert refined_numbers(tmp_path, "run") == [2, 3, 4]
+    assert not any("in common" in str(warning.message) for warning in recwarn)
 
 
 @pytest.mark.parametrize("levels", [2, 3, 16, 256])
@@ -164,7 +164,7 @@ def test_one_training_of_fine_steps_and_of_few_values_is_one(tmp_path: Path, rec
             {"model": model}, tmp_path / "fine" / str(number),
             config={"quantize": {"weights": {"codebook": {"fit": "kmeans", "bins": 254}}}},
         )
-    assert not any("in common" in str(one.message) for one in recwarn)
+    assert not any("in common" in str(warning.message) for warning in recwarn)
     assert all(Manifest.read(tmp_path / run / "1").previous for run in ("sparse", "fine"))
 
 

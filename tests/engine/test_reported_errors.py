@@ -11,8 +11,10 @@ from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import relative_error
 
 
-def total_error(wanted, found):
-    return relative_error(torch.cat([one.view(-1) for one in wanted]), torch.cat([one.view(-1) for one in found]))
+def total_error(wanted, loaded):
+    return relative_error(
+        torch.cat([tensor.view(-1) for tensor in wanted]), torch.cat([tensor.view(-1) for tensor in loaded])
+    )
 
 
 @pytest.mark.parametrize("sizes, gradients", [
@@ -39,6 +41,6 @@ def test_of_weights_they_are_those_of_plain_values(tmp_path, sizes, gradients, d
         dsq_ckpt.save({"model": weights, "optimizer": {"state": moments}}, tmp_path / str(step))
     told = Manifest.read(path := tmp_path / str(step)).groups["weights/linear"]
     for refinement, error in ((False, told.relative_error), (True, told.refined_error)):
-        found = read(path, refinement=refinement)["model"]
-        assert error == pytest.approx(total_error(weights.values(), [found[name] for name in names]), rel=0.2)
-    assert told.worst_error == pytest.approx(max(relative_error(weights[n], found[n]) for n in names), rel=0.3)
+        loaded = read(path, refinement=refinement)["model"]
+        assert error == pytest.approx(total_error(weights.values(), [loaded[name] for name in names]), rel=0.2)
+    assert told.worst_error == pytest.approx(max(relative_error(weights[n], loaded[n]) for n in names), rel=0.3)

@@ -48,8 +48,8 @@ def chain_of(root, states, config=CONFIG, save=dsq_ckpt.save):
 def records(path, key="residual"):
     """By name, those of the checkpoint's own records that have a key."""
     with Checkpoint(path) as checkpoint:
-        found = {chunk.fqn: checkpoint.read_record(ref) for chunk, ref in checkpoint.iter_chunks()}
-    return {fqn: record for fqn, record in found.items() if key in record}
+        entries = {chunk.fqn: checkpoint.read_record(ref) for chunk, ref in checkpoint.iter_chunks()}
+    return {fqn: record for fqn, record in entries.items() if key in record}
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
 def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch):
     states = [state_of(state) for state in make_walk(70, 80, steps=4)]
     chain_of(tmp_path / "known", states[:1])
-    (memory,) = [found.cache for found in default_history().checkpoints()]
+    (memory,) = [checkpoint.cache for checkpoint in default_history().checkpoints()]
     assert {key.fqn for key in memory.values} == {"layer0.weight"} and not memory.codes
     states[0]["layer0.weight"].fill_(7)  # training goes on; what was remembered is a copy
     states[0]["layer0.weight"].copy_(make_walk(70, 80, steps=1)[0])
@@ -213,11 +213,11 @@ def test_top_n(tmp_path):
     before, after = make_walk(100, 100, steps=2, scale=0.01)
     paths = chain_of(tmp_path, [state_of(before), state_of(after)], make_config(fit="largest", fraction=0.05))
     change = load_copy(paths[1], state_of(after))["layer0.weight"] - before
-    kept, size = change != 0, (after - before).abs()
-    assert 0.045 < float(kept.float().mean()) <= 0.05
-    assert size[kept].min() > size[~kept].max() * 64 / 65  # up to a bin of the sketch
-    assert relative_error((after - before)[kept], change[kept]) < 2**-8
-    assert records(paths[1])["layer0.weight"]["protected_count"] == int(kept.sum())
+    changed, size = change != 0, (after - before).abs()
+    assert 0.045 < float(changed.float().mean()) <= 0.05
+    assert size[changed].min() > size[~changed].max() * 64 / 65  # up to a bin of the sketch
+    assert relative_error((after - before)[changed], change[changed]) < 2**-8
+    assert records(paths[1])["layer0.weight"]["protected_count"] == int(changed.sum())
 
 
 @pytest.mark.parametrize("parts", [1, 4, 7])

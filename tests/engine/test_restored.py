@@ -174,16 +174,16 @@ def test_first_moments_take_more_bits_until_they_are_renewed(tmp_path):
 def test_first_moments_are_renewed_over_several_saves(tmp_path):
     """They take more bits no longer than that where saves are closer together than momentum lasts."""
     model = nn.Linear(128, 96, bias=False)
-    optimizer, found = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9), []
+    optimizer, all_bits = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9), []
     for number in range(6):
         for _ in range(4):
             model.weight.grad = torch.randn(96, 128, generator=torch.Generator().manual_seed(number))
             optimizer.step()
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
-        found += [bits for name, bits in read_bits(tmp_path / str(number)).items() if "momentum_buffer" in name]
+        all_bits += [bits for name, bits in read_bits(tmp_path / str(number)).items() if "momentum_buffer" in name]
         if number == 0:
             dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "0")
-    assert found == [4, 8, 8, 4, 4, 4]
+    assert all_bits == [4, 8, 8, 4, 4, 4]
 
 
 def test_fresh_weights_that_are_all_in_bf16_are_spread(tmp_path):
@@ -218,8 +218,8 @@ def test_small_movements_after_a_restore_are_kept(tmp_path):
         dsq_ckpt.save(moved, tmp_path / str(number))
         after = load_copy(tmp_path / str(number), moved)
         for name, step in steps.items():
-            kept = float(((after[name] - restored[name]) * step).sum() / step.square().sum())
-            assert 0.9 < kept < 1.1, (number, name)
+            share = float(((after[name] - restored[name]) * step).sum() / step.square().sum())
+            assert 0.9 < share < 1.1, (number, name)
         restored = after
 
 
@@ -260,9 +260,9 @@ def test_what_was_restored_takes_more_bits_whatever_it_has(tmp_path, bits):
     assert set(read_bits(tmp_path / "0").values()) == {bits}
     restored = load_copy(tmp_path / "0", weights())
     dsq_ckpt.save(restored, tmp_path / "1", config=config)
-    again, found = load_copy(tmp_path / "1", restored), read_bits(tmp_path / "1")
-    assert set(found.values()) in ({8}, {0, 8})
-    assert all(relative_error(again[name], tensor) < (0.005 if found[name] else 1e-9)  # without: as it is
+    again, bits_by_name = load_copy(tmp_path / "1", restored), read_bits(tmp_path / "1")
+    assert set(bits_by_name.values()) in ({8}, {0, 8})
+    assert all(relative_error(again[name], tensor) < (0.005 if bits_by_name[name] else 1e-9)  # without: as it is
                for name, tensor in restored.items())
 
 
@@ -305,8 +305,8 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
         else:
             config = {"storage": {"stage": "quantize"}} if saved == "quantize" else None
             dsq_ckpt.save(state, tmp_path / folder / "0", config=config)
-    found, expected = (load_copy(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
-    assert all(found[name].equal(expected[name]) for name in copies)
+    loaded, expected = (load_copy(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
+    assert all(loaded[name].equal(expected[name]) for name in copies)
 
 
 def test_the_look_is_the_same_without_the_compiler():
@@ -325,7 +325,9 @@ def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
     """Whether it is the first, or one after others."""
     def state(seed):
         seeds = {"w": 0, "w.momentum_buffer": 1 + seed}
-        return {name: torch.randn(90, 100, generator=torch.Generator().manual_seed(one)) for name, one in seeds.items()}
+        return {
+            name: torch.randn(90, 100, generator=torch.Generator().manual_seed(seed)) for name, seed in seeds.items()
+        }
 
     def bits(number):
         dsq_ckpt.save(state(number), tmp_path / str(number))

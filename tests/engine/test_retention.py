@@ -18,7 +18,7 @@ from dsq_ckpt.storage.predecessors import iter_predecessors
 from tests.helpers.states import flat_tensors, mixed_state
 
 
-def saved(run, count=2):
+def save_two(run, count=2):
     """Return the directories of checkpoints of one state, whose refinements are all there."""
     config = DSQConfig.model_validate({"refinement": {"keep_last": 100}, "storage": {"fsync": False}})
     paths = [run / f"step-{number}" for number in range(count)]
@@ -30,7 +30,7 @@ def saved(run, count=2):
 @pytest.mark.parametrize("gone", ["directory", "manifest"])
 def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, monkeypatch, gone):
     """Its manifest was written again into a directory that was being emptied, and named files that are not there."""
-    older, newest = saved(tmp_path)
+    older, newest = save_two(tmp_path)
     exchange = retention.exchange_names
 
     def after_removal(*names):
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, mon
 
 def test_a_checkpoint_that_is_replaced_meanwhile_stays(tmp_path, monkeypatch):
     """Its manifest came to be that of the one before, whose files are gone."""
-    older, newest = saved(tmp_path)
+    older, newest = save_two(tmp_path)
     exchange, state = retention.exchange_names, mixed_state(seed=1)
 
     def after_another_save(*names):
@@ -97,18 +97,18 @@ def test_a_checkpoint_that_each_save_replaces_is_passed_over(tmp_path):
         state |= {"lossy": {name: 1.01 * weights for name, weights in state["lossy"].items()}}
         dsq_ckpt.save(state, tmp_path / f"step-{number}", config=config)
         dsq_ckpt.save(state, tmp_path / "last", config=config, overwrite=True)
-    kept = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "kept"}
-    assert kept == {"last", "step-4"}
+    names = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "kept"}
+    assert names == {"last", "step-4"}
     before = [path.name for path, _ in iter_predecessors(tmp_path / "last")]
     assert before == [f"step-{number}" for number in range(4, -1, -1)]
     for path in tmp_path.iterdir():
-        dsq_ckpt.load({}, path, refinement=path.name in kept)
+        dsq_ckpt.load({}, path, refinement=path.name in names)
     shutil.rmtree(tmp_path / "last")
     assert [path.name for path, _ in iter_predecessors(tmp_path / "step-4")] == []
 
 
 def test_replaced_checkpoints_that_name_each_other_end(tmp_path):
-    older, newest = saved(tmp_path)
+    older, newest = save_two(tmp_path)
     manifest = Manifest.read(older)
     ids = ["0" * 16, "1" * 16]
     replaced = [(ids[0], ids[1], older.name), (ids[1], ids[0], older.name)]
@@ -119,7 +119,7 @@ def test_replaced_checkpoints_that_name_each_other_end(tmp_path):
 
 
 def test_the_time_of_its_save_stays(tmp_path):
-    older, newest = saved(tmp_path)
+    older, newest = save_two(tmp_path)
     os.utime(older, (1, 1))
     assert retention.drop_refinements(newest, 1, True) == [older]
     assert older.stat().st_mtime == 1
@@ -129,7 +129,7 @@ def test_the_time_of_its_save_stays(tmp_path):
 
 
 def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
-    older, newest = saved(tmp_path)
+    older, newest = save_two(tmp_path)
 
     def killed(hidden, target):
         shutil.copy(hidden, tmp_path / ".step-0.dsq-01234567.tmp")
@@ -158,7 +158,7 @@ def test_a_name_as_long_as_a_file_system_takes(tmp_path, recwarn, length):
 def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
     """Whichever of several failed: none is behind one that was dropped, where no save looks again."""
     for failing in range(2):
-        *older, newest = paths = saved(tmp_path / str(failing), 4)
+        *older, newest = paths = save_two(tmp_path / str(failing), 4)
         replace, calls = retention._replace_manifest, []
 
         def full(*given, replace=replace, calls=calls, failing=failing):
@@ -171,8 +171,8 @@ def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             retention.drop_refinements(newest, 1, False)
         monkeypatch.undo()
-        kept = [Manifest.read(path).refinement == "kept" for path in older]
-        assert kept == [False] * failing + [True] * (3 - failing)
+        refinements = [Manifest.read(path).refinement == "kept" for path in older]
+        assert refinements == [False] * failing + [True] * (3 - failing)
         assert retention.drop_refinements(newest, 1, False) == older[failing:][::-1]
         assert [Manifest.read(path).refinement for path in paths] == ["dropped"] * 3 + ["kept"]
 
@@ -195,7 +195,7 @@ def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
         if number:
             shutil.rmtree(tmp_path / str(number - 1))
         state = {name: value * 1.001 for name, value in state.items()}
-        files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / str(number)).iterdir()}
+        files = {file.stat().st_ino: file.stat().st_size for file in (tmp_path / str(number)).iterdir()}
         assert sum(files.values()) < 1.8 * plain, number
 
 

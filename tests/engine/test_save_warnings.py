@@ -36,8 +36,8 @@ def test_a_model_of_other_names_is_reported(tmp_path, state, model, warned):
         warnings.simplefilter("always")
         for number in range(2):  # a delta has nothing to add
             dsq_ckpt.save({**state, "step": number}, tmp_path / str(number), model=model)
-    found = [str(one.message) for one in caught if "has nothing of what is saved" in str(one.message)]
-    assert len(found) == warned
+    messages = [str(warning.message) for warning in caught if "has nothing of what is saved" in str(warning.message)]
+    assert len(messages) == warned
 
 
 def test_a_warning_names_keys_of_model_and_state_dict(tmp_path):
@@ -64,15 +64,15 @@ def test_weights_below_a_module_named_like_an_optimizers_state_are_reported(tmp_
             history = dsq_ckpt.SaveHistory()
             for number in range(2):
                 dsq_ckpt.save(state, tmp_path / name / str(number), history=history, **more)
-        found = find_messages(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
-        assert len(found) == expected, name
+        messages = find_messages(f"'model.{key}.0.weight' is stored exactly, as state of an optimizer", caught)
+        assert len(messages) == expected, name
         assert not find_messages("has its shape", caught)
     with pytest.warns(UserWarning, match=f"'{key}.0.weight' is stored exactly, as state of an optimizer"):
         dsq_ckpt.save(model.state_dict(), tmp_path / "flat")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save({"net": net(128, 128).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "other")
-        moments = {name: torch.randn_like(one) for name, one in net(128, 128).state_dict().items()}
+        moments = {name: torch.randn_like(weight) for name, weight in net(128, 128).state_dict().items()}
         dsq_ckpt.save({"model": net(128, 128).state_dict(), "opt_state": {"mu": moments}}, tmp_path / "by_name")
     assert not find_messages("stored exactly, as state", caught)
 
@@ -86,7 +86,7 @@ def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def find_messages(text: str, told: list[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in told if text in str(one.message)]
+    return [str(warning.message) for warning in told if text in str(warning.message)]
 
 
 def test_data_that_comes_later_is_reported(tmp_path):
@@ -113,9 +113,9 @@ def test_a_mask_that_becomes_data_is_reported(tmp_path, background):
         for number in range(5):
             if number >= 2:
                 table = torch.randn(90, 90)
-            saved = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
+            outcome = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
             if background:
-                saved.result()
+                outcome.result()
             assert len(find_messages("'table' lies beside the model", caught)) == (number >= 2)
 
 
@@ -139,16 +139,16 @@ def test_what_the_optimizer_does_not_know_is_exact_or_reported(tmp_path, how):
                 **({"late": late} if number else {}),
             }
             dsq_ckpt.save(state, tmp_path / str(number))
-            found = {"model": {}, "late": torch.zeros(100, 99)} if number else {"model": {}}
-            dsq_ckpt.load(found, tmp_path / str(number))
-            off = {name for name, value in weights.items() if not value.equal(found["model"][name])}
+            target = {"model": {}, "late": torch.zeros(100, 99)} if number else {"model": {}}
+            dsq_ckpt.load(target, tmp_path / str(number))
+            off = {name for name, value in weights.items() if not value.equal(target["model"][name])}
             assert off == {"0.weight", "1.weight"} | ({"queue"} if number >= 1 else set())
-            assert number == 0 or found["late"].equal(late) == (number < 2)
-            for one in (model[0].weight.data, model[1].weight.data, model.queue, late):
-                one += 0.01 * torch.randn_like(one)
+            assert number == 0 or target["late"].equal(late) == (number < 2)
+            for tensor in (model[0].weight.data, model[1].weight.data, model.queue, late):
+                tensor += 0.01 * torch.randn_like(tensor)
         dsq_ckpt.save(state, tmp_path / "with a model", model=model, parent=None)
         dsq_ckpt.save({"model": weights}, tmp_path / "without an optimizer", parent=None)
-    assert [one.split(" is quantized")[0] for one in find_messages("no state of the optimizer", caught)] == [
+    assert [text.split(" is quantized")[0] for text in find_messages("no state of the optimizer", caught)] == [
         "'model.queue'", "'late'",
     ]
 
@@ -185,8 +185,8 @@ def test_data_beside_the_model_is_reported(tmp_path, searched):
         for number in range(2):
             compressor.save(tmp_path / str(number), extra=extra)
             extra["replay"]["seen"] += 1 - number
-    found = [str(one.message) for one in caught if "lies beside the model" in str(one.message)]
-    assert len(found) == 1 and found[0].startswith("'replay.seen' lies")
+    messages = [str(warning.message) for warning in caught if "lies beside the model" in str(warning.message)]
+    assert len(messages) == 1 and messages[0].startswith("'replay.seen' lies")
     back = {"replay": {}}
     dsq_ckpt.load(back, tmp_path / "1")
     assert back["replay"]["tokens"].equal(extra["replay"]["tokens"])

@@ -55,10 +55,10 @@ def test_several_checkpoints_share_a_parent(tmp_path):
     for path, state in zip(paths, states(), strict=False):
         dsq_ckpt.save(state, path, config=AUTO)
     period = SIBLINGS * LINKS + 1
-    for number, (path, found) in enumerate(zip(paths, parents(paths), strict=True)):
+    for number, (path, parent) in enumerate(zip(paths, parents(paths), strict=True)):
         place = number % period
         expected = number - (place - 1) % SIBLINGS - 1
-        assert found == (None if place == 0 else f"{expected:02d}")
+        assert parent == (None if place == 0 else f"{expected:02d}")
         manifest = Manifest.read(path)
         assert manifest.depth == -(-place // SIBLINGS) == max(lengths(path))
         assert manifest.previous_name == (f"{number - 1:02d}" if number else None)
@@ -69,7 +69,7 @@ def test_codes_in_memory_and_codes_from_files_lead_to_the_same_run(tmp_path):
     history, names = SaveHistory(), [f"{number:02d}" for number in range(SIBLINGS + 3)]
     for name, state in zip(names, states(), strict=False):
         dsq_ckpt.save(state, tmp_path / "a" / name, config=AUTO, history=history)
-        held = [one.save_id for one in history.checkpoints() if one.cache]
+        held = [checkpoint.save_id for checkpoint in history.checkpoints() if checkpoint.cache]
         newest = Manifest.read(tmp_path / "a" / name)
         promoted = newest.siblings in (0, SIBLINGS)
         assert held == [newest.save_id if promoted else newest.parent]
@@ -88,9 +88,9 @@ def test_a_background_process_keeps_the_codes_of_a_shared_parent(tmp_path):
     for name in "ab":
         dsq_ckpt.save(next(run), tmp_path / name, config=AUTO, history=history)
     a, b = (Manifest.read(tmp_path / name).save_id for name in "ab")
-    told = [replace(one, shared_parent=None) for one in history.outline() if one.save_id == b]
+    told = [replace(checkpoint, shared_parent=None) for checkpoint in history.outline() if checkpoint.save_id == b]
     history.adopt(told)
-    assert [one.save_id for one in history.checkpoints()] == [b, a] and history.find(a).cache
+    assert [checkpoint.save_id for checkpoint in history.checkpoints()] == [b, a] and history.find(a).cache
     dsq_ckpt.save(next(run), tmp_path / "c", config=AUTO, history=history)
     assert Manifest.read(tmp_path / "c").parent == a
     history.adopt([])
@@ -145,7 +145,7 @@ def test_a_parent_that_none_comes_to_share(tmp_path, way):
                       parent=before if way == "named" else "auto")
         manifest = Manifest.read(path)
         assert manifest.depth == number
-        assert [one.save_id for one in history.checkpoints() if one.cache] == [manifest.save_id]
+        assert [checkpoint.save_id for checkpoint in history.checkpoints() if checkpoint.cache] == [manifest.save_id]
     dsq_ckpt.save(next(run), tmp_path / "next", config=AUTO, history=history)
     assert Manifest.read(tmp_path / "next").depth == 0
 
@@ -181,13 +181,13 @@ def test_a_damaged_parent_is_noticed(tmp_path):
 @pytest.mark.parametrize("stage", ["copy", "quantize"])
 def test_asynchronous_saves_share_parents(tmp_path, stage):
     config = {**AUTO, "storage": {**AUTO["storage"], "stage": stage}}
-    run, saved = states(), []
+    run, saved_states = states(), []
     for number in range(SIBLINGS + 2):
-        saved.append(next(run))
-        dsq_ckpt.async_save(saved[-1], tmp_path / str(number), config=config).result()
+        saved_states.append(next(run))
+        dsq_ckpt.async_save(saved_states[-1], tmp_path / str(number), config=config).result()
     assert parents(tmp_path / str(n) for n in range(SIBLINGS + 2)) == [None, *["0"] * SIBLINGS, str(SIBLINGS)]
     dsq_ckpt.forget()
-    for number, state in enumerate(saved):
+    for number, state in enumerate(saved_states):
         for name, value in load_copy(tmp_path / str(number), state, refinement=False).items():
             assert (value - state[name]).norm() < 0.2 * state[name].norm()
 
@@ -213,9 +213,9 @@ class Together:
     def gather(self, value):
         self._values[self.rank] = value
         self._barrier.wait()
-        found = list(self._values)
+        values = list(self._values)
         self._barrier.wait()
-        return found
+        return values
 
     def sum(self, counts):
         counts[...] = np.sum(self.gather(counts.copy()), axis=0)
@@ -248,7 +248,7 @@ def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
     files = [{file.name for file in Manifest.read(tmp_path / name).files if file.role == "ancestor"} for name in "12"]
     assert [len(names) for names in files] == [1, 2] and parents([tmp_path / "2"]) == ["0"]
     inodes = [{(tmp_path / name / file).stat().st_ino for name in "02"} for file in files[1] - files[0]]
-    assert [len(found) for found in inodes] == [2]
+    assert [len(numbers) for numbers in inodes] == [2]
     shutil.rmtree(tmp_path / "0")
     assert load_copy(tmp_path / "2", first)
 
@@ -269,13 +269,13 @@ def test_numbers_are_chains_as_before(tmp_path):
 def test_no_load_decodes_more_than_promised(tmp_path_factory, events, seed):
     """Whatever happens to a run: saves, loads, deletions, keyframes, restarts, tensors that come and go."""
     root, run, history, there = tmp_path_factory.mktemp("run"), states(seed), SaveHistory(), []
-    kept, extra = {}, {}
+    copies, extra = {}, {}
     for number, event in enumerate(events):
         if event in "sk":
             path, state = root / f"{number:03d}", {**next(run), **extra}
             dsq_ckpt.save(state, path, config=AUTO, history=history, parent=None if event == "k" else "auto")
             there.append(path)
-            kept[path] = load_copy(path, state, refinement=False, history=SaveHistory())
+            copies[path] = load_copy(path, state, refinement=False, history=SaveHistory())
             assert max(lengths(path)) <= Manifest.read(path).depth <= LINKS
         elif event == "n":
             extra = {} if extra else {"late.weight": torch.randn(20, 40)}
@@ -283,12 +283,12 @@ def test_no_load_decodes_more_than_promised(tmp_path_factory, events, seed):
             history = SaveHistory()
         elif there and event == "l":
             back = there[(seed + number) % len(there)]
-            into = {name: torch.empty_like(value) for name, value in kept[back].items()}
+            into = {name: torch.empty_like(value) for name, value in copies[back].items()}
             dsq_ckpt.load(into, back, refinement=False, history=history)
         elif there and event == "d":
             gone = there.pop((seed + number) % len(there))
             shutil.rmtree(gone)
-            del kept[gone]
-    for path, state in kept.items():  # whatever else was deleted
+            del copies[gone]
+    for path, state in copies.items():  # whatever else was deleted
         back = load_copy(path, state, refinement=False, history=SaveHistory())
         assert all(to_bytes(back[name]) == to_bytes(value) for name, value in state.items())

@@ -70,8 +70,8 @@ class Temporaries(DefaultSavePlanner):
     """Makes what it is asked for, and keeps none of it: the next may lie where the last one lay."""
 
     def resolve_data(self, write_item):
-        found = super().resolve_data(write_item)
-        return found.detach().half().float() if type(found) is torch.Tensor else found
+        data = super().resolve_data(write_item)
+        return data.detach().half().float() if type(data) is torch.Tensor else data
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -23,8 +23,8 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.99)
-        saved = nn.ModuleDict({"opt": model}) if way.endswith("opt") else model
-        trainings.append((model, optimizer, dsq_ckpt.Compressor(saved, optimizer)))
+        tree = nn.ModuleDict({"opt": model}) if way.endswith("opt") else model
+        trainings.append((model, optimizer, dsq_ckpt.Compressor(tree, optimizer)))
     for number in range(7):
         for turn, (model, optimizer, compressor) in enumerate(trainings):
             for _ in range(3):
@@ -37,7 +37,7 @@ def test_moments_of_another_training_are_not_taken_for_renewed_ones(tmp_path: Pa
             else:
                 dsq_ckpt.save(state, path)
             if number > 2:
-                bits = {name: found for name, found in read_bits(path).items() if "momentum" in name}
+                bits = {name: count for name, count in read_bits(path).items() if "momentum" in name}
                 assert len(bits) == 2 and set(bits.values()) == {8}, (turn, number)
             if number % 3 == 2 and way != "save":
                 compressor.load(path)
@@ -57,7 +57,7 @@ def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
         models.append(nn.Sequential(nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 80 if alike else 64)))
         optimizers.append(torch.optim.AdamW(models[-1][2].parameters(), 1e-3))
     order = [(fold, number) for fold in range(3) for number in range(3)]
-    for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
+    for fold, number in sorted(order, key=lambda pair: pair[::-1]) if turns else order:
         for _ in range(3):
             optimizers[fold].zero_grad()
             models[fold](torch.randn(32, 80)).square().mean().backward()
@@ -65,8 +65,8 @@ def test_frozen_layers_of_another_training_are_not_taken_for_changed_ones(
         path = tmp_path / f"{fold}-{number}"
         weights = models[fold].state_dict()
         dsq_ckpt.save({"model": weights, "optimizer": optimizers[fold].state_dict()}, path)
-        found = load_copy(path, {"model": weights}, history=dsq_ckpt.SaveHistory())["model"]
-        assert found["0.weight"].equal(weights["0.weight"]), (fold, number)
+        loaded = load_copy(path, {"model": weights}, history=dsq_ckpt.SaveHistory())["model"]
+        assert loaded["0.weight"].equal(weights["0.weight"]), (fold, number)
 
 
 def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_rollback_knows_what_was_seen_to_change(tmp_path: Path) -> None:
         average.weight.data.lerp_(model.weight.data, 0.5)
         state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
         dsq_ckpt.save(state, tmp_path / str(number))
-        found = load_copy(tmp_path / str(number), state, history=dsq_ckpt.SaveHistory())
-        assert found["average"]["weight"].equal(average.weight) is (number == 0), number
+        loaded = load_copy(tmp_path / str(number), state, history=dsq_ckpt.SaveHistory())
+        assert loaded["average"]["weight"].equal(average.weight) is (number == 0), number
         if number == 3:
             dsq_ckpt.load({}, tmp_path / "1")
 

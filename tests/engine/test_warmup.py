@@ -122,9 +122,9 @@ def warmed(tmp_path):
         kernel.stats.cache_path: _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
         for kernel in jit.KERNELS
     }
-    for kept, below in places.items():
+    for directory, below in places.items():
         (caches / below).mkdir(parents=True)
-        for file in Path(kept).glob("*.nb[ci]"):
+        for file in Path(directory).glob("*.nb[ci]"):
             shutil.copy(file, caches / below)
     return caches
 
