@@ -19,8 +19,8 @@ EXAMPLES = ROOT / "examples"
 
 def program(name: str, *arguments: object, status: int = 0, **environment: str) -> str:
     """Run a program of the folder in a process of its own; its output."""
-    found, output = run([str(EXAMPLES / f"{name}.py"), *map(str, arguments)], forked=True, **environment)
-    assert found == status, output[-4000:]
+    exit_status, output = run([str(EXAMPLES / f"{name}.py"), *map(str, arguments)], forked=True, **environment)
+    assert exit_status == status, output[-4000:]
     return output
 
 
@@ -106,13 +106,13 @@ def test_ray_train(tmp_path: Path) -> None:
     )
     assert status == 0, output[-4000:]
     assert "began at step 0" in output and "resumed at step 40" in output and "saved step-000060" in output
-    kept = sorted(path.parent for path in (tmp_path / "run").glob("*/manifest.json"))
-    assert [path.name for path in kept] == ["step-000050", "step-000060"]
-    assert all(dsq_ckpt.describe(path)["depth"] >= 4 for path in kept)
-    for path in kept:
-        found: dict[str, object] = {}
-        dsq_ckpt.load(found, path)
-        assert found["step"] == int(path.name[-6:])
+    paths = sorted(path.parent for path in (tmp_path / "run").glob("*/manifest.json"))
+    assert [path.name for path in paths] == ["step-000050", "step-000060"]
+    assert all(dsq_ckpt.describe(path)["depth"] >= 4 for path in paths)
+    for path in paths:
+        target: dict[str, object] = {}
+        dsq_ckpt.load(target, path)
+        assert target["step"] == int(path.name[-6:])
 
 
 @needs("torchft")
