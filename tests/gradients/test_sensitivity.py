@@ -37,7 +37,7 @@ class WritesToGradients(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad.mul_(0.01))
 
 
-def one(shape=(3, 4), **options) -> tuple[nn.Parameter, GradientAverage]:
+def make_average(shape=(3, 4), **options) -> tuple[nn.Parameter, GradientAverage]:
     parameter = nn.Parameter(torch.zeros(shape))
     return parameter, GradientAverage({"w": parameter}, **options)
 
@@ -82,7 +82,7 @@ def test_formula(kind, drive, clip, micro):
 
 
 def test_gradients_that_never_led_to_a_step_do_not_count():
-    parameter, average = one()
+    parameter, average = make_average()
     count(average, parameter, torch.ones(3, 4))
     parameter.grad = torch.full((3, 4), 7.0)
     average.capture()
@@ -174,7 +174,7 @@ def test_loss_scaling(kind, drive, unscale):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_batches_that_are_not_finite_are_left_out(bad, monkeypatch):
     monkeypatch.setattr(offload, "BLOCK_ELEMENTS", 5)
-    parameter, average = one()
+    parameter, average = make_average()
     broken = torch.ones(3, 4)
     broken[2, 3] = bad
     count(average, parameter, broken)
@@ -190,7 +190,7 @@ def test_batches_that_are_not_finite_are_left_out(bad, monkeypatch):
 
 def test_extreme_gradients_keep_the_average_finite():
     largest = torch.finfo(torch.float32).max
-    parameter, average = one()
+    parameter, average = make_average()
     for sign in (1, -1, 1, 1, 1):
         count(average, parameter, torch.full((3, 4), sign * largest))
         assert average.average("w").isfinite().all()
@@ -231,7 +231,7 @@ def test_sparse_gradients(dtype):
 
 def test_strides_do_not_matter(monkeypatch):
     monkeypatch.setattr(offload, "BLOCK_ELEMENTS", 7)
-    parameter, average = one((2, 3, 4, 5))
+    parameter, average = make_average((2, 3, 4, 5))
     gradients = [torch.randn(2, 3, 4, 5) for _ in range(3)]
     count(average, parameter, gradients[0].to(memory_format=torch.channels_last))
     count(average, parameter, gradients[1].permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0))
@@ -261,7 +261,7 @@ def test_tied_frozen_and_unused_parameters():
 
 
 def test_a_changed_shape_begins_anew():
-    parameter, average = one()
+    parameter, average = make_average()
     count(average, parameter, torch.ones(3, 4))
     parameter.data = torch.zeros(5, 4)
     parameter.grad = torch.full((5, 4), 2.0)
@@ -279,7 +279,7 @@ def test_a_changed_shape_begins_anew():
 
 
 def test_only_the_window_is_captured():
-    parameter, average = one(window=3, every=10)
+    parameter, average = make_average(window=3, every=10)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     average.attach(optimizer)
     for step in range(1, 31):
@@ -348,7 +348,7 @@ def test_nothing_is_kept_alive_or_pickled():
 
 
 def test_captures_that_never_count_are_reported_once():
-    parameter, average = one()
+    parameter, average = make_average()
     parameter.grad = torch.ones(3, 4)
     average.capture()
     with pytest.warns(UserWarning, match="none counts"):
@@ -371,4 +371,4 @@ def test_names():
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"beta": 1.5}, {"window": 0}, {"every": 0}])
 def test_options_out_of_range(options):
     with pytest.raises(ValueError):
-        one(**options)
+        make_average(**options)
