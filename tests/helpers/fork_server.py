@@ -71,8 +71,8 @@ def serve(path: Path) -> dict[str, Any]:
             tied = request.pop("tied")
             others = _open_other_namespaces(files[: len(forks.NAMESPACES)])
             if (fork := os.fork()) == 0:
-                for one in (listener, *(asker for _, asker, _ in running.values())):
-                    one.close()
+                for end in (listener, *(asker for _, asker, _ in running.values())):
+                    end.close()
                 for file in running:
                     os.close(file)
                 if others:

@@ -52,8 +52,8 @@ _exec = subprocess.Popen
 @contextlib.contextmanager
 def session() -> Iterator[None]:
     """Let there be servers meanwhile, for this process and those that it starts."""
-    ours = f"-{os.getpid()}"
-    with tempfile.TemporaryDirectory(ours, "dsq-forks-", ignore_cleanup_errors=True) as directory:
+    suffix = f"-{os.getpid()}"
+    with tempfile.TemporaryDirectory(suffix, "dsq-forks-", ignore_cleanup_errors=True) as directory:
         os.environ[VARIABLE] = directory
         yield
         del os.environ[VARIABLE]
@@ -149,7 +149,7 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
     base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
     directory = Path(environment[VARIABLE])
     path = directory / hashlib.sha256(json.dumps(sorted(base.items())).encode()).hexdigest()[:16]
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it listens
         if not path.exists():
@@ -159,8 +159,8 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
             while not path.exists():
                 assert server.poll() is None and time.monotonic() < deadline, path.with_suffix(".log").read_text()
                 time.sleep(0.02)
-    made.connect(str(path))
-    return made
+    channel.connect(str(path))
+    return channel
 
 
 def _server(path: Path, base: Mapping[str, str], log: int, turn: int) -> subprocess.Popen[bytes] | Fork:

@@ -43,12 +43,12 @@ class RecordedGradients:
         assert average.steps == steps
         assert self.averages
         for name, _ in self.model.named_parameters():
-            found = average.average(name)
+            value = average.average(name)
             if name not in self.averages:
-                assert found is None, name
+                assert value is None, name
                 continue
-            assert found.dtype == torch.float32 and found.device.type == "cpu" and found.is_contiguous()
-            torch.testing.assert_close(found.double(), self.averages[name], rtol=1e-5, atol=1e-9)
+            assert value.dtype == torch.float32 and value.device.type == "cpu" and value.is_contiguous()
+            torch.testing.assert_close(value.double(), self.averages[name], rtol=1e-5, atol=1e-9)
 
 
 def make_tokens(seed: int) -> torch.Tensor:

@@ -52,11 +52,11 @@ def quantize(difference, bits):
 def algorithm_1(states, bits=2):
     """Reconstructed states, float32, one per state; the first is exact."""
     known = states[0].detach().float().numpy().reshape(-1).copy()
-    found = [known.copy()]
+    results = [known.copy()]
     for state in states[1:]:
         known = known + quantize(state.detach().float().numpy().reshape(-1) - known, bits)
-        found.append(known.copy())
-    return [torch.from_numpy(values).view(states[0].shape) for values in found]
+        results.append(known.copy())
+    return [torch.from_numpy(values).view(states[0].shape) for values in results]
 
 
 def make_walk(*shape, steps, seed=0, scale=0.002, dtype=torch.float32):

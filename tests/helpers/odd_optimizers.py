@@ -80,7 +80,9 @@ class GradientWindow(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+        for parameter in (
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ):
             state = self.state[parameter]
             if not state:
                 state.update(step=0, past={}, numbered={}, listed=[], rows=torch.zeros(0, 2), unset=None)
@@ -132,7 +134,7 @@ class SlowWeights(ForwardingAdamW):
 
     def step(self, closure: Any = None) -> Any:
         parameters = self.param_groups[0]["params"]
-        self.slow = self.slow or {number: one.detach().clone() for number, one in enumerate(parameters)}
+        self.slow = self.slow or {number: parameter.detach().clone() for number, parameter in enumerate(parameters)}
         loss = super().step(closure)
         self.steps += 1
         if self.steps % 2 == 0:
@@ -143,16 +145,16 @@ class SlowWeights(ForwardingAdamW):
 
     def state_dict(self) -> dict[str, Any]:
         inner = super().state_dict()
-        state = {number: {**one, "slow": self.slow[number]} for number, one in inner["state"].items()}
+        state = {number: {**entry, "slow": self.slow[number]} for number, entry in inner["state"].items()}
         return {"state": state, "param_groups": [{**group, "steps": self.steps} for group in inner["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = [dict(group) for group in state_dict["param_groups"]]
-        states = {number: dict(one) for number, one in state_dict["state"].items()}
+        states = {number: dict(entry) for number, entry in state_dict["state"].items()}
         self.steps = groups[0]["steps"]
         for group in groups:
             del group["steps"]
-        self.slow = {number: one.pop("slow").clone() for number, one in states.items()}
+        self.slow = {number: entry.pop("slow").clone() for number, entry in states.items()}
         super().load_state_dict({"state": states, "param_groups": groups})
 
 
@@ -185,4 +187,4 @@ def leaves(node: Any, way: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
             whole = node.full_tensor() if hasattr(node, "full_tensor") else node
             return {way: (whole.dtype, whole.tolist())}
         return {way: node}
-    return {key: value for one, inner in entries for key, value in leaves(inner, (*way, one)).items()}
+    return {key: value for place, inner in entries for key, value in leaves(inner, (*way, place)).items()}

@@ -19,13 +19,13 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the results of an operation, until nobody has them."""
-        found = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
-        for one in tree_leaves(found):
-            if torch.is_tensor(one) and one.untyped_storage().data_ptr() not in given:
-                self._add(one.untyped_storage().nbytes())
-                weakref.finalize(one, self._add, -one.untyped_storage().nbytes())
-        return found
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:
+                self._add(leaf.untyped_storage().nbytes())
+                weakref.finalize(leaf, self._add, -leaf.untyped_storage().nbytes())
+        return result
 
     def _add(self, size: int) -> None:
         self._now += size

@@ -92,13 +92,13 @@ def load_copy(path: Path | str, like: dict[str, Any], **options: Any) -> dict[st
 
 def read_bits(path: Path) -> dict[str, int]:
     """The refinement bits of each tensor of a checkpoint."""
-    found: dict[str, int] = {}
+    bits: dict[str, int] = {}
     with Checkpoint(path) as checkpoint:
         for chunk, ref in checkpoint.iter_chunks():
             layer = path / ref.file.replace(".dsq", ".refinement")
             records = checkpoint.open_reader(layer.name).contents["records"] if layer.exists() else {}
-            found[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
-    return found
+            bits[chunk.fqn] = records.get(str(ref.record), {"bits": 0})["bits"]
+    return bits
 
 
 def flatten(state: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def record_saves(run, **states):
         warnings.simplefilter("always")
         for name, state in states.items():
             dsq_ckpt.save(state, run / name, config=KEEP_ONE)
-    return [str(one.message) for one in caught if "another state" in str(one.message)]
+    return [str(warning.message) for warning in caught if "another state" in str(warning.message)]
 
 
 def lineage(run, *names):
@@ -105,9 +105,9 @@ def test_a_failed_save_leaves_the_one_before_as_the_parent(tmp_path, monkeypatch
 
 def held() -> int:
     """Bytes of codes and values that this process remembers."""
-    memories = [one.cache for one in default_history().checkpoints()]
+    memories = [checkpoint.cache for checkpoint in default_history().checkpoints()]
     return sum(
-        array.nbytes for memory in memories for kept in (memory.codes, memory.values) for array in kept.values()
+        array.nbytes for memory in memories for arrays in (memory.codes, memory.values) for array in arrays.values()
     )
 
 
@@ -127,8 +127,8 @@ def test_runs_side_by_side_keep_their_codes(tmp_path):
     for number in range(3):
         for run in "ab":
             dsq_ckpt.save(state_of("model", number), tmp_path / run / str(number))
-    newest = [one for one in default_history().checkpoints() if one.path.name == "2"]
-    assert len(newest) == 2 and all(one.cache for one in newest)
+    newest = [checkpoint for checkpoint in default_history().checkpoints() if checkpoint.path.name == "2"]
+    assert len(newest) == 2 and all(checkpoint.cache for checkpoint in newest)
     assert lineage(tmp_path / "a", "2") == [("1", 2, "kept")]
     back = [load_copy(tmp_path / run / "2", state_of("model", 2)) for run in "ab"]
     assert find_differences(*back) == []
