@@ -68,7 +68,7 @@ def test_rm_leaves_no_directory(run):
     """Trainer resumed from what was left of a removed checkpoint, and counted it among those that it keeps."""
     tried = dsq_json("rm", "--dry-run", run / "checkpoint-1", run / "checkpoint-2")
     done = dsq_json("rm", run / "checkpoint-1", run / "checkpoint-2")
-    assert [{**one, "dry_run": False} for one in tried] == done
+    assert [{**entry, "dry_run": False} for entry in tried] == done
     assert {str(run / "checkpoint-1" / name) for name in LIBRARY} <= set(done[0]["files"])
     assert os.listdir(run) == ["checkpoint-0"]
     dsq_stdout("verify", run)
@@ -185,8 +185,8 @@ def test_a_checkpoint_without_its_manifest_is_damaged(run, monkeypatch):
     """Such a directory got its name when it was complete: no save is under way, and `dsq gc` leaves it alone."""
     monkeypatch.setattr(verify_command, "REMOVAL_TIMEOUT", 0.0)
     (run / "checkpoint-2" / "manifest.json").unlink()
-    found = dsq_json("verify", run, code=1)
-    assert [entry["ok"] for entry in found["checkpoints"]] == [True, True, False] and not found["incomplete"]
+    report = dsq_json("verify", run, code=1)
+    assert [entry["ok"] for entry in report["checkpoints"]] == [True, True, False] and not report["incomplete"]
     assert "there is no manifest.json, beside files of Trainer or Accelerate" in dsq_stdout("log", run)
     assert "gc" not in dsq_stdout("log", run)
     assert (run / "checkpoint-2" / "config.json").exists()
@@ -198,8 +198,8 @@ def test_a_save_under_way_is_none_that_lost_its_manifest(run):
     (run / "checkpoint-2").rename(run / ".checkpoint-2.dsq-01234567.tmp")
     (run / "other").mkdir()
     (run / "other" / "0123456789abcdef-00000.dsq").write_bytes(b"x")
-    found = dsq_json("verify", run)
-    assert found["ok"] and found["incomplete"] == [".checkpoint-2.dsq-01234567.tmp", "other"]
+    report = dsq_json("verify", run)
+    assert report["ok"] and report["incomplete"] == [".checkpoint-2.dsq-01234567.tmp", "other"]
 
 
 def test_a_checkpoint_within_another_is_refused_by_its_own_name(run):

@@ -43,8 +43,14 @@ def divided(order=(0, 1), rates=(1e-3, 1e-3), **changed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, changed.get("out", 64)), *changed.get("more", ()))
     groups = [
-        {"params": [one for one in model.parameters() if one.dim() > 1], "weight_decay": 0.1, "lr": rates[0]},
-        {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0, "lr": rates[1]},
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.dim() > 1],
+            "weight_decay": 0.1, "lr": rates[0],
+        },
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.dim() < 2],
+            "weight_decay": 0.0, "lr": rates[1],
+        },
     ]
     optimizer = torch.optim.AdamW([groups[number] for number in order])
     model[1](model[0](torch.randn(4, 64))).square().sum().backward()
@@ -52,14 +58,14 @@ def divided(order=(0, 1), rates=(1e-3, 1e-3), **changed):
     return model, optimizer
 
 
-def saved(directory, model, optimizer, **named):
+def save_training(directory, model, optimizer, **named):
     dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), directory, **named)
 
 
 def test_groups_are_found_by_the_names_of_their_parameters(tmp_path):
     """As by `dsq_ckpt.load`: their order may be another."""
     model, optimizer = divided()
-    saved(tmp_path / "a", model, optimizer, config="exact")
+    save_training(tmp_path / "a", model, optimizer, config="exact")
     other, target = divided((1, 0))
     for group in target.param_groups:
         group["weight_decay"] = 0.5
@@ -72,7 +78,7 @@ def test_groups_are_found_by_the_names_of_their_parameters(tmp_path):
 
 def test_groups_in_another_order_whose_rates_differ_are_refused(tmp_path):
     """A schedule, which is stored apart, would give each the rate of another."""
-    saved(tmp_path / "a", *divided(rates=(1e-3, 1e-4)))
+    save_training(tmp_path / "a", *divided(rates=(1e-3, 1e-4)))
     other, target = divided((1, 0), (1e-3, 1e-4))
     with pytest.raises(LoadFailed, match="another order, and have different values of 'lr'"):
         TrainingState([other], [target]).restore(tmp_path / "a")
@@ -86,14 +92,14 @@ def test_groups_in_another_order_whose_rates_differ_are_refused(tmp_path):
 def test_a_changed_model_is_told_the_way_to_go_on(tmp_path, changed, reversed_):
     models = [divided(), divided(**changed)]
     before, now = models[::-1] if reversed_ else models
-    saved(tmp_path / "a", *before)
+    save_training(tmp_path / "a", *before)
     with pytest.raises(LoadFailed, match=rf"A changed model .*`dsq export {tmp_path}/a .* --part model`"):
         TrainingState([now[0]], [now[1]]).restore(tmp_path / "a")
 
 
 @pytest.mark.parametrize("leave_out, said", [(0, "was in parameter group 0"), (1, "was in parameter group 1")])
 def test_a_group_that_is_missing_is_named(tmp_path, leave_out, said):
-    saved(tmp_path / "a", *divided())
+    save_training(tmp_path / "a", *divided())
     other, target = divided()
     del target.param_groups[leave_out]
     with pytest.raises(LoadFailed, match=said):
@@ -104,11 +110,11 @@ def test_a_group_that_is_missing_is_named(tmp_path, leave_out, said):
 def test_a_model_of_another_dtype_is_cast_with_one_warning(tmp_path, dtypes):
     """As a Trainer without `attach` does; `allow_cast`, which the error named, could not be passed."""
     model, optimizer = made_as(dtypes[0])
-    saved(tmp_path / "a", model, optimizer, config="exact")
+    save_training(tmp_path / "a", model, optimizer, config="exact")
     other, target = made_as(dtypes[1])
     with pytest.warns(UserWarning, match=r"has 2 tensor\(s\) of another dtype than the model") as caught:
         TrainingState([other], [target]).restore(tmp_path / "a")
-    assert len([one for one in caught if issubclass(one.category, UserWarning)]) == 1
+    assert len([warning for warning in caught if issubclass(warning.category, UserWarning)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TrainingState([other], [target]).restore(tmp_path / "a", quiet=True)
@@ -129,10 +135,10 @@ def made_as(dtype):
 def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path):
     model, optimizer = divided()
     for number in range(2):
-        saved(tmp_path / str(number), model, optimizer, config={"refinement": {"keep_last": 1}})
+        save_training(tmp_path / str(number), model, optimizer, config={"refinement": {"keep_last": 1}})
     with pytest.warns(UserWarning, match="base layer alone") as caught:
         TrainingState([model], [optimizer]).restore(tmp_path / "0")
-    messages = [str(one.message) for one in caught if "base layer" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "base layer" in str(warning.message)]
     assert len(messages) == 1 and "refinement=False" not in messages[0]
 
 
@@ -150,27 +156,27 @@ def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, steps):
 @pytest.mark.parametrize("name", EXTRA)
 def test_a_model_is_given_its_extra_state_as_it_was_saved(tmp_path, name):
     given, before = EXTRA[name]
-    saved, target = Remembering(given), Remembering(copy.deepcopy(before))
-    dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / "a", config="exact")
+    source, target = Remembering(given), Remembering(copy.deepcopy(before))
+    dsq_ckpt.save(TrainingState([source]).collect(), tmp_path / "a", config="exact")
     TrainingState([target]).restore(tmp_path / "a")
     assert find_differences({"state": target.state}, {"state": given}) == [] and type(target.state) is type(given)
 
 
 def test_a_model_is_given_what_it_does_not_tell_yet_and_keeps_its_parameters(tmp_path):
-    (saved, first), (target, second) = scaled(3), scaled(0)
-    dsq_ckpt.save(TrainingState([saved], [first]).collect(), tmp_path / "a", config="exact")
+    (source, first), (target, second) = scaled(3), scaled(0)
+    dsq_ckpt.save(TrainingState([source], [first]).collect(), tmp_path / "a", config="exact")
     TrainingState([target], [second]).restore(tmp_path / "a")
-    for pair in ((saved, first), (target, second)):
+    for pair in ((source, first), (target, second)):
         train(*pair, range(3, 6))
-    assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+    assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 def test_a_model_is_given_what_its_observers_and_metrics_saw(tmp_path):
     for make, seen in ((observed, (3, 0)), (lambda length: nn.Sequential(Metric(length)), (3, 2))):
-        saved, target = map(make, seen)
-        dsq_ckpt.save(TrainingState([saved]).collect(), tmp_path / make.__name__, config="exact")
+        source, target = map(make, seen)
+        dsq_ckpt.save(TrainingState([source]).collect(), tmp_path / make.__name__, config="exact")
         TrainingState([target]).restore(tmp_path / make.__name__)
-        assert find_differences(dict(target.state_dict()), dict(saved.state_dict())) == []
+        assert find_differences(dict(target.state_dict()), dict(source.state_dict())) == []
 
 
 def test_a_model_that_does_not_take_all_is_refused(tmp_path):

@@ -85,7 +85,7 @@ def names(directory: Path) -> list[str]:
 
 def damage(checkpoint: Path) -> None:
     """Change a byte in the middle of the largest data file."""
-    file = max(checkpoint.glob("*.dsq"), key=lambda one: one.stat().st_size)
+    file = max(checkpoint.glob("*.dsq"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.unlink()  # other checkpoints may have links to it
@@ -94,11 +94,11 @@ def damage(checkpoint: Path) -> None:
 
 def trained(model: pl.LightningModule, optimizers: list[Any]) -> dict[str, torch.Tensor]:
     """Everything that training changes: weights, buffers, moments."""
-    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         for key, entries in optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{key}.{name}": value for name, value in entries.items()}
-    return found
+            tensors |= {f"{number}.{key}.{name}": value for name, value in entries.items()}
+    return tensors
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -30,20 +30,20 @@ def fit(
 ) -> tuple[Any, Model]:
     seed(1)
     model = Model()
-    one = trainer(io, epochs=epochs, callbacks=callbacks or [saving(directory, **options)])
-    one.fit(model, ckpt_path=path)
-    return one, model
+    pl_trainer = trainer(io, epochs=epochs, callbacks=callbacks or [saving(directory, **options)])
+    pl_trainer.fit(model, ckpt_path=path)
+    return pl_trainer, model
 
 
-def state_of(one: Any) -> dict[str, torch.Tensor]:
-    return trained(one.lightning_module, one.optimizers)
+def state_of(pl_trainer: Any) -> dict[str, torch.Tensor]:
+    return trained(pl_trainer.lightning_module, pl_trainer.optimizers)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[float]]:
     """State and losses of a run of 4 epochs of 6 steps without interruption."""
-    one, model = fit(TorchCheckpointIO(), 4, tmp_path_factory.mktemp("whole"))
-    return state_of(one), model.losses
+    pl_trainer, model = fit(TorchCheckpointIO(), 4, tmp_path_factory.mktemp("whole"))
+    return state_of(pl_trainer), model.losses
 
 
 def sound(directory: Path) -> int:
@@ -61,8 +61,8 @@ def test_an_exact_resume_is_bit_identical(kind: str, whole: Any, tmp_path: Path)
     options: dict[str, Any] = {"save_last": "link" if kind == "link" else True}
     if kind == "step":
         options |= {"every_n_train_steps": 4, "save_top_k": -1}
-    made = (lambda: AsyncCheckpointIO(DSQCheckpointIO(EXACT))) if kind == "thread" else lambda: DSQCheckpointIO(EXACT)
-    fit(made(), 2, tmp_path, **options)
+    new_io = (lambda: AsyncCheckpointIO(DSQCheckpointIO(EXACT))) if kind == "thread" else lambda: DSQCheckpointIO(EXACT)
+    fit(new_io(), 2, tmp_path, **options)
     path = tmp_path / "epoch=1-step=8.ckpt" if kind == "step" else "last"
     expected, losses = whole[0], whole[1][12:]
     if kind == "step":  # Lightning begins such an epoch again with the first batch
@@ -70,8 +70,8 @@ def test_an_exact_resume_is_bit_identical(kind: str, whole: Any, tmp_path: Path)
         plain, model = fit(TorchCheckpointIO(), 4, tmp_path / ".plain", tmp_path / "plain.ckpt")
         expected, losses = state_of(plain), model.losses
         (tmp_path / "plain.ckpt").unlink()
-    one, model = fit(made(), 4, tmp_path, path, **options)
-    assert same(state_of(one), expected)
+    pl_trainer, model = fit(new_io(), 4, tmp_path, path, **options)
+    assert same(state_of(pl_trainer), expected)
     assert model.losses == losses
     assert (tmp_path / "last.ckpt").is_symlink() == (kind == "link")
     assert sound(tmp_path) == (8 if kind == "step" else 2)  # a version of step 12 beside the first
@@ -88,7 +88,7 @@ def test_retention(threaded: bool, tmp_path: Path) -> None:
     ]
     wrapped = AsyncCheckpointIO(io)
     pace = LambdaCallback(on_train_epoch_start=lambda *_: wrapped._executor and wrapped._executor.submit(int).result())
-    one, model = fit(wrapped if threaded else io, 6, tmp_path, callbacks=[*callbacks, pace])
+    pl_trainer, model = fit(wrapped if threaded else io, 6, tmp_path, callbacks=[*callbacks, pace])
     assert names(tmp_path) == ["best-epoch=4.ckpt", "best-epoch=5.ckpt", "last.ckpt", "weights-epoch=5.ckpt"]
     assert sound(tmp_path) == 4
     assert dsq_ckpt.describe(tmp_path / "best-epoch=4.ckpt")["depth"] > 0
@@ -98,10 +98,12 @@ def test_retention(threaded: bool, tmp_path: Path) -> None:
     assert {result.path.name for result in results} == {
         "last.ckpt", *(f"best-epoch={n}.ckpt" for n in range(6)), *(f"weights-epoch={n}.ckpt" for n in (1, 3, 5))
     }
-    found = io.load_checkpoint(tmp_path / "weights-epoch=5.ckpt")
-    assert "optimizer_states" not in found and found["hyper_parameters"] == {"width": 64}
-    expected = one.test(model, verbose=False)  # of what training ended with, as "best" is the last one
-    assert one.test(model, ckpt_path="best", verbose=False)[0]["val"] == pytest.approx(expected[0]["val"], rel=0.01)
+    weights_checkpoint = io.load_checkpoint(tmp_path / "weights-epoch=5.ckpt")
+    assert "optimizer_states" not in weights_checkpoint and weights_checkpoint["hyper_parameters"] == {"width": 64}
+    expected = pl_trainer.test(model, verbose=False)  # of what training ended with, as "best" is the last one
+    assert pl_trainer.test(model, ckpt_path="best", verbose=False)[0]["val"] == pytest.approx(
+        expected[0]["val"], rel=0.01
+    )
     again, _ = fit(io, 6, tmp_path, tmp_path / "best-epoch=4.ckpt", callbacks=[saving(tmp_path / "other")])
     assert again.global_step == 36
 
@@ -155,13 +157,13 @@ def test_a_run_of_lightnings_own_files_goes_on_and_back(whole: Any, tmp_path: Pa
     options: dict[str, Any] = {"save_last": True}
     fit(TorchCheckpointIO(), 2, tmp_path, **options)
     assert (tmp_path / "last.ckpt").is_file()
-    one, _ = fit(DSQCheckpointIO(EXACT), 3, tmp_path, "last", **options)
+    pl_trainer, _ = fit(DSQCheckpointIO(EXACT), 3, tmp_path, "last", **options)
     assert names(tmp_path) == ["epoch=2-step=18.ckpt", "last.ckpt"] and sound(tmp_path) == 2
     (tmp_path / "plain.ckpt").write_bytes(checkpoint_file(tmp_path / "last.ckpt").getvalue())
     back, _ = fit(TorchCheckpointIO(), 4, tmp_path / "back", tmp_path / "plain.ckpt")
     assert same(state_of(back), whole[0])
     model = Model.load_from_checkpoint(checkpoint_file(tmp_path / "last.ckpt"))
-    assert same(model.state_dict(), one.lightning_module.state_dict())
+    assert same(model.state_dict(), pl_trainer.lightning_module.state_dict())
 
 
 def test_names_that_are_taken(tmp_path: Path) -> None:
@@ -199,12 +201,12 @@ def test_averaged_weights_and_other_tensors(tmp_path: Path) -> None:
     """Both models of `WeightAveraging` are weights; tensors of callbacks and odd nestings come back as they were."""
     io = DSQCheckpointIO(EXACT)
     averaging = WeightAveraging(avg_fn=lambda average, value, count: average + (value - average) * 0.5)
-    one, _ = fit(io, 2, tmp_path, callbacks=[saving(tmp_path), averaging])
-    found = io.load_checkpoint(tmp_path / "epoch=1-step=12.ckpt")
-    assert same(found["current_model_state"], one.lightning_module.state_dict()) or same(
-        found["state_dict"], one.lightning_module.state_dict()
+    pl_trainer, _ = fit(io, 2, tmp_path, callbacks=[saving(tmp_path), averaging])
+    checkpoint = io.load_checkpoint(tmp_path / "epoch=1-step=12.ckpt")
+    assert same(checkpoint["current_model_state"], pl_trainer.lightning_module.state_dict()) or same(
+        checkpoint["state_dict"], pl_trainer.lightning_module.state_dict()
     )
-    assert not torch.equal(found["current_model_state"]["embed.weight"], found["state_dict"]["embed.weight"])
+    assert not torch.equal(checkpoint["current_model_state"]["embed.weight"], checkpoint["state_dict"]["embed.weight"])
     odd = {
         "state_dict": {"w": torch.randn(65, 64), "tied": None, "extra": {"deep": torch.ones(2), 3: (torch.ones(1),)}},
         "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(65, 64), "list": [torch.ones(1)]}}, "own": 1}, {}],
@@ -249,8 +251,8 @@ def test_errors(tmp_path: Path) -> None:
 
     path = tmp_path / "good.ckpt"
     io.save_checkpoint({**weights, "lr": [np.float64(0.1)], "names": {"a": np.str_("b")}}, path)
-    found = io.load_checkpoint(path)
-    assert (found["lr"], type(found["lr"][0]), found["names"]) == ([0.1], float, {"a": "b"})
+    checkpoint = io.load_checkpoint(path)
+    assert (checkpoint["lr"], type(checkpoint["lr"][0]), checkpoint["names"]) == ([0.1], float, {"a": "b"})
     allowed = {**weights, "hyper_parameters": {"args": Namespace(lr=1)}}
     with torch.serialization.safe_globals([Namespace]):
         io.save_checkpoint(allowed, path)
@@ -288,18 +290,18 @@ def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
         "replacing": ("os.rename", r"\.last[^/]*$"),
     }
     fit(TorchCheckpointIO(), 1, tmp_path / "replacing", save_last=True)  # a file, which has another name for a moment
-    told = [str(one) for name, case in cases.items() for one in (*case, tmp_path / name)]
+    told = [str(argument) for name, case in cases.items() for argument in (*case, tmp_path / name)]
     status, output = run([str(Path(__file__).parent / "workers" / "killed.py"), *told], forked=True)
     assert status == 0, output[-3000:]
     for name in cases:
         directory = tmp_path / name
-        assert [one for one in names(directory) if one.startswith(".")], "it was killed within a save"
+        assert [name for name in names(directory) if name.startswith(".")], "it was killed within a save"
         sound(directory)
-        one, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
-        assert same(state_of(one), whole[0])
-        assert ("last-replaced-" in one.ckpt_path) == (name == "replacing")
+        pl_trainer, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
+        assert same(state_of(pl_trainer), whole[0])
+        assert ("last-replaced-" in pl_trainer.ckpt_path) == (name == "replacing")
         dsq_ckpt.storage.gc.collect_garbage(directory, min_age_seconds=0)
-        assert not [one for one in names(directory) if one.startswith(".")]
+        assert not [name for name in names(directory) if name.startswith(".")]
 
 
 @pytest.mark.filterwarnings("error:.*was not removed")
@@ -308,12 +310,12 @@ def test_object_stores(bucket: str, whole: Any) -> None:
     directory: Any = f"{bucket}/run"
     alone = {"system": "exact", "delta": {"enabled": False}}  # else older ones stay for what newer ones need of them
     fit(DSQCheckpointIO(alone), 2, directory, save_last=True)
-    one, _ = fit(DSQCheckpointIO(alone), 4, directory, f"{directory}/last.ckpt", save_last=True)
-    assert same(state_of(one), whole[0])
-    system = one.checkpoint_callback._fs
+    pl_trainer, _ = fit(DSQCheckpointIO(alone), 4, directory, f"{directory}/last.ckpt", save_last=True)
+    assert same(state_of(pl_trainer), whole[0])
+    system = pl_trainer.checkpoint_callback._fs
     system.invalidate_cache()
-    found = sorted(path.rpartition("/")[2] for path in system.ls(f"{directory}"))
-    assert found == ["epoch=3-step=24.ckpt", "last.ckpt"]
+    files = sorted(path.rpartition("/")[2] for path in system.ls(f"{directory}"))
+    assert files == ["epoch=3-step=24.ckpt", "last.ckpt"]
     again, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
     assert again.global_step == 24
 
@@ -327,7 +329,9 @@ class Frozen(Model):
         self.register_buffer("table", torch.randn(96, 64))
 
     def kept(self) -> dict[str, torch.Tensor]:
-        return {name: one.clone() for name, one in self.state_dict().items() if name.startswith(("before", "table"))}
+        return {
+            name: tensor.clone() for name, tensor in self.state_dict().items() if name.startswith(("before", "table"))
+        }
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -338,13 +342,13 @@ def test_frozen_weights_and_buffers_are_exact(threaded: bool, tmp_path: Path) ->
     for width in (32, 64):
         seed(1)
         model = Frozen() if width == 64 else Model(width)
-        one = trainer(plugin, epochs=2, callbacks=[saving(tmp_path / str(width))])
-        one.fit(model)
-    found = torch.load(checkpoint_file(next((tmp_path / "64").glob("*.ckpt"))), weights_only=True)["state_dict"]
-    assert {name for name, value in model.state_dict().items() if not value.equal(found[name])} == {
+        pl_trainer = trainer(plugin, epochs=2, callbacks=[saving(tmp_path / str(width))])
+        pl_trainer.fit(model)
+    state_dict = torch.load(checkpoint_file(next((tmp_path / "64").glob("*.ckpt"))), weights_only=True)["state_dict"]
+    assert {name for name, value in model.state_dict().items() if not value.equal(state_dict[name])} == {
         "embed.weight", "net.0.weight", "net.3.weight"
     }
-    assert all(value.equal(found[name]) for name, value in model.kept().items())
+    assert all(value.equal(state_dict[name]) for name, value in model.kept().items())
 
 
 def test_frozen_weights_do_not_drift_over_restarts(tmp_path: Path) -> None:
@@ -366,11 +370,11 @@ def test_the_tuner_takes_back_all_that_it_tried(tmp_path: Path) -> None:
     model = Frozen()
     model.lr = 1e-3
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    one = trainer(DSQCheckpointIO(), callbacks=[saving(tmp_path)], default_root_dir=tmp_path)
-    Tuner(one).lr_find(model, num_training=12)
+    pl_trainer = trainer(DSQCheckpointIO(), callbacks=[saving(tmp_path)], default_root_dir=tmp_path)
+    Tuner(pl_trainer).lr_find(model, num_training=12)
     assert same(dict(model.state_dict()), before)
     assert not list(tmp_path.rglob(".lr_find*"))
-    one.fit(model)
+    pl_trainer.fit(model)
     assert sound(tmp_path) == 1
 
 

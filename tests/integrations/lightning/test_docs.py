@@ -35,6 +35,6 @@ def test_examples(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text("\n".join([PREAMBLE, *BLOCKS]))
     status, output = run(["page.py"], directory=tmp_path, forked=True)
     assert status == 0, output[-6000:]
-    found = {path.name for path in tmp_path.iterdir()}
-    assert {"checkpoints", "final.ckpt", "plain.ckpt", "sharded.ckpt"} <= found
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoints", "final.ckpt", "plain.ckpt", "sharded.ckpt"} <= names
     assert (tmp_path / "plain.ckpt").is_file() and (tmp_path / "sharded.ckpt" / "manifest.json").exists()

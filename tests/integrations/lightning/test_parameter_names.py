@@ -19,7 +19,7 @@ def test_a_name_is_given_where_all_ways_to_find_the_shapes_agree(candidates, sha
     named = [(str(place), shape) for place, shape in enumerate(candidates)]
     ways = [
         way for way in combinations(named, len(shapes))
-        if all(shape in (None, found) for shape, (_, found) in zip(shapes, way, strict=True))
+        if all(shape in (None, own_shape) for shape, (_, own_shape) in zip(shapes, way, strict=True))
     ]
     expected = [
         names.pop() if len(names := {way[place][0] for way in ways}) == 1 else None for place in range(len(shapes))
@@ -45,9 +45,9 @@ class Net(nn.Module):
         optimizer.step()
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter): name for name, parameter in self.named_parameters()}
-        found = infer_parameter_names(optimizer.state_dict(), self.state_dict())
-        assert len(set(found.values())) == len(given)
-        return {own[id(given[number])]: name for number, name in found.items() if not name.startswith("#")}
+        names = infer_parameter_names(optimizer.state_dict(), self.state_dict())
+        assert len(set(names.values())) == len(given)
+        return {own[id(given[number])]: name for number, name in names.items() if not name.startswith("#")}
 
 
 def test_optimizers_of_usual_kinds() -> None:
@@ -59,9 +59,9 @@ def test_optimizers_of_usual_kinds() -> None:
         torch.optim.Adam(trained), torch.optim.SGD(trained, lr=0.1, momentum=0.9),
         torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]),
     ):
-        found = net.stepped(optimizer)
-        assert {"embed.weight", "mid.weight"} <= found.keys()
-        assert all(name == own for own, name in found.items())
+        names = net.stepped(optimizer)
+        assert {"embed.weight", "mid.weight"} <= names.keys()
+        assert all(name == own for own, name in names.items())
     assert net.stepped(torch.optim.SGD(trained, lr=0.1)) == {}  # without state nothing is known
 
 

@@ -15,7 +15,7 @@ from tests.integrations.torchft.common import PATIENCE
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[DSQTransport[Any]]:
-    made = DSQTransport[Any](PATIENCE, directory=tmp_path)
-    yield made
-    made.shutdown()
+    dsq_transport = DSQTransport[Any](PATIENCE, directory=tmp_path)
+    yield dsq_transport
+    dsq_transport.shutdown()
     assert os.listdir(tmp_path) == [], "nothing is left"

@@ -58,10 +58,10 @@ def test_the_contract_that_torchft_tests(tmp_path: Path) -> None:
     def state() -> dict[str, object]:
         return make_state_dict(device)
 
-    def made(rank: int, size: int) -> DSQTransport[dict[str, object]]:
+    def make_transport(rank: int, size: int) -> DSQTransport[dict[str, object]]:
         return DSQTransport(PATIENCE, state_dict=state, directory=tmp_path)
 
-    run_multi_recovery_test(TestCase(), made, device)
+    run_multi_recovery_test(TestCase(), make_transport, device)
     assert os.listdir(tmp_path) == []
 
 
@@ -193,8 +193,8 @@ def test_distributed_tensors(transport: DSQTransport[Any], tmp_path: Path) -> No
         own = {"user": {"w": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])}}
         healed = DSQTransport[Any](PATIENCE, state_dict=lambda: own, directory=tmp_path)
         healed.send_checkpoint([1], 1, state, PATIENCE)
-        found = healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
-        assert found["user"]["w"].placements == (Shard(0),) and torch.equal(found["user"]["w"].to_local(), full)
+        received = healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
+        assert received["user"]["w"].placements == (Shard(0),) and torch.equal(received["user"]["w"].to_local(), full)
         own["user"]["w"] = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
         with pytest.raises(LoadFailed, match=r"\['w'\]: the shard is of shape \(8, 6\), and of \(4, 6\) here"):
             healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
@@ -222,8 +222,8 @@ def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
         ):
             receiver = DSQTransport[Any](PATIENCE, state_dict=state_dict, directory=tmp_path)
             if error is None:
-                found = receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
-                assert isinstance(found["state"][0]["exp_avg"], DTensor)
+                received = receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
+                assert isinstance(received["state"][0]["exp_avg"], DTensor)
             else:
                 with pytest.raises(LoadFailed, match=error):
                     receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)

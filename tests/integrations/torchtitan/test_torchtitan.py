@@ -35,7 +35,7 @@ def test_command_line() -> None:
 
 def test_the_line_of_the_page() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torchtitan.md").read_text(), re.S)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    config = found["checkpoint"]
+    namespace: dict[str, Any] = {}
+    exec(block, namespace)
+    config = namespace["checkpoint"]
     assert config.enable and config.async_mode == "async" and config.compression == "default" and config.pinned

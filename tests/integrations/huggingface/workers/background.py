@@ -26,8 +26,8 @@ PATIENCE = 300.0
 
 
 def background_trainer(output: Path, last: int, **options: Any) -> Trainer:
-    made = trainer(output, last, **options)
-    return huggingface.attach(made, made.dsq_config, asynchronous=True)
+    hf_trainer = trainer(output, last, **options)
+    return huggingface.attach(hf_trainer, hf_trainer.dsq_config, asynchronous=True)
 
 
 @contextmanager
@@ -74,16 +74,16 @@ def in_background(output: Path) -> None:
         seen.append([name for name in names(output / "made") if not name.startswith(".")])
         begun.set()
 
-    made = background_trainer(output / "made", 6, more={"callbacks": [At(5, later)]})
+    hf_trainer = background_trainer(output / "made", 6, more={"callbacks": [At(5, later)]})
     with before_publishing(4, lambda: begun.wait(PATIENCE)):
-        made.train()
+        hf_trainer.train()
     assert seen == [["checkpoint-2"]], "checkpoint-4 has no name at step 5"
     assert names(output / "made") == names(output / "plain") == ["checkpoint-4", "checkpoint-6"]
-    same(everything(plain), everything(made))
+    same(everything(plain), everything(hf_trainer))
     for name in names(output / "made"):
         own, other = output / "made" / name, output / "plain" / name
-        kept = [{one for one in names(place) if not one.endswith((".dsq", ".index"))} for place in (own, other)]
-        assert kept[0] == kept[1]
+        files = [{name for name in names(place) if not name.endswith((".dsq", ".index"))} for place in (own, other)]
+        assert files[0] == files[1]
         assert json.loads((own / "trainer_state.json").read_text()) == json.loads(
             (other / "trainer_state.json").read_text()
         )
@@ -97,12 +97,12 @@ def in_background(output: Path) -> None:
 
 def deltas_in_background(output: Path) -> None:
     """Each is coded against the one before, and loses its refinement when it is old."""
-    made, told = trainer(output, 6, config=None, save_steps=1, save_total_limit=5), []
-    huggingface.attach(made, on_save=told.append, asynchronous=True).train()
+    hf_trainer, told = trainer(output, 6, config=None, save_steps=1, save_total_limit=5), []
+    huggingface.attach(hf_trainer, on_save=told.append, asynchronous=True).train()
     assert [result.path for result in told] == [output / f"checkpoint-{number}" for number in range(1, 7)]
-    found = [sound(output / f"checkpoint-{number}") for number in range(2, 7)]
-    assert [manifest.depth for manifest in found] == [1, 2, 3, 4, 5]
-    assert [manifest.refinement for manifest in found] == ["dropped"] * 2 + ["kept"] * 3
+    manifests = [sound(output / f"checkpoint-{number}") for number in range(2, 7)]
+    assert [manifest.depth for manifest in manifests] == [1, 2, 3, 4, 5]
+    assert [manifest.refinement for manifest in manifests] == ["dropped"] * 2 + ["kept"] * 3
     assert names(output) == [f"checkpoint-{number}" for number in range(2, 7)]
 
 
@@ -111,14 +111,14 @@ def best_in_background(output: Path) -> None:
     for best, limit, left in ((2, 1, ["checkpoint-2"]), (4, 2, ["checkpoint-3", "checkpoint-4"])):
         luck = iter([3.0 if number == best else 1.0 for number in range(1, 5)])
         run = output / str(best)
-        made = background_trainer(
+        hf_trainer = background_trainer(
             run, 4, save_steps=1, eval_steps=1, eval_strategy="steps", metric_for_best_model="luck",
             greater_is_better=True, load_best_model_at_end=True, save_total_limit=limit,
             more={"compute_metrics": lambda _, luck=luck: {"luck": next(luck)}},
         )
-        made.train()
+        hf_trainer.train()
         assert names(run) == left
-        assert made.state.best_model_checkpoint == str(run / f"checkpoint-{best}")
+        assert hf_trainer.state.best_model_checkpoint == str(run / f"checkpoint-{best}")
         state = json.loads((run / f"checkpoint-{best}" / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == str(run / f"checkpoint-{best}")
         assert sound(run / f"checkpoint-{best}").pinned
@@ -128,16 +128,16 @@ def moved_in_background(output: Path) -> None:
     """A run that goes on in another directory keeps its best checkpoint, and loads it at the end."""
     luck = iter([1.0, 3.0, 1.0, 1.0, 1.0])
 
-    def made(run: Path, last: int) -> Trainer:
+    def make_trainer(run: Path, last: int) -> Trainer:
         return background_trainer(
             run, last, save_steps=1, eval_steps=1, eval_strategy="steps", metric_for_best_model="luck",
             greater_is_better=True, load_best_model_at_end=True, save_total_limit=2,
             more={"compute_metrics": lambda _: {"luck": next(luck)}},
         )
 
-    made(output / "before", 3).train()
+    make_trainer(output / "before", 3).train()
     output.joinpath("before").rename(output / "after")
-    again = made(output / "after", 5)
+    again = make_trainer(output / "after", 5)
     again.train(resume_from_checkpoint=True)
     assert again.state.best_model_checkpoint == str(output / "after" / "checkpoint-2")
     assert names(output / "after") == ["checkpoint-2", "checkpoint-5"]
@@ -152,12 +152,14 @@ def stopped_in_background(output: Path) -> None:
             if control.should_training_stop:  # after the callback that saved
                 seen.append((output / "checkpoint-3" / "manifest.json").exists())
 
-    made = background_trainer(output, 6, enable_jit_checkpoint=True, save_strategy="no")
-    (saves,) = [one for one in made.callback_handler.callbacks if isinstance(one, JITCheckpointCallback)]
-    made.add_callback(Looks())
-    made.add_callback(At(3, lambda: setattr(saves.jit_manager, "is_checkpoint_requested", True)))
+    hf_trainer = background_trainer(output, 6, enable_jit_checkpoint=True, save_strategy="no")
+    (saves,) = [
+        callback for callback in hf_trainer.callback_handler.callbacks if isinstance(callback, JITCheckpointCallback)
+    ]
+    hf_trainer.add_callback(Looks())
+    hf_trainer.add_callback(At(3, lambda: setattr(saves.jit_manager, "is_checkpoint_requested", True)))
     with before_publishing(3, lambda: time.sleep(0.5)):
-        made.train()
+        hf_trainer.train()
     assert seen == [True]
     assert names(output) == ["checkpoint-3"] and "checkpoint-is-incomplete.txt" not in names(output / "checkpoint-3")
 
@@ -171,10 +173,10 @@ def only_model_in_background(output: Path) -> None:
 
 def failed_in_background(output: Path) -> None:
     """A failure is raised by the next save, or the end; what was saved before stays, and training can go on from it."""
-    made = background_trainer(output, 6)
+    hf_trainer = background_trainer(output, 6)
     with before_publishing(4, full_disk), pytest.raises(SaveFailed, match="No space left on device"):
-        made.train()
-    assert made.state.global_step == 6, "at the next save"
+        hf_trainer.train()
+    assert hf_trainer.state.global_step == 6, "at the next save"
     assert names(output) == ["checkpoint-2"]
     with before_publishing(4, full_disk), pytest.raises(SaveFailed, match="No space left on device"):
         background_trainer(output, 4, new=False).train(resume_from_checkpoint=True)  # the last save
@@ -183,12 +185,12 @@ def failed_in_background(output: Path) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
-    made = background_trainer(output, 6, new=False, more={"callbacks": [At(5, broken)]})
+    hf_trainer = background_trainer(output, 6, new=False, more={"callbacks": [At(5, broken)]})
     with (
         before_publishing(4, full_disk), pytest.raises(ZeroDivisionError),
         pytest.warns(UserWarning, match="the last save in the background failed too.*No space left"),
     ):
-        made.train(resume_from_checkpoint=True)
+        hf_trainer.train(resume_from_checkpoint=True)
     background_trainer(output, 6, new=False).train(resume_from_checkpoint=True)
     assert names(output) == ["checkpoint-4", "checkpoint-6"] and sound(output / "checkpoint-6")
 
@@ -202,12 +204,12 @@ def killed_in_background(output: Path) -> None:
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert get_last_checkpoint(output) == str(output / "checkpoint-2")
-    made = background_trainer(output, 6)
-    made.train(resume_from_checkpoint=True)
+    hf_trainer = background_trainer(output, 6)
+    hf_trainer.train(resume_from_checkpoint=True)
     assert names(output) == ["checkpoint-4", "checkpoint-6"]
     plain = trainer(output.with_name("uninterrupted"), 6)
     plain.train()
-    same(everything(plain), everything(made))
+    same(everything(plain), everything(hf_trainer))
 
 
 def refused_in_background(output: Path) -> None:

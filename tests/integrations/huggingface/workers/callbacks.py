@@ -43,8 +43,8 @@ class StepCounter(TrainerCallback, ExportableState):
 
 def counting_trainer(output: Path, last: int, *, asynchronous: bool = False, **options: Any) -> Trainer:
     options = {"more": {"callbacks": [StepCounter()]}, "restore_callback_states_from_checkpoint": True, **options}
-    made = trainer(output, last, **options)
-    return huggingface.attach(made, made.dsq_config, asynchronous=asynchronous)
+    hf_trainer = trainer(output, last, **options)
+    return huggingface.attach(hf_trainer, hf_trainer.dsq_config, asynchronous=asynchronous)
 
 
 def stored_steps(directory: Path) -> int:
@@ -82,8 +82,8 @@ def callback_states(output: Path) -> None:
         def look(result: SaveResult, seen: dict[str, int] = seen) -> None:
             seen[Path(result.path).name] = stored_steps(Path(result.path))
 
-        made = counting_trainer(run_directory, 4, asynchronous=asynchronous)
-        huggingface.attach(made, "exact", on_save=look, asynchronous=asynchronous).train()
+        hf_trainer = counting_trainer(run_directory, 4, asynchronous=asynchronous)
+        huggingface.attach(hf_trainer, "exact", on_save=look, asynchronous=asynchronous).train()
         assert seen == ({"checkpoint-2": 2, "checkpoint-4": 4} if PartialState().process_index == 0 else {})
         counting_trainer(run_directory, 6, asynchronous=asynchronous).train(resume_from_checkpoint=True)
         assert stored_steps(run_directory / "checkpoint-6") == 6
@@ -109,11 +109,11 @@ def killed_in_last_write(output: Path) -> None:
             _, status = os.waitpid(child, 0)
             assert os.WTERMSIG(status) == signal.SIGKILL
             assert get_last_checkpoint(run_directory) == str(run_directory / "checkpoint-2")
-            made = counting_trainer(run_directory, 6)
-            made.train(resume_from_checkpoint=True)
+            hf_trainer = counting_trainer(run_directory, 6)
+            hf_trainer.train(resume_from_checkpoint=True)
             assert names(run_directory) == ["checkpoint-4", "checkpoint-6"]
             assert stored_steps(run_directory / "checkpoint-6") == 6
-            same(everything(plain), everything(made))
+            same(everything(plain), everything(hf_trainer))
 
 
 def full_disk_in_last_write(output: Path) -> None:
@@ -123,14 +123,14 @@ def full_disk_in_last_write(output: Path) -> None:
     for asynchronous in (False, True):
         for number in range(1, WRITES + 1):
             run_directory = output / f"{number}_{asynchronous}"
-            made = counting_trainer(run_directory, 6, asynchronous=asynchronous)
+            hf_trainer = counting_trainer(run_directory, 6, asynchronous=asynchronous)
             with (
                 failing_write(number, fill_disk),
                 pytest.raises(DSQError, match="rank 0 failed.*No space left" if rank else text) as caught,
             ):
-                made.train()
+                hf_trainer.train()
             assert isinstance(caught.value, SaveFailed)
-            assert made.state.global_step == 4
+            assert hf_trainer.state.global_step == 4
             if is_distributed:
                 dist.barrier()  # rank 0 removes what is left
             assert names(run_directory) == ["checkpoint-2"]
@@ -160,20 +160,20 @@ def writing_in_subclass(output: Path) -> None:
             Path(self._get_output_dir(trial), "beside.txt").touch()
 
     seen = []
-    made = trainer(output, 4, attached=False)
-    made.__class__ = Beside
+    hf_trainer = trainer(output, 4, attached=False)
+    hf_trainer.__class__ = Beside
     with pytest.raises(SaveFailed, match=r"'beside\.txt' was written beside the files of .*checkpoint-2"):
-        huggingface.attach(made).train()
+        huggingface.attach(hf_trainer).train()
     assert names(output) == []
-    made = trainer(output, 4, attached=False)
-    made.__class__ = Replacing
+    hf_trainer = trainer(output, 4, attached=False)
+    hf_trainer.__class__ = Replacing
     with pytest.raises(ConfigError, match=r"checkpoint-2': .* overrides _save_checkpoint"):
-        huggingface.attach(made).train()
+        huggingface.attach(hf_trainer).train()
     assert names(output) == []
-    made = trainer(output, 4, attached=False)
-    made.__class__ = Writing
-    huggingface.attach(made, "exact", on_save=lambda result: seen.append((result.path / "notes.txt").read_text()))
-    made.train()
+    hf_trainer = trainer(output, 4, attached=False)
+    hf_trainer.__class__ = Writing
+    huggingface.attach(hf_trainer, "exact", on_save=lambda result: seen.append((result.path / "notes.txt").read_text()))
+    hf_trainer.train()
     assert seen == ["2", "4"]
     assert sound(output / "checkpoint-4").beside.count("notes.txt") == 1
 

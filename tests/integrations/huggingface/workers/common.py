@@ -56,28 +56,30 @@ def trainer(
         "save_total_limit": 2, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 2, "report_to": [],
         "disable_tqdm": True, "use_cpu": True, "seed": 0, "gradient_accumulation_steps": 2,
     }
-    made = Trainer(
+    hf_trainer = Trainer(
         gpt2() if model is None else model, TrainingArguments(**(settings | arguments)), train_dataset=Counting(),
         eval_dataset=torch.utils.data.Subset(Counting(), range(4)), **(more or {}),
     )
-    made.callback_handler.callbacks = [
-        one for one in made.callback_handler.callbacks if type(one).__name__ != "PrinterCallback"
+    hf_trainer.callback_handler.callbacks = [
+        callback for callback in hf_trainer.callback_handler.callbacks if type(callback).__name__ != "PrinterCallback"
     ]
-    return huggingface.attach(made, config) if attached else made
+    return huggingface.attach(hf_trainer, config) if attached else hf_trainer
 
 
-def everything(made: Trainer) -> dict[str, Any]:
+def everything(hf_trainer: Trainer) -> dict[str, Any]:
     """Copies of all tensors and numbers that training goes on from; collective if the model is sharded."""
-    optimizer = made.optimizer.optimizer.state_dict()
-    state = {f"model.{name}": value for name, value in made.model.state_dict().items()}
+    optimizer = hf_trainer.optimizer.optimizer.state_dict()
+    state = {f"model.{name}": value for name, value in hf_trainer.model.state_dict().items()}
     for number, entry in optimizer["state"].items():
         state |= {f"{number}.{name}": value for name, value in entry.items()}
     state = {
         name: value.full_tensor().clone() if isinstance(value, DTensor) else torch.as_tensor(value).clone()
         for name, value in state.items() if value is not None
     }
-    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-    return {**state, "groups": optimizer["param_groups"], "rates": made.lr_scheduler.state_dict(), "losses": losses}
+    losses = [entry["loss"] for entry in hf_trainer.state.log_history if "loss" in entry]
+    return {
+        **state, "groups": optimizer["param_groups"], "rates": hf_trainer.lr_scheduler.state_dict(), "losses": losses
+    }
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class Seen(TrainerCallback):
         optimizer = given["optimizer"]
         self.rate = given["lr_scheduler"].last_epoch, [group["lr"] for group in optimizer.param_groups]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.tensors = [*parameters, *(value for one in parameters for value in optimizer.state[one].values())]
+        self.tensors = [*parameters, *(value for weight in parameters for value in optimizer.state[weight].values())]
         self.tensors = [value.detach().clone() for value in self.tensors]
         control.should_training_stop = True
 

@@ -68,10 +68,10 @@ def ddp_in_background(output: Path) -> None:
     again = background_trainer(output.with_name("background"), 6, gradient_accumulation_steps=1)
     again.train(resume_from_checkpoint=True)
     same(everything(first), everything(again))
-    made = background_trainer(output.with_name("full"), 6)
+    hf_trainer = background_trainer(output.with_name("full"), 6)
     with before_publishing(4, full_disk), pytest.raises(DSQError, match=r"No space left|rank 0 failed"):
-        made.train()
-    assert made.state.global_step == 6
+        hf_trainer.train()
+    assert hf_trainer.state.global_step == 6
     dist.barrier()  # rank 0 removes what is left
     assert names(output.with_name("full")) == ["checkpoint-2"]
 
@@ -80,26 +80,26 @@ def rank_counts(output: Path) -> None:
     """A run of one rank goes on with two; a warning says that random states are not there."""
     once(lambda: until(SINGLE / "exact_resume", output, 4))
     with pytest.warns(UserWarning, match=rf"has no rng_state_{rank()}\.pth"):
-        made = trainer(output, 6)
-        made.train(resume_from_checkpoint=True)
+        hf_trainer = trainer(output, 6)
+        hf_trainer.train(resume_from_checkpoint=True)
     assert sound(output / "checkpoint-6").ranks == 2
-    assert made.state.global_step == 6
+    assert hf_trainer.state.global_step == 6
 
 
 def rank_fails(output: Path) -> None:
     """The failure of one rank is an error of all, and there is no checkpoint."""
-    made = trainer(output, 4)
-    collect = made.model.state_dict
+    hf_trainer = trainer(output, 4)
+    collect = hf_trainer.model.state_dict
 
     def failing(*given: Any, **named: Any) -> Any:
-        if made.state.global_step == 4:
+        if hf_trainer.state.global_step == 4:
             raise RuntimeError("this rank cannot")
         return collect(*given, **named)
 
     if rank() == 1:
-        made.model.state_dict = failing
+        hf_trainer.model.state_dict = failing
     with pytest.raises(DSQError, match="this rank cannot"):
-        made.train()
+        hf_trainer.train()
     assert names(output) == ["checkpoint-2"]
     takes = LambdaLR.load_state_dict
     with (
@@ -128,10 +128,10 @@ def trainer_fsdp2(output: Path) -> None:
     """With FSDP2's sharded parameters a resumed run ends bit-identical; it saves in the background."""
     def sharded(directory: Path, make: Any = trainer) -> Any:
         as_cpu()
-        made = make(directory, 6, gradient_accumulation_steps=1)
-        as_fsdp(made.accelerator)
-        made.is_fsdp_enabled = True
-        return made
+        hf_trainer = make(directory, 6, gradient_accumulation_steps=1)
+        as_fsdp(hf_trainer.accelerator)
+        hf_trainer.is_fsdp_enabled = True
+        return hf_trainer
 
     first = sharded(output)
     first.train()
@@ -303,10 +303,10 @@ def several_models(output: Path) -> None:
         before = [{name: value.clone() for name, value in model.module.state_dict().items()} for model in models]
         accelerator.save_state(str(output / str(number)))
         accelerator.load_state(str(output / str(number)))
-        found = [model.module.state_dict() for model in models]
-        assert all(found[0][name].equal(before[0][name]) for name in ("0.weight", "codebook"))
-        assert not found[0]["1.weight"].equal(before[0]["1.weight"])
-        assert not found[1]["0.weight"].equal(before[1]["0.weight"])
+        states = [model.module.state_dict() for model in models]
+        assert all(states[0][name].equal(before[0][name]) for name in ("0.weight", "codebook"))
+        assert not states[0]["1.weight"].equal(before[0]["1.weight"])
+        assert not states[1]["0.weight"].equal(before[1]["0.weight"])
     for count, expected in ((2, []), (1, ["fewer are prepared: model_1; to load them, prepare 2 models"])):
         accelerator._models, accelerator._optimizers = accelerator._models[:count], accelerator._optimizers[:count]
         with warnings.catch_warnings(record=True) as caught:

@@ -73,8 +73,8 @@ def exact_resume(output: Path) -> None:
 
 def deltas(output: Path) -> None:
     """Checkpoints are deltas, also after a restart, and stay whole when Trainer removes older ones."""
-    made, told = trainer(output, 6, config=None, save_steps=1), []
-    huggingface.attach(made, on_save=told.append).train()
+    hf_trainer, told = trainer(output, 6, config=None, save_steps=1), []
+    huggingface.attach(hf_trainer, on_save=told.append).train()
     assert [result.path for result in told] == [output / f"checkpoint-{number}" for number in range(1, 7)]
     before = {name: sound(output / name) for name in names(output)}
     assert [manifest.depth for manifest in before.values()] == [4, 5]
@@ -102,25 +102,27 @@ def best_model(output: Path) -> None:
     """The best checkpoint keeps its refinement however old it is, and is loaded at the end."""
     metrics = iter([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
     caught = {}
-    made = trainer(
+    hf_trainer = trainer(
         output, 6, config={"refinement": {"keep_last": 1}}, save_steps=1, eval_steps=1, eval_strategy="steps",
         metric_for_best_model="luck", greater_is_better=True, load_best_model_at_end=True,
         more={"compute_metrics": lambda _: {"luck": next(metrics)}},
     )
-    evaluate = made.evaluate
+    evaluate = hf_trainer.evaluate
 
     def evaluating(*given, **named):
-        caught[made.state.global_step] = {name: value.clone() for name, value in made.model.state_dict().items()}
+        caught[hf_trainer.state.global_step] = {
+            name: value.clone() for name, value in hf_trainer.model.state_dict().items()
+        }
         return evaluate(*given, **named)
 
-    made.evaluate = evaluating
-    made.train()
+    hf_trainer.evaluate = evaluating
+    hf_trainer.train()
     assert names(output) == ["checkpoint-2", "checkpoint-6"]
-    assert Path(made.state.best_model_checkpoint).name == "checkpoint-2"
+    assert Path(hf_trainer.state.best_model_checkpoint).name == "checkpoint-2"
     manifest = sound(output / "checkpoint-2")
     assert (manifest.pinned, manifest.refinement) == (True, "kept")
     off = {}
-    for name, value in made.model.state_dict().items():
+    for name, value in hf_trainer.model.state_dict().items():
         assert not torch.equal(value, caught[6][name]) or value.numel() < 2, name
         off[name] = float((value - caught[2][name]).norm() / caught[2][name].norm().clamp(min=1e-9))
     assert max(off.values()) < 0.02, off
@@ -129,13 +131,13 @@ def best_model(output: Path) -> None:
 def best_strategy(output: Path) -> None:
     """With save_strategy="best" there are checkpoints of improvements only."""
     metrics = iter([1.0, 3.0, 2.0, 4.0])
-    made = trainer(
+    hf_trainer = trainer(
         output, 4, save_strategy="best", eval_steps=1, eval_strategy="steps", metric_for_best_model="luck",
         greater_is_better=True, more={"compute_metrics": lambda _: {"luck": next(metrics)}}, save_total_limit=5,
     )
-    made.train()
+    hf_trainer.train()
     assert names(output) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
-    assert Path(made.state.best_model_checkpoint).name == "checkpoint-4"
+    assert Path(hf_trainer.state.best_model_checkpoint).name == "checkpoint-4"
 
 
 def only_model(output: Path) -> None:
@@ -185,19 +187,19 @@ def killed(output: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert get_last_checkpoint(output) == str(output / "checkpoint-2")
     left = [name for name in names(output) if name.startswith(".checkpoint-4.")]
-    (saved,) = [name for name in left if (output / name / "manifest.json").exists()]  # beside Trainer's own files
-    assert len(left) == 2 and Manifest.read(output / saved)
+    (checkpoint,) = [name for name in left if (output / name / "manifest.json").exists()]  # beside Trainer's own files
+    assert len(left) == 2 and Manifest.read(output / checkpoint)
     trainer(output, 6).train(resume_from_checkpoint=True)
     assert names(output) == ["checkpoint-4", "checkpoint-6"]
 
 
 def failed(output: Path) -> None:
     """A save that fails names the cause, leaves nothing, and does not keep later ones from being made."""
-    made = trainer(output, 6, more={"processing_class": Settings(False)})
+    hf_trainer = trainer(output, 6, more={"processing_class": Settings(False)})
     with pytest.raises(SaveFailed, match="no space left"):
-        made.train()
+        hf_trainer.train()
     assert names(output) == ["checkpoint-2"]
-    made.processing_class = None
+    hf_trainer.processing_class = None
     again = trainer(output, 6, new=False)
     again.train(resume_from_checkpoint=True)
     assert names(output) == ["checkpoint-4", "checkpoint-6"]
@@ -246,7 +248,7 @@ def other_dtype(output: Path) -> None:
         warnings.simplefilter("always")
         again = trainer(output, 4, model=gpt2().bfloat16())
         again.train(resume_from_checkpoint=True)
-    assert len([one for one in caught if "of another dtype" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "of another dtype" in str(warning.message)]) == 1
     assert {value.dtype for value in again.model.parameters()} == {torch.bfloat16}
     assert sound(output / "checkpoint-4").save_id != sound(output / "checkpoint-2").save_id
 
@@ -268,14 +270,14 @@ class Plain(nn.Module):
 
 def models(output: Path) -> None:
     """Models of 16 bits, with frozen parameters, without ties, of other classes; optimizers of other kinds."""
-    made = {
+    cases = {
         "bf16": (lambda: gpt2().bfloat16(), {}),
         "frozen": (lambda: frozen(gpt2()), {}),
         "untied": (lambda: gpt2(tie_word_embeddings=False), {"optim": "adafactor"}),
         "plain": (Plain, {"optim": "sgd"}),
         "fused": (gpt2, {"optim": "adamw_torch_fused", "weight_decay": 0.1}),
     }
-    for name, (model, arguments) in made.items():
+    for name, (model, arguments) in cases.items():
         first = trainer(output / name, 3, model=model(), save_steps=1, **arguments)
         first.train()
         again = trainer(output / name, 3, model=model(), save_steps=1, **arguments)
@@ -285,9 +287,9 @@ def models(output: Path) -> None:
 
 def exported(output: Path) -> None:
     """`dsq export --part model` and Trainer's `save_model` give directories that `from_pretrained` loads."""
-    made = trainer(output, 2)
-    made.train()
-    made.save_model(str(output / "final"))
+    hf_trainer = trainer(output, 2)
+    hf_trainer.train()
+    hf_trainer.save_model(str(output / "final"))
     assert (output / "final" / "model.safetensors").exists()
     plain = output / "plain"
     plain.mkdir()
@@ -296,7 +298,7 @@ def exported(output: Path) -> None:
     shutil.copy(output / "checkpoint-2" / "config.json", plain)
     for directory in ("final", "plain"):
         loaded = AutoModelForCausalLM.from_pretrained(output / directory).state_dict()
-        same(dict(made.model.state_dict()), dict(loaded))
+        same(dict(hf_trainer.model.state_dict()), dict(loaded))
 
 
 def refused(output: Path) -> None:

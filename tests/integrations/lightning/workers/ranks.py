@@ -57,24 +57,24 @@ def fit(strategy: Any, epochs: int, directory: Path, plugins: Any = (), path: An
     seed(RANK)  # DDP takes rank 0's weights, FSDP2 what each rank has of its own
     if isinstance(strategy, ModelParallelStrategy):
         seed(7)
-    one = trainer(
+    pl_trainer = trainer(
         *plugins, ranks=True, epochs=epochs, devices=RANKS, strategy=strategy, callbacks=[saving(directory, **options)]
     )
-    one.fit(Sharded() if isinstance(strategy, ModelParallelStrategy) else Model(), ckpt_path=path)
-    return one
+    pl_trainer.fit(Sharded() if isinstance(strategy, ModelParallelStrategy) else Model(), ckpt_path=path)
+    return pl_trainer
 
 
-def whole(one: Any) -> dict[str, torch.Tensor]:
+def whole(pl_trainer: Any) -> dict[str, torch.Tensor]:
     """Everything that training changed, unsharded, on rank 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = dict(get_model_state_dict(one.model, options=options))
-    for number, optimizer in enumerate(one.optimizers):
-        state = get_optimizer_state_dict(one.model, optimizer, options=options).get("state", {})
-        found |= {f"{number}.{key}.{name}": value for key, entries in state.items() for name, value in entries.items()}
-    return found
+    result = dict(get_model_state_dict(pl_trainer.model, options=options))
+    for number, optimizer in enumerate(pl_trainer.optimizers):
+        state = get_optimizer_state_dict(pl_trainer.model, optimizer, options=options).get("state", {})
+        result |= {f"{number}.{key}.{name}": value for key, entries in state.items() for name, value in entries.items()}
+    return result
 
 
-def ours(config: Any = "exact") -> DSQModelParallelStrategy:
+def make_strategy(config: Any = "exact") -> DSQModelParallelStrategy:
     return DSQModelParallelStrategy(**SIZES, config=config)
 
 
@@ -84,7 +84,7 @@ def ddp(directory: Path) -> None:
     fit(DDPStrategy(), 2, directory / "ddp", io, save_last=True)
     in_thread = [AsyncCheckpointIO(io[0])]
     resumed = fit(DDPStrategy(), 3, directory / "ddp", in_thread, "last", save_last=True)
-    assert same(*(trained(one.lightning_module, one.optimizers) for one in (resumed, expected)))
+    assert same(*(trained(pl_trainer.lightning_module, pl_trainer.optimizers) for pl_trainer in (resumed, expected)))
     if RANK == 0:
         assert names(directory / "ddp") == ["epoch=2-step=9.ckpt", "last.ckpt"]
         again = io[0].load_checkpoint(directory / "ddp" / "last.ckpt")["state_dict"]
@@ -92,25 +92,27 @@ def ddp(directory: Path) -> None:
 
 
 def fsdp2(directory: Path) -> None:
-    expected = whole(fit(ours(), 3, directory / "whole"))
-    kept = directory / "kept"
-    fit(ours(), 2, kept, monitor="val", save_top_k=2, save_last=True)
-    resumed = fit(ours(), 3, kept, path="last", monitor="val", save_top_k=2, save_last=True)
+    expected = whole(fit(make_strategy(), 3, directory / "whole"))
+    checkpoints = directory / "kept"
+    fit(make_strategy(), 2, checkpoints, monitor="val", save_top_k=2, save_last=True)
+    resumed = fit(make_strategy(), 3, checkpoints, path="last", monitor="val", save_top_k=2, save_last=True)
     assert same(whole(resumed), expected)
     if RANK == 0:
         torch.save(expected, directory / "expected.pt")
-        assert names(kept) == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt", "last.ckpt"]
-        found = DSQCheckpointIO().load_checkpoint(kept / "last.ckpt")  # for one device
-        assert found["from"] == 0 and same(found["state_dict"], {k: expected[k] for k in found["state_dict"]})
-        states = found["optimizer_states"][0]
+        assert names(checkpoints) == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt", "last.ckpt"]
+        checkpoint = DSQCheckpointIO().load_checkpoint(checkpoints / "last.ckpt")  # for one device
+        assert checkpoint["from"] == 0 and same(
+            checkpoint["state_dict"], {k: expected[k] for k in checkpoint["state_dict"]}
+        )
+        states = checkpoint["optimizer_states"][0]
         assert states["param_groups"][0]["params"] == list(states["state"]) == list(range(7))
         assert torch.equal(states["state"][0]["exp_avg"], expected["0.embed.weight.exp_avg"])
-        DSQCheckpointIO("exact").save_checkpoint(found, directory / "single.ckpt")
+        DSQCheckpointIO("exact").save_checkpoint(checkpoint, directory / "single.ckpt")
     validated = resumed.validate(resumed.lightning_module, ckpt_path="best")  # after an evaluation
-    assert validated == resumed.validate(resumed.lightning_module, ckpt_path=kept / "last.ckpt")
+    assert validated == resumed.validate(resumed.lightning_module, ckpt_path=checkpoints / "last.ckpt")
 
-    lossy = fit(ours(None), 2, directory / "lossy", save_last=True)
-    fit(ours(None), 3, directory / "lossy", path="last")
+    lossy = fit(make_strategy(None), 2, directory / "lossy", save_last=True)
+    fit(make_strategy(None), 3, directory / "lossy", path="last")
     if RANK == 0:
         assert dsq_ckpt.describe(directory / "lossy" / "epoch=2-step=9.ckpt")["depth"] == 4
     lossy.save_checkpoint(directory / "weights.ckpt", weights_only=True)
@@ -121,13 +123,13 @@ def changes(directory: Path) -> None:
     """Checkpoints of another kind are loaded, and replaced."""
     native = directory / "native"
     fit(ModelParallelStrategy(**SIZES), 2, native, save_last=True)
-    resumed = fit(ours(), 3, native, path="last", save_last=True)
+    resumed = fit(make_strategy(), 3, native, path="last", save_last=True)
     last = torch.load(directory / "expected.pt")
     if RANK == 0:
         assert (native / "last.ckpt" / "manifest.json").exists() and not (native / "last.ckpt" / ".metadata").exists()
         assert len(names(native)) == 2
-    found = whole(resumed)
-    assert RANK or same(found, last)
+    tensors = whole(resumed)
+    assert RANK or same(tensors, last)
 
 
 def told(directory: Path) -> None:
@@ -138,18 +140,18 @@ def told(directory: Path) -> None:
                 return kind(self.parameters())
 
         path = directory / kind.__name__
-        found = []
+        states = []
         for resumed in (None, path / "last.ckpt"):
             seed(7)
-            one = trainer(
-                ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(path, save_last=resumed is None)]
+            pl_trainer = trainer(
+                ranks=True, devices=RANKS, strategy=make_strategy(), callbacks=[saving(path, save_last=resumed is None)]
             )
-            one.fit(Own(), ckpt_path=resumed)
-            found.append(leaves(one.optimizers[0].state_dict()))
-        assert found[0] == found[1], kind
+            pl_trainer.fit(Own(), ckpt_path=resumed)
+            states.append(leaves(pl_trainer.optimizers[0].state_dict()))
+        assert states[0] == states[1], kind
         alone = DSQCheckpointIO().load_checkpoint(path / "last.ckpt")["optimizer_states"][0]
         assert {key: value for key, value in leaves(alone).items() if key[0] != "param_groups"} == {
-            key: value for key, value in found[0].items() if key[0] != "param_groups"
+            key: value for key, value in states[0].items() if key[0] != "param_groups"
         }
 
 
@@ -160,18 +162,22 @@ def frozen(directory: Path) -> None:
             super().configure_model()
             self.net[0].requires_grad_(False)
 
-    one = trainer(ranks=True, epochs=3, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "frozen")])
-    one.fit(Frozen(), ckpt_path=directory / "kept" / "last.ckpt")
-    found = whole(one)
-    assert not any(parameter.requires_grad for parameter in one.lightning_module.net[0].parameters())
-    assert RANK or same(found, torch.load(directory / "expected.pt"))
+    pl_trainer = trainer(
+        ranks=True, epochs=3, devices=RANKS, strategy=make_strategy(), callbacks=[saving(directory / "frozen")]
+    )
+    pl_trainer.fit(Frozen(), ckpt_path=directory / "kept" / "last.ckpt")
+    tensors = whole(pl_trainer)
+    assert not any(parameter.requires_grad for parameter in pl_trainer.lightning_module.net[0].parameters())
+    assert RANK or same(tensors, torch.load(directory / "expected.pt"))
 
 
 def errors(directory: Path) -> None:
     def loads(path: Path, error: type[Exception], text: str, model: Any = Sharded) -> None:
-        one = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "none")])
+        pl_trainer = trainer(
+            ranks=True, devices=RANKS, strategy=make_strategy(), callbacks=[saving(directory / "none")]
+        )
         with pytest.raises(error, match=text):
-            one.fit(model(), ckpt_path=path)
+            pl_trainer.fit(model(), ckpt_path=path)
 
     loads(directory / "weights.ckpt", dsq_ckpt.LoadFailed, "weights only")
     loads(directory / "whole" / "epoch=2-step=9.ckpt", dsq_ckpt.LoadFailed, "lacks 'more.bias' and 1 more", Wider)
@@ -180,18 +186,18 @@ def errors(directory: Path) -> None:
         damage(damaged)
     dist.barrier()
     loads(damaged, dsq_ckpt.DSQError, "epoch=1-step=6.ckpt")
-    one = fit(ours(), 1, directory / "refused")
+    pl_trainer = fit(make_strategy(), 1, directory / "refused")
     before = names(directory / "refused")
-    one.lightning_module.save_hyperparameters({"odd": object()} if RANK == 0 else {"odd": 1})
+    pl_trainer.lightning_module.save_hyperparameters({"odd": object()} if RANK == 0 else {"odd": 1})
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"hyper_parameters.odd' is of class builtins.object"):
-        one.save_checkpoint(directory / "refused" / "other.ckpt")
+        pl_trainer.save_checkpoint(directory / "refused" / "other.ckpt")
     assert names(directory / "refused") == before
-    part = DTensor.from_local(torch.ones(2), one.strategy.device_mesh["data_parallel"])
-    one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(average=part)
+    part = DTensor.from_local(torch.ones(2), pl_trainer.strategy.device_mesh["data_parallel"])
+    pl_trainer.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(average=part)
     with pytest.raises(dsq_ckpt.SaveFailed, match="'average' is distributed"):
-        one.save_checkpoint(directory / "refused" / "other.ckpt")
+        pl_trainer.save_checkpoint(directory / "refused" / "other.ckpt")
     assert names(directory / "refused") == before
-    averaged = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[EMAWeightAveraging()])
+    averaged = trainer(ranks=True, devices=RANKS, strategy=make_strategy(), callbacks=[EMAWeightAveraging()])
     with pytest.raises(dsq_ckpt.ConfigError, match="the callback EMAWeightAveraging is there"):
         averaged.fit(Whole())
 
@@ -200,10 +206,10 @@ def main() -> None:
     directory = Path(sys.argv[1])
     if RANKS == 1:
         last = torch.load(directory / "expected.pt")
-        one = fit(ours(), 3, directory / "one", path=directory / "kept" / "last.ckpt")
-        assert same(whole(one), last), "on one rank"
-        fit(ours(), 3, directory / "one", path=directory / "single.ckpt")
-        assert same(whole(one), last)
+        pl_trainer = fit(make_strategy(), 3, directory / "one", path=directory / "kept" / "last.ckpt")
+        assert same(whole(pl_trainer), last), "on one rank"
+        fit(make_strategy(), 3, directory / "one", path=directory / "single.ckpt")
+        assert same(whole(pl_trainer), last)
         return
     ddp(directory)
     fsdp2(directory)

@@ -131,11 +131,11 @@ def resumes_are_exact_and_old_checkpoints_go(out: Path) -> None:
         assert again.manager.load() and again.step == 8
         assert same(again.train(10).end(), plain)
         damage(folder, 10)
-        found = Job(folder)
-        assert found.manager.load() and found.step == 8  # the newest that is complete
-        assert same(found.train(9).end(), Job(out / "none", enable=False).train(9).end())
+        job = Job(folder)
+        assert job.manager.load() and job.step == 8  # the newest that is complete
+        assert same(job.train(9).end(), Job(out / "none", enable=False).train(9).end())
         with pytest.raises(CheckpointNotFound if RANK == 0 else DSQError, match="step-10"):
-            found.manager.load(step=10)
+            job.manager.load(step=10)
     assert not Job(out / "nothing").manager.load()
 
 
