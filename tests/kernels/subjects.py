@@ -89,15 +89,15 @@ def as_fp32(x: torch.Tensor) -> np.ndarray:
     return x.numpy().astype(np.float32) if x.dtype == torch.float16 else x.float().numpy()
 
 
-def assert_same(found: torch.Tensor, expected: np.ndarray | torch.Tensor) -> None:
+def assert_same(result: torch.Tensor, expected: np.ndarray | torch.Tensor) -> None:
     """The same bits, but that any NaN is as good as another."""
-    found = found.cpu()
+    result = result.cpu()
     if isinstance(expected, np.ndarray):
         expected = torch.from_numpy(expected)
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    if found.dtype.is_floating_point:
+    assert result.dtype == expected.dtype and result.shape == expected.shape
+    if result.dtype.is_floating_point:
         nan = expected.isnan()
-        assert torch.equal(found.isnan(), nan)
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-        found, expected = found[~nan].view(kind), expected[~nan].view(kind)
-    np.testing.assert_array_equal(found.numpy(), expected.numpy())
+        assert torch.equal(result.isnan(), nan)
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[result.element_size()]
+        result, expected = result[~nan].view(kind), expected[~nan].view(kind)
+    np.testing.assert_array_equal(result.numpy(), expected.numpy())

@@ -17,13 +17,13 @@ def changed(seed, n, share):
 def check(subject, n, share, seed=0, offset=0):
     parent, later = changed(seed, n, share)
     before = subject(parent, offset)
-    found = subject.backend.find_changes(subject(later, offset), before)
+    changes = subject.backend.find_changes(subject(later, offset), before)
     where = np.flatnonzero(parent != later)
-    assert_same(found[0], where.astype(np.int32))
-    assert_same(found[1], later[where])
-    assert int(found[2]) == len(where)
+    assert_same(changes[0], where.astype(np.int32))
+    assert_same(changes[1], later[where])
+    assert int(changes[2]) == len(where)
     for out in (subject.empty(n), before):
-        subject.backend.apply_changes(before, *found[:2], out)
+        subject.backend.apply_changes(before, *changes[:2], out)
         subject.backend.check()
         assert_same(out, later)
 

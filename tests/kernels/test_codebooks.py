@@ -25,9 +25,9 @@ def values():
 
 
 def quantized(subject, x, table):
-    found = subject.empty(x.size)
-    subject.backend.quantize(subject(x), None, 0, FULL.lo, FULL.hi, 1.0, subject(table), found)
-    return found.cpu().numpy()
+    result = subject.empty(x.size)
+    subject.backend.quantize(subject(x), None, 0, FULL.lo, FULL.hi, 1.0, subject(table), result)
+    return result.cpu().numpy()
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_fitted_codebooks(subject, config):
     """As many elements get each code as the fit has counted."""
     x, counts = values()
     fitted = fit_group(GroupSketch(counts, FULL), config, None)
-    found = quantized(subject, x, fitted.table)
-    np.testing.assert_array_equal(np.bincount(found, minlength=fitted.counts.shape[1]), fitted.counts[0])
+    result = quantized(subject, x, fitted.table)
+    np.testing.assert_array_equal(np.bincount(result, minlength=fitted.counts.shape[1]), fitted.counts[0])
 
 
 def test_uniform_levels(subject):
@@ -60,8 +60,8 @@ def test_exponent_buckets(subject):
     table = np.zeros((1, FULL.size), np.uint8)
     table[0, held] = codes
     code = quantized(subject, x, table)
-    kept = code > 0
-    decoded = levels[code[kept] - 1]
-    np.testing.assert_array_equal(np.frexp(x[kept])[1], np.frexp(decoded)[1])
-    np.testing.assert_array_equal(np.sign(x[kept]), np.sign(decoded))
-    assert np.abs(x[~kept]).max() < np.abs(decoded).min()
+    coded = code > 0
+    decoded = levels[code[coded] - 1]
+    np.testing.assert_array_equal(np.frexp(x[coded])[1], np.frexp(decoded)[1])
+    np.testing.assert_array_equal(np.sign(x[coded]), np.sign(decoded))
+    assert np.abs(x[~coded]).max() < np.abs(decoded).min()

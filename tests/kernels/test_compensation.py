@@ -56,8 +56,8 @@ def by_elimination(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
     while left:
         inverse, now = torch.linalg.inv(moments[left][:, left]), left[0]
         codes[now] = codes_of(values[now].float().numpy())
-        kept = codes[now] == len(LEVELS)
-        error = values[now] - torch.from_numpy(np.where(kept, values[now].numpy(), np.append(LEVELS, 0)[codes[now]]))
+        mask = codes[now] == len(LEVELS)
+        error = values[now] - torch.from_numpy(np.where(mask, values[now].numpy(), np.append(LEVELS, 0)[codes[now]]))
         values[left] -= inverse[:, :1] / inverse[0, 0] * error
         left.pop(0)
     return codes
@@ -67,11 +67,11 @@ def by_elimination(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
 def test_codes_are_those_of_elimination(features, outputs, scale):
     x = inputs(200, features)
     weights = scale * torch.randn(features, outputs, generator=torch.Generator().manual_seed(1))
-    found, expected = compensated(weights, x.T @ x), by_elimination(weights, x.T @ x)
-    same = (found == expected).all(0)
+    result, expected = compensated(weights, x.T @ x), by_elimination(weights, x.T @ x)
+    same = (result == expected).all(0)
     assert same.mean() > 0.9  # fp32 and fp64 may differ at the edge of a cell, and in all of that output after it
     if scale > 1:
-        assert (found == len(LEVELS)).any(), "some are protected"
+        assert (result == len(LEVELS)).any(), "some are protected"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 def kernels_in_source():
     """Functions of the package that a launch can start: those with tiles."""
-    found = set()
+    names = set()
     for path in (ROOT / "triton_kernels").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any(arg.arg == "TILE" for arg in node.args.args):
-                found.add(node.name)
-    return found
+                names.add(node.name)
+    return names
 
 
 def test_every_kernel_compiles(tmp_path):

@@ -9,18 +9,18 @@ from dsq_ckpt.kernels import reference
 from tests.kernels.subjects import DTYPES, LARGE, ROWS, assert_same, codes, floats, subject_of
 
 
-def check(subject, n, dtype, protected_code=9, kept=None, scale=0.7, offset=0):
+def check(subject, n, dtype, protected_code=9, protected_count=None, scale=0.7, offset=0):
     known, levels = codes(n, n), floats(n + 1, ROWS).numpy()
-    held = int((known == protected_code).sum()) if kept is None else kept
+    held = int((known == protected_code).sum()) if protected_count is None else protected_count
     protected, expected = floats(n + 2, held).numpy(), np.empty(n, np.float32)
     used = reference.dequantize(known, levels, scale, protected_code, protected, expected)
-    found = subject(torch.full((n,), 7.0, dtype=dtype), offset)
+    result = subject(torch.full((n,), 7.0, dtype=dtype), offset)
     count = subject.backend.dequantize(
-        subject(known, offset), subject(levels), scale, protected_code, subject(protected), found
+        subject(known, offset), subject(levels), scale, protected_code, subject(protected), result
     )
     subject.backend.check()
     assert int(count) == used and count.dtype == torch.int64
-    assert_same(found, torch.from_numpy(expected).to(dtype))
+    assert_same(result, torch.from_numpy(expected).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,13 +52,13 @@ def test_refined(subject, dtype, bits, log_domain):
         used = reference.dequantize_refined(
             known, refinement, bits, low, width, sign, levels, 0.7, protected_code, protected, log_domain, expected
         )
-        found = subject.empty(n, dtype)
+        result = subject.empty(n, dtype)
         count = subject.backend.dequantize_refined(
             subject(known, 3), subject(refinement, 1), bits, *tables, 0.7, protected_code, subject(protected),
-            log_domain, found,
+            log_domain, result,
         )
         assert int(count) == used
-        assert_same(found, torch.from_numpy(expected).to(dtype))
+        assert_same(result, torch.from_numpy(expected).to(dtype))
 
 
 def test_large(monkeypatch):
@@ -66,10 +66,10 @@ def test_large(monkeypatch):
     known, levels, expected = codes(5, n), floats(5, ROWS).numpy(), np.empty(n, np.float32)
     protected = floats(6, int((known == 9).sum())).numpy()
     kernels.dequantize(known, levels, 0.7, 9, protected, expected)
-    found = subject.empty(n, torch.float32)
-    count = subject.backend.dequantize(subject(known), subject(levels), 0.7, 9, subject(protected), found)
+    result = subject.empty(n, torch.float32)
+    count = subject.backend.dequantize(subject(known), subject(levels), 0.7, 9, subject(protected), result)
     assert int(count) == protected.size
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 def test_wrong_arguments(subject):

@@ -34,27 +34,27 @@ def counts_of(values: np.ndarray) -> np.ndarray:
 def reference_classes(values: np.ndarray, prune_below: float, protect_from: float) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # signalling NaN
         wide = values.astype(np.float64)
-    found = np.where(wide < prune_below, PRUNE, NORMAL)
+    classes = np.where(wide < prune_below, PRUNE, NORMAL)
     if protect_from < math.inf:
-        found[wide >= protect_from] = PROTECT
-    return found.astype(np.uint8)
+        classes[wide >= protect_from] = PROTECT
+    return classes.astype(np.uint8)
 
 
 def by_bins(values: np.ndarray, protect: float, prune: float) -> np.ndarray:
     """Classes from the bins themselves, one after the other from either end, as far as the fractions go."""
     bins = FULL.bin_of(np.abs(values))
-    found = np.zeros(values.size, np.uint8)
-    for one in np.unique(bins):
-        if np.count_nonzero(bins <= one) > prune * values.size or one > FULL.n - 3:
+    classes = np.zeros(values.size, np.uint8)
+    for number in np.unique(bins):
+        if np.count_nonzero(bins <= number) > prune * values.size or number > FULL.n - 3:
             break
-        found[bins == one] = PRUNE
+        classes[bins == number] = PRUNE
     beyond = np.count_nonzero(bins > FULL.n - 3)
-    for one in np.unique(bins)[::-1]:
-        if beyond > protect * values.size or np.count_nonzero(bins >= one) > protect * values.size:
+    for number in np.unique(bins)[::-1]:
+        if beyond > protect * values.size or np.count_nonzero(bins >= number) > protect * values.size:
             break
-        found[bins == one] = PROTECT
-    found[np.isnan(values)] = NORMAL
-    return found
+        classes[bins == number] = PROTECT
+    classes[np.isnan(values)] = NORMAL
+    return classes
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -62,10 +62,10 @@ def test_importance(n):
     weight, average = floats(1, n), floats(2, n)
     with np.errstate(all="ignore"):
         expected = np.abs(weight * average)
-    found = compute_importance(weight, average)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, expected)
-    assert not np.signbit(found[~np.isnan(found)]).any()
+    importance = compute_importance(weight, average)
+    assert importance.dtype == np.float32
+    np.testing.assert_array_equal(importance, expected)
+    assert not np.signbit(importance[~np.isnan(importance)]).any()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -75,20 +75,20 @@ def test_importance(n):
 ])
 def test_classes(n, limits):
     values = np.abs(floats(3, n))
-    found = classify(values, *limits)
-    assert found.dtype == np.uint8
-    np.testing.assert_array_equal(found, reference_classes(values, *limits))
+    classes = classify(values, *limits)
+    assert classes.dtype == np.uint8
+    np.testing.assert_array_equal(classes, reference_classes(values, *limits))
 
 
 def test_thresholds_between_two_fp32_numbers():
     """A threshold is not rounded to fp32 before it is compared."""
-    one, after = np.float32(0.1), np.nextafter(np.float32(0.1), np.float32(1))
-    values = np.array([one, after], np.float32)
+    before, after = np.float32(0.1), np.nextafter(np.float32(0.1), np.float32(1))
+    values = np.array([before, after], np.float32)
     for part in (0.25, 0.75):
-        between = (1 - part) * float(one) + part * float(after)
+        between = (1 - part) * float(before) + part * float(after)
         assert classify(values, between, math.inf).tolist() == [PRUNE, NORMAL]
         assert classify(values, 0.0, between).tolist() == [NORMAL, PROTECT]
-    assert classify(values, float(one), float(after)).tolist() == [NORMAL, PROTECT]
+    assert classify(values, float(before), float(after)).tolist() == [NORMAL, PROTECT]
 
 
 FRACTIONS = st.tuples(
@@ -106,16 +106,16 @@ def test_thresholds(values, fractions, swap):
     counts = counts_of(values)
     prune_below, protect_from = importance_thresholds(counts, protect, prune)
     magnitudes = np.abs(values)
-    found = classify(magnitudes, prune_below, protect_from)
-    np.testing.assert_array_equal(found, by_bins(values, protect, prune))
-    assert np.count_nonzero(found == PRUNE) <= prune * values.size
-    assert np.count_nonzero(found == PROTECT) <= protect * values.size
+    classes = classify(magnitudes, prune_below, protect_from)
+    np.testing.assert_array_equal(classes, by_bins(values, protect, prune))
+    assert np.count_nonzero(classes == PRUNE) <= prune * values.size
+    assert np.count_nonzero(classes == PROTECT) <= protect * values.size
     # An edge: all elements of a bin are of one class, unless it is that of infinities and NaN.
     bins = FULL.bin_of(magnitudes)
-    for one in np.unique(bins[np.isfinite(values)]):
-        assert len(set(found[bins == one])) == 1
-    assert (prune_below == 0.0) == (not (found == PRUNE).any())
-    assert np.isnan(values).any() or (protect_from == math.inf) == (not (found == PROTECT).any())
+    for number in np.unique(bins[np.isfinite(values)]):
+        assert len(set(classes[bins == number])) == 1
+    assert (prune_below == 0.0) == (not (classes == PRUNE).any())
+    assert np.isnan(values).any() or (protect_from == math.inf) == (not (classes == PROTECT).any())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,13 +126,13 @@ def test_thresholds_are_quantiles(protect, prune, seed):
     values = np.abs(rng.lognormal(0, 3, 50_000) * rng.standard_normal(50_000)).astype(np.float32)
     signed = values * np.where(rng.random(values.size) < 0.5, -1, 1).astype(np.float32)
     counts = sum(counts_of(part) for part in np.array_split(values, 7))
-    found = importance_thresholds(counts, protect, prune)
-    assert found == importance_thresholds(counts_of(signed), protect, prune)
-    np.testing.assert_array_equal(classify(values, *found), by_bins(values, protect, prune))
-    assert prune - 0.003 < np.mean(values < found[0]) <= prune
-    assert protect - 0.003 < np.mean(values >= found[1]) <= protect
-    assert math.isclose(found[0], np.quantile(values, prune), rel_tol=2 / 64, abs_tol=values.min())
-    assert protect < 0.01 or math.isclose(found[1], np.quantile(values, 1 - protect), rel_tol=2 / 64)
+    limits = importance_thresholds(counts, protect, prune)
+    assert limits == importance_thresholds(counts_of(signed), protect, prune)
+    np.testing.assert_array_equal(classify(values, *limits), by_bins(values, protect, prune))
+    assert prune - 0.003 < np.mean(values < limits[0]) <= prune
+    assert protect - 0.003 < np.mean(values >= limits[1]) <= protect
+    assert math.isclose(limits[0], np.quantile(values, prune), rel_tol=2 / 64, abs_tol=values.min())
+    assert protect < 0.01 or math.isclose(limits[1], np.quantile(values, 1 - protect), rel_tol=2 / 64)
 
 
 def test_thresholds_at_the_extremes():

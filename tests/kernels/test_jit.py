@@ -33,7 +33,7 @@ def run(directory):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def package(tmp_path_factory):
     """The directory of a kernel and its machine code."""
     directory = tmp_path_factory.mktemp("kept")
     (directory / "kernel.py").write_text(KERNEL)
@@ -44,8 +44,8 @@ def kept(tmp_path_factory):
 @pytest.mark.parametrize("content", [
     pickle.dumps(numba.__version__) + b"cdsq_ckpt\nClassThatIsGone\n.", pickle.dumps(numba.__version__)[:-2], b"",
 ], ids=["of another version", "cut off", "empty"])
-def test_an_index_that_cannot_be_read_is_made_again(kept, content):
-    [index] = (kept / "cache").rglob("*.nbi")
+def test_an_index_that_cannot_be_read_is_made_again(package, content):
+    [index] = (package / "cache").rglob("*.nbi")
     index.write_bytes(content)
-    assert run(kept) == "42 1"
-    assert run(kept) == "42 0"
+    assert run(package) == "42 1"
+    assert run(package) == "42 0"

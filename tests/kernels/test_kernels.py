@@ -92,8 +92,8 @@ def test_sketch(n, window, scale):
 def test_octaves(n):
     x = random_floats(n, n)
     counts = [np.full(512, 3, np.int64) for _ in range(2)]
-    for implementation, found in zip((reference, cpu), counts, strict=True):
-        implementation.count_octaves(x, found)
+    for implementation, octaves in zip((reference, cpu), counts, strict=True):
+        implementation.count_octaves(x, octaves)
     assert_same_bits(*counts)
     assert counts[0].sum() == x.size + 3 * 512
     for implementation in (reference, cpu):
@@ -208,8 +208,8 @@ def test_bf16(seed):
     halves = cpu.to_bf16(x.view(np.uint32))
     assert_same_bits(halves, reference.to_bf16(x.view(np.uint32)))
     assert_same_bits(cpu.from_bf16(halves), reference.from_bf16(halves))
-    theirs = torch.from_numpy(x).bfloat16().float().numpy()
-    np.testing.assert_array_equal(cpu.from_bf16(halves), theirs)
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    np.testing.assert_array_equal(cpu.from_bf16(halves), expected)
     every = np.arange(1 << 16, dtype=np.uint16)
     again = cpu.to_bf16(cpu.from_bf16(every).view(np.uint32))
     number = ~np.isnan(cpu.from_bf16(every))

@@ -14,9 +14,9 @@ def check(subject, n, bits, offset=0):
     packed = subject.backend.pack(subject(symbols, offset), bits)
     subject.backend.check()
     assert_same(packed, reference.pack(symbols, bits))
-    found = subject(np.full(n, 77, np.uint8), offset)
-    subject.backend.unpack(subject(packed, offset), bits, found)
-    assert_same(found, symbols)
+    result = subject(np.full(n, 77, np.uint8), offset)
+    subject.backend.unpack(subject(packed, offset), bits, result)
+    assert_same(result, symbols)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

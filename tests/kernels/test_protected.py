@@ -20,11 +20,11 @@ def test_sizes(subject, dtype, bf16):
     for n in subject.sizes:
         x, known = floats(n, n, dtype), codes(n, n)
         expected = reference.gather_protected(as_fp32(x), known, 9)
-        found, count = subject.backend.gather_protected(subject(x, 1), subject(known, 1), 9, bf16=bf16)
+        result, count = subject.backend.gather_protected(subject(x, 1), subject(known, 1), 9, bf16=bf16)
         assert int(count) == len(expected)
         expected = protected_bf16(expected) if bf16 else expected
-        assert found.dtype == (torch.uint16 if bf16 else torch.uint32)
-        assert_same(numbers(found), numbers(torch.from_numpy(expected)))
+        assert result.dtype == (torch.uint16 if bf16 else torch.uint32)
+        assert_same(numbers(result), numbers(torch.from_numpy(expected)))
 
 
 @pytest.mark.parametrize("protected_code", [-1, 0, 5, 255])
@@ -34,14 +34,14 @@ def test_as_counted_while_quantizing(subject, protected_code, share):
     n = 300
     x, rng = torch.rand(n) - 0.5, np.random.default_rng(1)
     table = np.where(rng.random((1, WINDOW.size)) < share, max(protected_code, 0), 7).astype(np.uint8)
-    found = subject.empty(n)
+    result = subject.empty(n)
     tensor = subject(x)
     tally = subject.backend.quantize(
-        tensor, None, 0, WINDOW.lo, WINDOW.hi, 1.0, subject(table), found, protected_code=protected_code
+        tensor, None, 0, WINDOW.lo, WINDOW.hi, 1.0, subject(table), result, protected_code=protected_code
     )
-    expected = x.numpy().view(np.uint32)[found.cpu().numpy().astype(int) == protected_code]
+    expected = x.numpy().view(np.uint32)[result.cpu().numpy().astype(int) == protected_code]
     for counted in (tally, None):
-        assert_same(subject.backend.gather_protected(tensor, found, protected_code, counted)[0], expected)
+        assert_same(subject.backend.gather_protected(tensor, result, protected_code, counted)[0], expected)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -51,22 +51,22 @@ def test_room(subject, bf16):
     expected = reference.gather_protected(as_fp32(x), known, 9)
     expected, m = protected_bf16(expected) if bf16 else expected, len(expected)
     for capacity in (0, 1, m - 1, m, m + 1, 400):
-        found, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, capacity=capacity)
+        result, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, capacity=capacity)
         served = min(m, capacity)
-        assert int(count) == m and len(found) >= served
-        assert_same(numbers(found)[:served], numbers(torch.from_numpy(expected))[:served])
+        assert int(count) == m and len(result) >= served
+        assert_same(numbers(result)[:served], numbers(torch.from_numpy(expected))[:served])
 
 
 def test_many_equal_in_order(subject):
     x = torch.arange(300, dtype=torch.float32)
-    found = subject.backend.gather_protected(subject(x), subject(np.full(300, 3, np.uint8)), 3)[0]
-    assert_same(numbers(found), x)
+    result = subject.backend.gather_protected(subject(x), subject(np.full(300, 3, np.uint8)), 3)[0]
+    assert_same(numbers(result), x)
 
 
 def test_largest_numbers_do_not_become_infinite(subject):
     x = torch.tensor([3.4028235e38, -3.4028235e38, 3.38e38, 1.0])
-    found = subject.backend.gather_protected(subject(x), subject(np.zeros(4, np.uint8)), 0, bf16=True)[0]
-    assert numbers(found).isfinite().all()
+    result = subject.backend.gather_protected(subject(x), subject(np.zeros(4, np.uint8)), 0, bf16=True)[0]
+    assert numbers(result).isfinite().all()
 
 
 def test_wrong_arguments(subject):

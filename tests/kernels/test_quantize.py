@@ -33,14 +33,14 @@ def check(subject, x, parent, scale, bits=0, log_domain=False, offset=0, table=N
     low, inverse = cells(2, log_domain)
     expected, places = np.empty(n, np.uint8), np.empty(n, np.uint8)
     reference.quantize(as_fp32(x), parent, 7, window.lo, window.hi, scale, table, expected)
-    found, symbols = subject.empty(n), subject.empty(n)
+    result, symbols = subject.empty(n), subject.empty(n)
     refinement = Refinement(subject(low), subject(inverse), bits, log_domain, symbols) if bits else None
     subject.backend.quantize(
         subject(x, offset), None if parent is None else subject(parent, offset), 7, window.lo, window.hi, scale,
-        subject(table), found, refinement,
+        subject(table), result, refinement,
     )
     subject.backend.check()
-    assert_same(found, expected)
+    assert_same(result, expected)
     if bits:
         reference.refine(as_fp32(x), expected, scale, low, inverse, bits, log_domain, places)
         assert_same(symbols, places)
@@ -73,24 +73,24 @@ def test_windows(subject, window):
 def test_large(monkeypatch):
     subject, n = subject_of(LARGE, monkeypatch), 2**24 + 1
     x, parent, table = floats(5, n), codes(5, n), table_of()
-    expected, found = np.empty(n, np.uint8), subject.empty(n)
+    expected, result = np.empty(n, np.uint8), subject.empty(n)
     kernels.quantize(x.numpy(), parent, 0, *SPAN, 0.3, table, expected)
     with np.errstate(all="ignore"):
-        subject.backend.quantize(subject(x), subject(parent), 0, *SPAN, 0.3, subject(table), found)
-    assert_same(found, expected)
+        subject.backend.quantize(subject(x), subject(parent), 0, *SPAN, 0.3, subject(table), result)
+    assert_same(result, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("log_domain", [False, True])
 def test_refine(subject, dtype, log_domain):
     (low, inverse), n = cells(3, log_domain), 300
-    x, known, expected, found = floats(4, n, dtype), codes(4, n, 256), np.empty(n, np.uint8), subject.empty(n)
+    x, known, expected, result = floats(4, n, dtype), codes(4, n, 256), np.empty(n, np.uint8), subject.empty(n)
     for bits in (1, 5):
         reference.refine(as_fp32(x), known, 0.3, low, inverse, bits, log_domain, expected)
         subject.backend.refine(
-            subject(x, 1), subject(known, 1), 0.3, subject(low), subject(inverse), bits, log_domain, found
+            subject(x, 1), subject(known, 1), 0.3, subject(low), subject(inverse), bits, log_domain, result
         )
-        assert_same(found, expected)
+        assert_same(result, expected)
 
 
 def test_wrong_arguments(subject):

@@ -43,34 +43,34 @@ def sketch_of(weight, average):
 def test_blend(subject, dtype):
     for n, weight in zip(subject.sizes, (0.9, 0.1, 0.9, 1.0, 0.5, 1 / 3, 0.9), strict=False):
         average, new = torch.randn(n), torch.randn(n).to(dtype)
-        found = subject(average, 1)
-        subject.backend.blend(found, subject(new, 1), weight)
-        assert_same(found, blended(subject, average, new, weight))
+        result = subject(average, 1)
+        subject.backend.blend(result, subject(new, 1), weight)
+        assert_same(result, blended(subject, average, new, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sketch_in_the_same_pass(subject, dtype):
     for n in subject.sizes:
         average, new, weight = torch.randn(n), torch.randn(n).to(dtype), floats(n, n, dtype)
-        found, counts = subject(average), subject(np.full(FULL.size, 3, np.int64))
-        subject.backend.sketch_sensitivity(subject(weight), found, counts, subject(new), 0.9)
-        assert_same(found, blended(subject, average, new, 0.9))
-        assert_same(counts, sketch_of(as_fp32(weight), found.cpu().numpy()))
+        result, counts = subject(average), subject(np.full(FULL.size, 3, np.int64))
+        subject.backend.sketch_sensitivity(subject(weight), result, counts, subject(new), 0.9)
+        assert_same(result, blended(subject, average, new, 0.9))
+        assert_same(counts, sketch_of(as_fp32(weight), result.cpu().numpy()))
 
 
 def test_sketch_alone(subject):
     weight, average = floats(1, 300), floats(2, 300)
-    found, counts = subject(average), subject(np.full(FULL.size, 3, np.int64))
-    subject.backend.sketch_sensitivity(subject(weight), found, counts)
-    assert_same(found, average)
+    result, counts = subject(average), subject(np.full(FULL.size, 3, np.int64))
+    subject.backend.sketch_sensitivity(subject(weight), result, counts)
+    assert_same(result, average)
     assert_same(counts, sketch_of(weight.numpy(), average.numpy()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_importance(subject, dtype):
     weight, average = floats(1, 300, dtype), floats(2, 300)
-    found = subject.backend.compute_importance(subject(weight, 1), subject(average, 3))
-    assert_same(found, kernels.compute_importance(as_fp32(weight), average.numpy()))
+    result = subject.backend.compute_importance(subject(weight, 1), subject(average, 3))
+    assert_same(result, kernels.compute_importance(as_fp32(weight), average.numpy()))
 
 
 @pytest.mark.parametrize("limits", [

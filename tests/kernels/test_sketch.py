@@ -16,20 +16,20 @@ WINDOWS = [FULL, WINDOW, KeyWindow(64, 65), KeyWindow(16319, 16320)]
 
 def check(subject, x, window, scale, offset=0):
     expected = np.full(window.size, 3, np.int64)
-    found = subject(expected)
+    result = subject(expected)
     reference.sketch(as_fp32(x), window.lo, window.hi, scale, expected)
-    subject.backend.sketch(subject(x, offset), window.lo, window.hi, scale, found)
-    assert_same(found, expected)
+    subject.backend.sketch(subject(x, offset), window.lo, window.hi, scale, result)
+    assert_same(result, expected)
 
 
 def check_joint(subject, x, parent, window, scale, rows=ROWS, offset=0):
     expected = np.full((rows, window.size), 3, np.int64)
-    found = subject(expected)
+    result = subject(expected)
     reference.joint_sketch(as_fp32(x), parent, 7, window.lo, window.hi, scale, expected)
     before = None if parent is None else subject(parent, offset)
-    subject.backend.joint_sketch(subject(x, offset), before, 7, window.lo, window.hi, scale, found)
+    subject.backend.joint_sketch(subject(x, offset), before, 7, window.lo, window.hi, scale, result)
     subject.backend.check()
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -68,12 +68,12 @@ def test_large(monkeypatch):
     subject, n = subject_of(LARGE, monkeypatch), 2**24 + 1
     x, parent = floats(5, n), codes(5, n, 8)
     expected = np.zeros((8, WINDOW.size), np.int64)
-    found = subject(expected)
+    result = subject(expected)
     kernels.joint_sketch(x.numpy(), parent, 0, WINDOW.lo, WINDOW.hi, 0.3, expected)
     with np.errstate(all="ignore"):
-        subject.backend.joint_sketch(subject(x), subject(parent), 0, WINDOW.lo, WINDOW.hi, 0.3, found)
+        subject.backend.joint_sketch(subject(x), subject(parent), 0, WINDOW.lo, WINDOW.hi, 0.3, result)
     assert expected.sum() == n
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 def test_copies_of_a_table_too_large_for_histograms(monkeypatch):
