@@ -239,12 +239,12 @@ def uninterrupted(spec: str, ranks: int, store: Path, steps: int = STEPS) -> lis
     def work(rank: int) -> list[str]:
         loop = Loop(CASE)
         joined(loop, store, rank, ranks)
-        made = compressor(spec)
-        made.attach(loop.model)
+        gradient_compressor = compressor(spec)
+        gradient_compressor.attach(loop.model)
         table = [digest(loop.state())]
         for number in range(steps):
             loop.step(number, rank)
-            made.take()
+            gradient_compressor.take()
             if rank == 0:
                 table.append(digest(loop.state()))
         return table
@@ -261,13 +261,13 @@ def recovered(run: Path) -> dict[str, Any] | None:
     """What `recover` gives in one process, whatever the number of ranks that logged."""
     loop = Loop(CASE, seed=9)
     started = time.perf_counter()
-    found = loop.recover(run, partial=True, timeout=60)
+    recovery = loop.recover(run, partial=True, timeout=60)
     seconds = time.perf_counter() - started
-    if found is None:
+    if recovery is None:
         return {"step": None}
-    assert found.exact
+    assert recovery.exact
     return {
-        "step": found.step, "replayed": found.replayed, "ended": found.ended, "seconds": seconds,
+        "step": recovery.step, "replayed": recovery.replayed, "ended": recovery.ended, "seconds": seconds,
         "digest": digest(loop.state()),
     }
 
@@ -297,20 +297,20 @@ def outcome(trial: Trial, table: list[str], run: Path) -> dict[str, Any]:
                         return {"problem": f"after step {before} it did not log again up to step {life.done}"}
             both = trial.kind == "both" or (trial.kind == "while it starts" and rng.random() < 0.5)
             life.kill(True, both, rng)
-            found = answer(lambda: recovered(run))
+            record = answer(lambda: recovered(run))
         finally:
             life.end()
-        if found is None:
+        if record is None:
             return {"problem": "recovery failed"}
-        step = found["step"]
+        step = record["step"]
         # Where checkpointing processes live on, everything that was done is there.
         promised = life.done if trial.kind == "trainer" else life.promised
-        told.append({"done": life.done, "promised": promised, "logged": life.logged, **found})
+        told.append({"done": life.done, "promised": promised, "logged": life.logged, **record})
         if step is None:
             if promised >= 0:
                 return {"problem": "nothing to recover", "lives": told}
             break
-        if found["digest"] != table[step]:
+        if record["digest"] != table[step]:
             return {"problem": f"the state is not that after step {step}", "lives": told}
         if step < promised:
             return {"problem": f"step {step} is older than promised", "lives": told}
@@ -382,13 +382,13 @@ def main() -> int:
                 print(len(results), line.strip(), flush=True)
         for child in lanes:
             os.waitpid(child, 0)
-    found = summary(results)
-    print(json.dumps({**found, "problems": len(found["problems"])}, indent=1))
-    for result in found["problems"]:
+    counts = summary(results)
+    print(json.dumps({**counts, "problems": len(counts["problems"])}, indent=1))
+    for result in counts["problems"]:
         print("PROBLEM", json.dumps(result))
     if given.json is not None:
-        json_files.write(given.json, {"seed": given.seed, "summary": found, "trials": results})
-    return 0 if len(results) == given.trials and not found["problems"] else 1
+        json_files.write(given.json, {"seed": given.seed, "summary": counts, "trials": results})
+    return 0 if len(results) == given.trials and not counts["problems"] else 1
 
 
 if __name__ == "__main__":

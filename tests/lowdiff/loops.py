@@ -142,8 +142,8 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
         same = one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
         return [] if same else [f"{where}: {one} is not {other}"]
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        found = [] if set(one) == set(other) else [f"{where}: {sorted(map(str, one))} and {sorted(map(str, other))}"]
-        return found + [d for key in one if key in other for d in differences(one[key], other[key], f"{where}.{key}")]
+        lines = [] if set(one) == set(other) else [f"{where}: {sorted(map(str, one))} and {sorted(map(str, other))}"]
+        return lines + [d for key in one if key in other for d in differences(one[key], other[key], f"{where}.{key}")]
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
         return [d for n, pair in enumerate(zip(one, other, strict=True)) for d in differences(*pair, f"{where}[{n}]")]
     same = type(one) is type(other) and (one == other or repr(one) == repr(other))
@@ -156,23 +156,23 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def digest(state: State) -> str:
     """The same for states that are the same, bit for bit."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
 
     def add(value: Any) -> None:
         if torch.is_tensor(value):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + bits(value))
+            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode() + bits(value))
         elif isinstance(value, Mapping):
             for key in sorted(value, key=repr):
-                found.update(repr(key).encode())
+                hasher.update(repr(key).encode())
                 add(value[key])
         elif isinstance(value, (list, tuple)):
             for item in value:
                 add(item)
         else:
-            found.update(repr(value).encode())
+            hasher.update(repr(value).encode())
 
     add(state)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def recorded(case: Case, run: Path, steps: int, **options: Any) -> list[State]:

@@ -27,13 +27,13 @@ class Nursery:
     """
 
     def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             self._ours.close()
             with suppress(KeyboardInterrupt):
-                self._serve(theirs)
+                self._serve(child_socket)
             os._exit(0)
-        theirs.close()
+        child_socket.close()
         worker_client.subprocess.Popen = self.popen  # type: ignore[misc, assignment]
 
     def popen(self, command: list[str], **options: Any) -> Any:

@@ -45,10 +45,10 @@ def test_on_ranks(ranks):
     ],
 )
 def test_specs_are_normalised(given_spec, normal):
-    made = compressor(given_spec)
-    assert made.spec == normal and made.name == normal.partition(":")[0]
-    assert compressor(made.spec).spec == normal
-    assert compressor(made) is made
+    gradient_compressor = compressor(given_spec)
+    assert gradient_compressor.spec == normal and gradient_compressor.name == normal.partition(":")[0]
+    assert compressor(gradient_compressor.spec).spec == normal
+    assert compressor(gradient_compressor) is gradient_compressor
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_wrong_specs_are_explained_at_once(spec, parts):
 
 def check_largest(x: torch.Tensor, k: int) -> None:
     """As torch.topk up to the choice among equal magnitudes."""
-    found = largest_indices(x, k)
-    assert found.dtype == torch.int64 and len(found) == len(found.unique()) == k
+    indices = largest_indices(x, k)
+    assert indices.dtype == torch.int64 and len(indices) == len(indices.unique()) == k
     expected = torch.topk(x.abs(), k).values
-    torch.testing.assert_close(x[found].abs().sort(descending=True).values.nan_to_num(nan=torch.inf),
+    torch.testing.assert_close(x[indices].abs().sort(descending=True).values.nan_to_num(nan=torch.inf),
                                expected.nan_to_num(nan=torch.inf), rtol=0, atol=0)
-    assert int(x[found].isnan().sum()) == int(expected.isnan().sum())
-    assert torch.equal(found, largest_indices(x.clone(), k))
+    assert int(x[indices].isnan().sum()) == int(expected.isnan().sum())
+    assert torch.equal(indices, largest_indices(x.clone(), k))
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=60), st.data())
@@ -168,13 +168,13 @@ def test_what_is_sent_and_what_is_kept_make_the_whole(dtype):
 def test_traces_of_a_plain_module(spec):
     module = gradients((40, 30), (5,), (0,), (2, 6, 4, 4))
     module.p3.data = module.p3.data.to(memory_format=torch.channels_last)
-    made = compressor(spec)
-    made.attach(module)
+    gradient_compressor = compressor(spec)
+    gradient_compressor.attach(module)
     for step in range(3):
         module.zero_grad()
         known = backward(module, step)
-        infos = made.take()
-        assert made.take() == {}
+        infos = gradient_compressor.take()
+        assert gradient_compressor.take() == {}
         for name, p in module.named_parameters():
             flat, info = p.grad.reshape(-1), infos[p]
             if not p.numel():
@@ -182,16 +182,16 @@ def test_traces_of_a_plain_module(spec):
                 continue
             places, values = info.probe
             assert torch.equal(flat[places], values) and 0 < len(places) <= 64
-            if made.name == "topk":
+            if gradient_compressor.name == "topk":
                 covered = torch.zeros(len(flat), dtype=torch.bool)
                 covered[info.support] = True
                 assert not flat[~covered].any()
-            elif made.name == "kmeans":
+            elif gradient_compressor.name == "kmeans":
                 assert torch.isin(flat, info.levels).all() and len(info.levels) <= 8
             else:
                 assert info.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[spec]
                 assert torch.equal(p.grad, known[name].to(info.dtype).float())
-            if made.name != "topk":
+            if gradient_compressor.name != "topk":
                 assert flat.abs().max() == values.abs().max()
 
 
@@ -199,16 +199,16 @@ def test_channels_last_is_as_row_major():
     one, other = gradients((8, 6, 4, 4), (5, 3)), gradients((8, 6, 4, 4), (5, 3))
     other.p0.data = other.p0.data.to(memory_format=torch.channels_last)
     other.p1.data = torch.randn(3, 5).t()
-    made = [compressor("topk:0.1"), compressor("topk:0.1")]
-    for module, topk in zip((one, other), made, strict=True):
+    compressors = [compressor("topk:0.1"), compressor("topk:0.1")]
+    for module, topk in zip((one, other), compressors, strict=True):
         topk.attach(module)
         for step in range(3):
             module.zero_grad()
             backward(module, step)
-    taken = [topk.take() for topk in made]
+    taken = [topk.take() for topk in compressors]
     for name in ("p0", "p1"):
         a, b = getattr(one, name), getattr(other, name)
-        assert torch.equal(a.grad, b.grad) and torch.equal(made[0].state()[name], made[1].state()[name])
+        assert torch.equal(a.grad, b.grad) and torch.equal(compressors[0].state()[name], compressors[1].state()[name])
         assert set(taken[0][a].support.tolist()) == set(taken[1][b].support.tolist())
 
 
@@ -216,13 +216,13 @@ def test_accumulated_gradients_are_compressed_again():
     module = gradients((50, 10))
     compressor("topk:0.02,feedback=off").attach(module)
     first = backward(module, 0)["p0"]
-    kept = module.p0.grad.clone()
+    sent_gradient = module.p0.grad.clone()
     second = backward(module, 1)["p0"]
-    whole = (kept + second).reshape(-1)
+    whole = (sent_gradient + second).reshape(-1)
     expected = torch.zeros_like(whole)
     expected[whole.abs().topk(10).indices] = whole[whole.abs().topk(10).indices]
     assert torch.equal(module.p0.grad.reshape(-1), expected)
-    assert int((kept != 0).sum()) == 10 and not torch.equal(kept, first)
+    assert int((sent_gradient != 0).sum()) == 10 and not torch.equal(sent_gradient, first)
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=200), st.sampled_from([2, 3, 16, 256]))
@@ -249,13 +249,13 @@ def test_quantized_is_near_the_best():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_stay_visible(spec, value):
     module = gradients((20, 10))
-    made = compressor(spec)
-    made.attach(module)
+    gradient_compressor = compressor(spec)
+    gradient_compressor.attach(module)
     (module.p0[3, 4] * value).backward()
     assert not module.p0.grad.isfinite().all()
-    info = made.take()[module.p0]
+    info = gradient_compressor.take()[module.p0]
     assert info.levels is None
-    assert all(residual.isfinite().all() for residual in made.state().values())
+    assert all(residual.isfinite().all() for residual in gradient_compressor.state().values())
 
 
 def small_training(spec: str | None) -> float:
@@ -284,22 +284,22 @@ def test_training_reaches_about_the_same_loss(one_thread):
 @pytest.mark.parametrize("spec", ["topk:0.05", "kmeans:4"])
 def test_a_loaded_state_goes_on_bit_for_bit(spec):
     module = gradients((30, 20), (7,))
-    made = compressor(spec)
-    made.attach(module)
-    assert {name: list(r.shape) for name, r in made.state().items()} == {"p0": [30, 20], "p1": [7]}
+    gradient_compressor = compressor(spec)
+    gradient_compressor.attach(module)
+    assert {name: list(r.shape) for name, r in gradient_compressor.state().items()} == {"p0": [30, 20], "p1": [7]}
     for step in range(3):
         module.zero_grad()
         backward(module, step)
-    saved, again = {name: r.clone() for name, r in made.state().items()}, copy.deepcopy(module)
+    residuals, again = {name: r.clone() for name, r in gradient_compressor.state().items()}, copy.deepcopy(module)
     other = compressor(spec)
     other.attach(again)
-    other.load_state(saved)
+    other.load_state(residuals)
     for each in (module, again):
         each.zero_grad()
         backward(each, 3)
     for p, q in zip(module.parameters(), again.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    assert all(torch.equal(residual, other.state()[name]) for name, residual in made.state().items())
+    assert all(torch.equal(residual, other.state()[name]) for name, residual in gradient_compressor.state().items())
 
 
 def test_a_state_that_does_not_fit_is_refused():

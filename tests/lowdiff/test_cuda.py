@@ -70,6 +70,6 @@ def test_a_replica_follows_up_to_rounding(tmp_path, holders, model):
             loop.step(number)
             replica.step()
             until(lambda: holders[-1].applied == replica.steps_done, f"step {replica.steps_done}")
-            found = restored(case, tmp_path, holders[-1])
+            restored_loop = restored(case, tmp_path, holders[-1])
             for name, value in loop.model.state_dict().items():
-                torch.testing.assert_close(found.model.state_dict()[name], value, rtol=1e-2, atol=2e-4)
+                torch.testing.assert_close(restored_loop.model.state_dict()[name], value, rtol=1e-2, atol=2e-4)

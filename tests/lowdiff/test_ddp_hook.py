@@ -62,8 +62,8 @@ def test_compressors_take_turns(tmp_path, holders):
     train(loop, range(3))
     alone.model.load_state_dict(loop.model.state_dict())
     loop.optimizer.zero_grad()
-    for one in (loop, alone):
-        one.model(torch.ones(2, 12)).square().sum().backward()
+    for training in (loop, alone):
+        training.model(torch.ones(2, 12)).square().sum().backward()
     for mine, other in zip(loop.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad), "without an owner it averages"
 

@@ -140,9 +140,9 @@ def test_the_scale_is_found(scale, seed):
     after = [part * torch.tensor(scale, dtype=torch.float32) for part in before]
     scales = scales_from_probes(zip(before, after, strict=True))
     assert scales
-    for found in scales:
+    for number in scales:
         for one, other in zip(before, after, strict=True):
-            assert torch.equal(one * torch.tensor(found), other)
+            assert torch.equal(one * torch.tensor(number), other)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -172,12 +172,12 @@ def test_values_that_are_of_no_scale(values):
 
 
 def test_gradients_without_one_scale():
-    one = torch.tensor([1.0, 2.0])
+    tensor = torch.tensor([1.0, 2.0])
     assert scales_from_probes([]) == [1.0]
-    assert scales_from_probes([(one, one)]) == [1.0]
+    assert scales_from_probes([(tensor, tensor)]) == [1.0]
     assert scales_from_probes([(torch.zeros(2), torch.zeros(2))]) == [1.0]
-    assert scales_from_probes([(torch.tensor([math.nan, math.inf]), one)]) == [1.0]
-    assert scales_from_probes([(one, torch.tensor([0.5, 0.7]))]) == [], "it was not one number"
+    assert scales_from_probes([(torch.tensor([math.nan, math.inf]), tensor)]) == [1.0]
+    assert scales_from_probes([(tensor, torch.tensor([0.5, 0.7]))]) == [], "it was not one number"
 
 
 @pytest.mark.parametrize("change", [

@@ -97,8 +97,10 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
             losses += train(log, loop, lambda: log.logging, pause=0.02)
             assert log._require_client().pid != pid
             steps(3)
-        assert [what in str(one.message) for one, what in zip(caught, ("signal 9", "too large"), strict=True)] == [1, 1]
-        assert all("Training goes on" in str(one.message) for one in caught)
+        assert [
+            what in str(warning.message) for warning, what in zip(caught, ("signal 9", "too large"), strict=True)
+        ] == [1, 1]
+        assert all("Training goes on" in str(warning.message) for warning in caught)
     check(tmp_path, loop, log.steps_done)
     alone = Loop(CASE)
     assert losses == [alone.step(number) for number in range(len(losses))]
@@ -163,7 +165,7 @@ def test_disk_full(tmp_path, monkeypatch, what):
         starts = log._starts
         train(log, loop, lambda: log._starts > starts + 2, pause=0.005)
         assert "No space left" in str(caught[0].message)
-        assert len({str(one.message) for one in caught}) == len(caught) <= 3, "each is said once"
+        assert len({str(warning.message) for warning in caught}) == len(caught) <= 3, "each is said once"
         disk.full = False
         train(log, loop, lambda: log.logging and not log._require_client().saving and log._failures == 0, pause=0.005)
         train(log, loop, lambda last=log.steps_done + 4: log.steps_done == last)
@@ -227,7 +229,7 @@ def test_the_directory_is_moved(tmp_path, monkeypatch, link):
             there.rename(run)
         train(log, loop, lambda: log.logging, pause=0.01)
         train(log, loop, lambda last=log.steps_done + 2: log.steps_done == last)
-    texts = [str(one.message) for one in caught]
+    texts = [str(warning.message) for warning in caught]
     expected = "run/log' is not there any more: its run was moved or removed.* until it is there again"
     assert len([text for text in texts if re.search(expected, text)]) == 1 and len(texts) <= 2, texts
     check(run, loop, log.steps_done)
@@ -306,8 +308,8 @@ def test_however_training_ends(tmp_path):
     arguments = [str(WORKERS / "ends.py"), str(tmp_path), *ways]
     status, output = processes.run(arguments, forked=True, **{forks.TEARDOWN: "1"})
     assert status == 0, output
-    found = dict(words for words in map(str.split, output.splitlines()) if words and words[0] in ways)
-    assert {way: int(code) for way, code in found.items()} == ways
+    codes = dict(words for words in map(str.split, output.splitlines()) if words and words[0] in ways)
+    assert {way: int(code) for way, code in codes.items()} == ways
     alone = Loop(CASE)
     for number in range(6):
         alone.step(number)

@@ -26,7 +26,7 @@ def forge(run, step, change):
     (path,) = (path for name, path in segments.list_segments(run) if name.first <= step <= name.last)
     data = path.read_bytes()
     contents = segments.ContainerReader(path).contents
-    change(next(one for one in contents["steps"] if one["step"] == step))
+    change(next(entry for entry in contents["steps"] if entry["step"] == step))
     (start,) = struct.unpack("<Q", data[-32:-24])
     packed = frame(contents)
     path.write_bytes(data[:start] + packed + struct.pack(
@@ -60,14 +60,14 @@ def test_nothing_is_changed_or_it_ends_before(tmp_path, change, merge):
     loop.step(0)
     before = copy.deepcopy(loop.state())
     try:
-        found = recover(tmp_path, loop.model, loop.optimizer, state=loop.states, merge=merge)
+        recovery = recover(tmp_path, loop.model, loop.optimizer, state=loop.states, merge=merge)
     except DSQError as error:
         assert str(tmp_path) in str(error) and not isinstance(error, SaveFailed)
         assert differences(loop.state(), before) == []
         return
-    if found.step == 4:  # what a later step sets as well, or the optimizer of this case does not read
+    if recovery.step == 4:  # what a later step sets as well, or the optimizer of this case does not read
         return
-    assert found.step == 2 and path.name in found.ended
+    assert recovery.step == 2 and path.name in recovery.ended
     if not merge:
         assert differences(loop.state(), table[2]) == []
 
@@ -120,14 +120,14 @@ def test_the_last_segment_of_a_closed_log(tmp_path):
     held = path.read_bytes()
     path.unlink()
     loop = Loop(ADAM, seed=5)
-    found = loop.recover(tmp_path)
-    assert (found.step, found.closed) == (3, True)
-    assert "step 4 is missing, although step 4 was logged before the log was closed" in found.ended
+    recovery = loop.recover(tmp_path)
+    assert (recovery.step, recovery.closed) == (3, True)
+    assert "step 4 is missing, although step 4 was logged before the log was closed" in recovery.ended
     (note,) = (tmp_path / segments.LOG).glob("*.closed")
     assert json.loads(note.read_text()) == {"last": 4}
     path.write_bytes(held)
     note.write_text("")  # as older versions closed a log
-    found = Loop(ADAM, seed=6).recover(tmp_path)
-    assert (found.step, found.closed, found.ended) == (4, True, None)
+    recovery = Loop(ADAM, seed=6).recover(tmp_path)
+    assert (recovery.step, recovery.closed, recovery.ended) == (4, True, None)
     note.write_text('{"last": []}')
     assert note.name in Loop(ADAM, seed=7).recover(tmp_path).ended

@@ -126,9 +126,9 @@ def test_naive_differences_add_up_to_what_they_state(tmp_path: Path) -> None:
         expected, lost = states[0][name].clone(), 0.0
         for before, after in pairwise(states):
             difference = (after[name] - before[name]).view(-1)
-            kept = difference.abs().topk(math.ceil(ratio * difference.numel())).indices
-            expected.view(-1)[kept] += difference[kept]
-            difference[kept] = 0
+            indices = difference.abs().topk(math.ceil(ratio * difference.numel())).indices
+            expected.view(-1)[indices] += difference[indices]
+            difference[indices] = 0
             lost += difference.abs().max().item()
         assert torch.equal(tensor, expected)
         assert (tensor - states[-1][name]).abs().max().item() <= lost * (1 + 1e-5)
@@ -272,8 +272,8 @@ def test_wasted_time_of_cheap_and_dear_logs(overhead: float, met: bool) -> None:
     assert len(rows) == 2 * 10
     for row in rows:
         assert row["lost"] + row["recovering"] + row["steady"] == pytest.approx(row["wasted"])
-    found = aims.targets(aims.WASTED, rows)
-    assert [target.met for target in found if target.text.startswith("LowDiff at")] == 4 * [met]
+    targets = aims.targets(aims.WASTED, rows)
+    assert [target.met for target in targets if target.text.startswith("LowDiff at")] == 4 * [met]
     rarely = {row["name"]: row["wasted"] for row in rows if row["mtbf"] == 0.5 * wasted.HOUR}
     assert rarely["torch.save, best interval"] < rarely["torch.save"]
     assert rarely["LowDiff+ (S)"] < rarely["LowDiff+ (P)"]
@@ -287,8 +287,8 @@ def test_overheads_of_other_runs() -> None:
         {"name": "a", "before": 0.0, "blocks": [[1.0, 1.4]]},
         {"name": "b", "before": 0.0, "blocks": [[1.0, 0.9]]},
     ]
-    found = wasted.with_overheads(rows, times)
-    assert [row["overhead"] for row in found] == pytest.approx([2.0 * 0.2, 0.1, 9.0])
+    new_rows = wasted.with_overheads(rows, times)
+    assert [row["overhead"] for row in new_rows] == pytest.approx([2.0 * 0.2, 0.1, 9.0])
 
 
 @pytest.mark.slow
@@ -298,10 +298,10 @@ def test_an_experiment_from_its_command_to_its_plot(tmp_path: Path) -> None:
     sizes = ["--rounds", "2", "--steps", "3", "--lead", "1"]
     result = CliRunner().invoke(app, [*arguments, *sizes, "--directory", str(tmp_path), "--json", str(file)])
     assert result.exit_code == 0, result.output
-    made = json.loads(file.read_text())
-    assert made["measured"] == aims.TIME and made["settings"]["steps"] == 3
-    assert [row["name"] for row in made["rows"]] == ["none", "torch.save"]
-    assert made["rows"][1]["bytes_per_step"] > 700_000 and len(made["rows"][1]["blocks"]) == 2
+    document = json.loads(file.read_text())
+    assert document["measured"] == aims.TIME and document["settings"]["steps"] == 3
+    assert [row["name"] for row in document["rows"]] == ["none", "torch.save"]
+    assert document["rows"][1]["bytes_per_step"] > 700_000 and len(document["rows"][1]["blocks"]) == 2
     assert CliRunner().invoke(app, ["report", str(file)]).exit_code == 0
     assert file.with_suffix(".png").stat().st_size > 0
     assert sorted(tmp_path.iterdir()) == [file, file.with_suffix(".png")]

@@ -61,10 +61,10 @@ def test_another_job_went_on_since_recovery(tmp_path):
     with other.log(tmp_path, resume=other.recover(tmp_path)) as log:
         other.step(2)
         log.step()
-    kept = files(tmp_path)
+    contents = files(tmp_path)
     with pytest.raises(CheckpointExists, match=r"does not go on, the newest 'step-000000002': recover from them"):
         late.log(tmp_path, resume=resume)
-    assert files(tmp_path) == kept and differences(late.state(), table[2]) == []
+    assert files(tmp_path) == contents and differences(late.state(), table[2]) == []
     check_recovers(ADAM, tmp_path, other.state(), 3)
 
 
@@ -79,7 +79,7 @@ def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
     with other.log(tmp_path, compressor="none", resume=other.recover(tmp_path)) as others:
         other.step(0)
         others.step()
-    kept, deadline = files(tmp_path), time.monotonic() + 240
+    contents, deadline = files(tmp_path), time.monotonic() + 240
     with pytest.warns(UserWarning, match="has snapshots from which this log does not go on"):
         while not any("does not go on" in text for text in log._warned):
             assert time.monotonic() < deadline
@@ -88,7 +88,7 @@ def test_another_job_goes_on_while_a_process_is_gone(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="in the log, which has ended"):
         log.close()
     check_recovers(ADAM, tmp_path, other.state(), 1)
-    assert files(tmp_path).items() >= kept.items()
+    assert files(tmp_path).items() >= contents.items()
 
 
 def test_a_wait_for_a_job_that_begins(tmp_path):

@@ -169,13 +169,13 @@ def test_unreadable_snapshots_are_refused(tmp_path, pattern):
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     loop = Loop(SCHEDULED, seed=1)
-    before, kept = loop.state(), files(tmp_path)
+    before, contents = loop.state(), files(tmp_path)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=rf"no snapshot of .* can be read.*{damaged.parent.name}"):
         loop.recover(tmp_path)
     assert differences(loop.state(), before) == []
     with pytest.raises(CheckpointExists):
         loop.log(tmp_path)
-    assert differences(loop.state(), before) == [] and files(tmp_path) == kept
+    assert differences(loop.state(), before) == [] and files(tmp_path) == contents
 
 
 def test_a_damaged_step(tmp_path):
@@ -199,10 +199,10 @@ def test_a_damaged_step(tmp_path):
 
 def test_a_run_that_has_a_log(tmp_path):
     recorded(TOPK, tmp_path, 3)
-    kept, loop = files(tmp_path), Loop(TOPK)
+    contents, loop = files(tmp_path), Loop(TOPK)
     with pytest.raises(CheckpointExists, match="pass what `recover` returned as resume="):
         loop.log(tmp_path)
-    assert files(tmp_path) == kept
+    assert files(tmp_path) == contents
     loop.step(0)
     loop.step(1)  # no hook is left
 

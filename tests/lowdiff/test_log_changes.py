@@ -88,13 +88,13 @@ def test_an_older_snapshot_leads_to_the_step_before(tmp_path):
     with loop.log(tmp_path, keep=2, batch=100) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(log, loop, 3)
-        kept = loop.state()
+        expected = loop.state()
         add(loop.optimizer, loop.model, 3)
         train(log, loop, 4)
     shutil.rmtree(sorted(tmp_path.glob("step-*"))[-1])
     again = Loop(FIRST, seed=1)
-    found = again.recover(tmp_path)
-    assert found.step == 3 and "step 4 is missing" in found.ended and differences(again.state(), kept) == []
+    recovery = again.recover(tmp_path)
+    assert recovery.step == 3 and "step 4 is missing" in recovery.ended and differences(again.state(), expected) == []
 
 
 def buffer_added(model):
@@ -153,8 +153,8 @@ def test_what_the_optimizer_does_not_have_is_changed(tmp_path, change, says):
         assert log.logging
     again = Loop(OTHERS, seed=1)
     change(again.model)
-    found = again.recover(tmp_path)
-    assert (found.step, found.snapshot, found.exact, found.ended) == (7, 5, True, None)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.snapshot, recovery.exact, recovery.ended) == (7, 5, True, None)
     assert differences(again.state(), loop.state()) == []
 
 
@@ -191,7 +191,7 @@ def test_steps_that_are_missing_at_the_end_are_reported(tmp_path, done):
         loop.model[1].register_parameter("extra", nn.Parameter(torch.ones(5), requires_grad=False))
         train(log, loop, 1)
         log.__exit__(*((None,) * 3 if done else (ValueError, ValueError(), None)))
-    texts = [str(one.message) for one in caught]
+    texts = [str(warning.message) for warning in caught]
     assert any("step 3 is not in the log" in text for text in texts) == (not done), texts
     again = Loop(ADAM, seed=1)
     again.model[1].register_parameter("extra", nn.Parameter(torch.zeros(5), requires_grad=False))
@@ -250,8 +250,8 @@ def test_steps_on_disk():
     """Steps after a gap count once the snapshot before them is saved, in whatever order reports come."""
     steps = StepsOnDisk()
 
-    def reports(*found):
-        for kind, *numbers in found:
+    def reports(*events):
+        for kind, *numbers in events:
             names = ("step",) if kind == "snapshot" else ("first", "last")
             steps.add({"kind": kind, **dict(zip(names, numbers, strict=False))})
         return steps.last

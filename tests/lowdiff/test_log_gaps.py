@@ -120,8 +120,8 @@ def test_the_model_is_cast(tmp_path):
         begins_anew(log, loop)
     other = Loop(case, seed=1)
     other.model.double()
-    found = other.recover(tmp_path)
-    assert found.step == log.steps_done and found.replayed > 0 and found.exact
+    recovery = other.recover(tmp_path)
+    assert recovery.step == log.steps_done and recovery.replayed > 0 and recovery.exact
     assert differences(other.state(), loop.state()) == []
     with pytest.raises(LoadFailed, match="float64"):
         Loop(case, seed=1).recover(tmp_path)
@@ -154,11 +154,11 @@ def test_parameters_are_edited_in_every_iteration(tmp_path, iteration):
             iteration(log, loop)
             table.append(loop.state())
             log._require_client().wait("saved", 30)
-            kept = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"))
-            for lock in kept.glob("log/*.lock"):
+            run_copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"))
+            for lock in run_copy.glob("log/*.lock"):
                 lock.unlink()
             again = Loop(ADAM, seed=1)
-            recovered = again.recover(kept)
+            recovered = again.recover(run_copy)
             assert differences(again.state(), table[recovered.step]) == [], (number, recovered.step)
 
 

@@ -55,10 +55,12 @@ def check(run, table):
     """What comes back is what training had after that step."""
     model = Taught()
     optimizer = adam(model)
-    found = recover(run, model, optimizer)
-    assert found is not None and found.exact
-    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), table[found.step], strict=True)), found.step
-    return found
+    recovery = recover(run, model, optimizer)
+    assert recovery is not None and recovery.exact
+    assert all(
+        torch.equal(a, b) for a, b in zip(state(model, optimizer), table[recovery.step], strict=True)
+    ), recovery.step
+    return recovery
 
 
 def train(run, *, each=lambda model, number: None, before=lambda optimizer: None, after=lambda optimizer: None):
@@ -110,11 +112,11 @@ def test_a_hook_before_the_step_clips(tmp_path):
 def test_the_optimizer_is_loaded(tmp_path):
     model = Taught()
     optimizer = adam(model)
-    kept, table = optimizer.state_dict(), [state(model, optimizer)]
+    optimizer_state, table = optimizer.state_dict(), [state(model, optimizer)]
     with GradientLog(tmp_path, model, optimizer, compressor="none", batch=1) as log:
         for number in range(STEPS):
             if number == 6:
-                optimizer.load_state_dict(kept)
+                optimizer.load_state_dict(optimizer_state)
             backward(model, optimizer, number)
             optimizer.step()
             log.step()
@@ -206,12 +208,12 @@ def test_what_was_sent_is_not_sent_again(tmp_path, compressor, left):
     other = nn.Linear(40, 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = recover(tmp_path, other, SGD(other.parameters(), 0.1))
-    assert found.replayed == 2 and any(tensor.any() for tensor in found.residual.values())
-    assert any(bool(tensor.any()) for tensor in found.residuals().values()) == left
-    for name, places in found.sent.items():
+        recovery = recover(tmp_path, other, SGD(other.parameters(), 0.1))
+    assert recovery.replayed == 2 and any(tensor.any() for tensor in recovery.residual.values())
+    assert any(bool(tensor.any()) for tensor in recovery.residuals().values()) == left
+    for name, places in recovery.sent.items():
         if places is not None:
-            assert not found.residuals()[name].view(-1)[places].any()
+            assert not recovery.residuals()[name].view(-1)[places].any()
 
 
 class _Slots:

@@ -214,11 +214,11 @@ def test_states_are_in_the_order_of_training(tmp_path, monkeypatch):
     monkeypatch.setattr(StorageConfig, "thread_count", lambda _: 2)
     other = Loop(ADAM, seed=1)
     assert other.recover(tmp_path).replayed == 2
-    expected, found = (
-        [name for key in one.optimizer.state for name, parameter in one.model.named_parameters() if parameter is key]
-        for one in (loop, other)
+    expected, restored = (
+        [name for key in loop.optimizer.state for name, parameter in loop.model.named_parameters() if parameter is key]
+        for loop in (loop, other)
     )
-    assert found == expected and len(found) > 2
+    assert restored == expected and len(restored) > 2
 
 
 def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):

@@ -60,8 +60,8 @@ def follow_to_the_end(loop: Loop, run: Path, holders: list[ReplicaServer], **opt
             follow(loop, replica, holders, STEPS)
             assert replica.logging
     again = Loop(loop.case, seed=1)
-    found = again.recover(run)
-    assert (found.step, found.exact, found.closed, found.from_memory) == (STEPS, True, True, False)
+    recovery = again.recover(run)
+    assert (recovery.step, recovery.exact, recovery.closed, recovery.from_memory) == (STEPS, True, True, False)
     check_same(again, loop, "on disk")
     return replica.scales
 

@@ -65,10 +65,10 @@ def test_however_training_ends(tmp_path, ways):
         done += steps
     assert alive(pids[-1])
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path / "run")
-    assert (found.step, found.from_memory, found.exact) == (done, True, True)
+    recovery = again.recover(tmp_path / "run")
+    assert (recovery.step, recovery.from_memory, recovery.exact) == (done, True, True)
     check_same(again, table)
-    with replica_of(again, tmp_path / "run", resume=found) as replica:
+    with replica_of(again, tmp_path / "run", resume=recovery) as replica:
         assert not any(map(alive, pids))
         pids.append(replica._require_client().pid)
         again.step(done)
@@ -76,8 +76,8 @@ def test_however_training_ends(tmp_path, ways):
     until(lambda: not any(map(alive, pids)))
     assert not list(tmp_path.rglob("*.lock")) and not list(tmp_path.rglob("*.tmp"))
     last = Loop(CASE, seed=2)
-    found = last.recover(tmp_path / "run")
-    assert (found.step, found.from_memory, found.closed) == (done + 1, False, True)
+    recovery = last.recover(tmp_path / "run")
+    assert (recovery.step, recovery.from_memory, recovery.closed) == (done + 1, False, True)
     check_same(last, again)
 
 

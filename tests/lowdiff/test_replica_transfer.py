@@ -93,8 +93,8 @@ def test_strangers(tmp_path, holders):
         stay[-1].sendall(sent)
         assert listens(tmp_path)
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path)
-    assert (found.step, found.from_memory, found.exact) == (5, True, True)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory, recovery.exact) == (5, True, True)
     check_same(again, loop)
     until(lambda: not listens(tmp_path))
     for connection in stay:
@@ -120,9 +120,9 @@ def test_a_stranger_in_its_place(tmp_path, holders):
         thread = threading.Thread(target=serve)
         thread.start()
         again = Loop(CASE, seed=1)
-        found = again.recover(tmp_path)
+        recovery = again.recover(tmp_path)
         thread.join()
-        assert (found.step, found.from_memory) == (3, False)
+        assert (recovery.step, recovery.from_memory) == (3, False)
         check_same(again, loop)
 
 
@@ -139,12 +139,12 @@ def test_a_survivor_keeps_nobody_waiting(tmp_path, holders, left_how):
     elif left_how == "a new log":
         with pytest.raises(Exception, match="recover from"):
             again.log(tmp_path)
-    found = again.recover(tmp_path, memory=left_how == "recovered")
+    recovery = again.recover(tmp_path, memory=left_how == "recovered")
     assert time.monotonic() - started < 60
-    assert (found.step, found.from_memory, found.closed) == (5, left_how == "recovered", False)
+    assert (recovery.step, recovery.from_memory, recovery.closed) == (5, left_how == "recovered", False)
     check_same(again, loop)
     until(lambda: not listens(tmp_path))
-    with again.log(tmp_path, resume=found) as log:
+    with again.log(tmp_path, resume=recovery) as log:
         assert log.steps_done == 5
 
 
@@ -162,8 +162,8 @@ def test_linger(tmp_path):
     assert time.monotonic() - left > 2.5
     assert not listens(tmp_path) and not list(tmp_path.glob("**/*.lock")) and not list(tmp_path.glob("**/*.tmp"))
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path)
-    assert (found.step, found.from_memory) == (7, False)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory) == (7, False)
     check_same(again, loop)
 
 
@@ -176,15 +176,15 @@ def test_the_run_went_on_elsewhere(tmp_path, holders):
     elsewhere.symlink_to(tmp_path / "there")
     (tmp_path / "here").rename(tmp_path / "there")
     loop = Loop(CASE, seed=1)
-    found = loop.recover(elsewhere)
-    assert (found.step, found.from_memory) == (5, False)
-    with replica_of(loop, elsewhere, resume=found) as replica:
+    recovery = loop.recover(elsewhere)
+    assert (recovery.step, recovery.from_memory) == (5, False)
+    with replica_of(loop, elsewhere, resume=recovery) as replica:
         train(loop, replica, 4)
     (tmp_path / "there").rename(tmp_path / "here")
     assert listens(tmp_path / "here")
     again = Loop(CASE, seed=2)
-    found = again.recover(tmp_path / "here")
-    assert (found.step, found.from_memory) == (9, False)
+    recovery = again.recover(tmp_path / "here")
+    assert (recovery.step, recovery.from_memory) == (9, False)
     check_same(again, loop)
     until(lambda: not listens(tmp_path / "here"))
 
@@ -201,10 +201,10 @@ def test_with_an_exception(tmp_path):
     for number in range(4):
         before.step(number)
     loop.step(4)  # nothing is attached any more
-    found = loop.recover(tmp_path)
-    assert (found.step, found.from_memory) == (4, True)
+    recovery = loop.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory) == (4, True)
     check_same(loop, before)
-    with replica_of(loop, tmp_path, resume=found) as replica:
+    with replica_of(loop, tmp_path, resume=recovery) as replica:
         assert process.wait(60) == 0
         train(loop, replica, 3)
     assert Loop(CASE, seed=1).recover(tmp_path).step == 7
@@ -217,14 +217,14 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
     """While one state is being saved, training does 40 steps and the replica too; the next that is saved is the newest
     then, and there are fewer saves than steps.
     """
-    save, saving, go_on, saved = snapshots.save_snapshot, threading.Event(), threading.Event(), []
+    save, saving, go_on, saved_steps = snapshots.save_snapshot, threading.Event(), threading.Event(), []
 
     def slow(run, step, *rest):
         if step:
             saving.set()
             assert go_on.wait(60)
             go_on.clear()
-        saved.append(step)
+        saved_steps.append(step)
         return save(run, step, *rest)
 
     monkeypatch.setattr(snapshots, "save_snapshot", slow)
@@ -237,11 +237,11 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
             first = replica.steps_done
             train(loop, replica, 40)
             until(lambda: holders[-1].applied == replica.steps_done)
-            assert replica._require_client().saving and saved[-1] < first
+            assert replica._require_client().saving and saved_steps[-1] < first
             go_on.set()
             replica._require_client().wait("saved", 60)
         monkeypatch.setattr(snapshots, "save_snapshot", save)
-    assert len(saved) == 4 and all(after - before > 40 for before, after in itertools.pairwise(saved[1:]))
+    assert len(saved_steps) == 4 and all(after - before > 40 for before, after in itertools.pairwise(saved_steps[1:]))
     again = Loop(CASE, seed=1)
     assert again.recover(tmp_path).step == replica.steps_done
     check_same(again, loop)
@@ -252,11 +252,11 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
     """CheckFreq's rule: where training waited while a state was saved, the next saves are further apart; where it no
     longer does, they are nearer again.
     """
-    save, apply, saved, busy = snapshots.save_snapshot, ReplicaServer._apply_step, [], threading.Event()
+    save, apply, saved_steps, busy = snapshots.save_snapshot, ReplicaServer._apply_step, [], threading.Event()
     slows = True
 
     def noted(run, step, *rest):
-        saved.append(step)
+        saved_steps.append(step)
         busy.set()
         time.sleep(0.1)
         busy.clear()
@@ -274,14 +274,14 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
         while replica._save_interval < 16:
             assert replica.steps_done < 5000
             train(loop, replica, 1)
-        first, slows = len(saved), False
+        first, slows = len(saved_steps), False
         while replica._save_interval > 2:
             assert replica.steps_done < 10000
             train(loop, replica, 1, pause=0.005)  # hundreds of steps would fit between saves
         assert replica.logging
-    gaps = [after - before for before, after in itertools.pairwise(saved)]
+    gaps = [after - before for before, after in itertools.pairwise(saved_steps)]
     assert min(gaps[:-1]) >= 2 and max(gaps) >= 8, gaps
-    assert first < len(saved)
+    assert first < len(saved_steps)
 
 
 def test_no_room_on_disk(tmp_path):
@@ -302,7 +302,7 @@ def test_no_room_on_disk(tmp_path):
         assert replica.logging and replica._require_client().pid == pid
         assert snapshots.list_snapshots(tmp_path)[0][0] >= newest
         train(loop, replica, 2)
-        texts = [str(one.message) for one in caught]
+        texts = [str(warning.message) for warning in caught]
         assert len(texts) == 1 and os.strerror(errno.EFBIG) in texts[0] and "Training goes on" in texts[0], texts
 
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -316,8 +316,8 @@ def test_no_room_on_disk(tmp_path):
         steps = replica.steps_done
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path)
-    assert (found.step, found.from_memory) == (steps, True)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory) == (steps, True)
     check_same(again, loop)
 
 
@@ -329,8 +329,8 @@ def test_no_room_on_disk_when_training_is_done(tmp_path):
     resource.prlimit(replica._require_client().pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     with pytest.warns(UserWarning, match=os.strerror(errno.EFBIG)):
         replica.close()
-    found = Loop(CASE, seed=1).recover(tmp_path)
-    assert (found.step, found.closed) == (0, False)
+    recovery = Loop(CASE, seed=1).recover(tmp_path)
+    assert (recovery.step, recovery.closed) == (0, False)
 
 
 def test_the_process_is_killed(tmp_path):
@@ -346,14 +346,16 @@ def test_the_process_is_killed(tmp_path):
             assert time.monotonic() < deadline
             train(loop, replica, 1, pause=0.02)
         train(loop, replica, 3)
-        assert [("signal 9" in str(one.message), "Training goes on" in str(one.message)) for one in caught] == [
+        assert [
+            ("signal 9" in str(warning.message), "Training goes on" in str(warning.message)) for warning in caught
+        ] == [
             (True, True)
         ]
     replica._leave_process()
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path)
-    assert (found.step, found.from_memory) == (replica.steps_done, True)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory) == (replica.steps_done, True)
     check_same(again, loop)
     alone = Loop(CASE)
     for number in range(replica.steps_done):
@@ -383,6 +385,6 @@ def test_no_memory_to_share(tmp_path, holders, monkeypatch):
     replica._leave_process()
     until(lambda: listens(tmp_path))
     again = Loop(CASE, seed=1)
-    found = again.recover(tmp_path)
-    assert (found.step, found.from_memory) == (5, False)
+    recovery = again.recover(tmp_path)
+    assert (recovery.step, recovery.from_memory) == (5, False)
     check_same(again, loop)

@@ -28,13 +28,13 @@ def make_gradient(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Gen
 def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], seed: int) -> None:
     rng = np.random.default_rng(seed)
     gradients = [make_gradient(shape, dtype, rng) for shape in shapes]
-    supports = [torch.tensor(rng.integers(0, one.numel(), 3 if one.numel() else 0)) for one in gradients]
+    supports = [torch.tensor(rng.integers(0, gradient.numel(), 3 if gradient.numel() else 0)) for gradient in gradients]
     counts = [support.numel() for support in supports]
     values, nonzero = torch.ones(sum(counts), dtype=dtype), torch.full((len(shapes),), -1)
     gather_elements(gradients, torch.cat(supports), counts, values, nonzero)
-    expected = torch.cat([one.reshape(-1)[support] for one, support in zip(gradients, supports, strict=True)])
+    expected = torch.cat([gradient.reshape(-1)[support] for gradient, support in zip(gradients, supports, strict=True)])
     assert bitwise_equal(values, expected)
-    assert nonzero.tolist() == [int(as_integers(one).count_nonzero()) for one in gradients]
+    assert nonzero.tolist() == [int(as_integers(gradient).count_nonzero()) for gradient in gradients]
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "expand_path", "every other", "all the same"])
@@ -63,13 +63,13 @@ def test_products_are_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]],
     rng = np.random.default_rng(seed)
     factor = torch.tensor(scale)
     before = [make_gradient(shape, dtype, rng) for shape in shapes]
-    after = [one * factor if dtype == torch.float32 else one.clone() for one in before]
+    after = [tensor * factor if dtype == torch.float32 else tensor.clone() for tensor in before]
     scales = [1.25, float(factor)]
-    changeable = [one for one in after if one.numel()]
+    changeable = [tensor for tensor in after if tensor.numel()]
     if changeable and (dtype == torch.float32 or scale == 1.0):
-        found = find_scale(before, scales, after)
-        assert found in (scales if dtype == torch.float32 else [1.0])
-        products = before if found == 1.0 else [one * found for one in before]
+        found_scale = find_scale(before, scales, after)
+        assert found_scale in (scales if dtype == torch.float32 else [1.0])
+        products = before if found_scale == 1.0 else [tensor * found_scale for tensor in before]
         assert all(bitwise_equal(one, other) for one, other in zip(products, after, strict=True))
         as_integers(changeable[-1]).view(-1)[-1] ^= 1  # the last bit
         assert find_scale(before, [float(factor)], after) is None
@@ -97,10 +97,10 @@ def test_samples_are_of_every_tensor(sizes: list[int], runs: int) -> None:
     before = samples.take()
     assert np.array_equal(before, samples.take())
     for tensor in tensors:
-        kept = tensor.clone()
+        original = tensor.clone()
         tensor.numpy()[...] += 1.0
         assert np.array_equal(before, samples.take()) == (tensor.numel() == 0)
-        tensor.numpy()[...] = kept.numpy()
+        tensor.numpy()[...] = original.numpy()
 
 
 def test_samples_see_what_is_longer_than_the_gaps_between_them() -> None:

@@ -28,10 +28,10 @@ ENTRIES = [
 
 def gradients(number):
     generator = torch.Generator().manual_seed(number)
-    found = {entry.name: torch.randn(entry.elements, generator=generator) for entry in ENTRIES}
-    found["b"][torch.rand(30, generator=generator) < 0.8] = 0
-    found["c"] = found["c"].bfloat16()
-    return found
+    by_name = {entry.name: torch.randn(entry.elements, generator=generator) for entry in ENTRIES}
+    by_name["b"][torch.rand(30, generator=generator) < 0.8] = 0
+    by_name["c"] = by_name["c"].bfloat16()
+    return by_name
 
 
 def step_of(number):
@@ -74,8 +74,8 @@ def test_round_trip(tmp_path):
     segment = LogSegment(path)
     assert segment.entries == ENTRIES and list(segment.steps) == [5, 6, 7, 8]
     for number in (8, 5, 7):
-        found, truth = segment.gradients(number), gradients(number)
-        assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in truth.items()}
+        decoded, truth = segment.gradients(number), gradients(number)
+        assert {name: bits(tensor) for name, tensor in decoded.items()} == {n: bits(t) for n, t in truth.items()}
         assert bits(segment.buffers(number)["mean"]) == bits(truth["c"])
         places = segment.sent_indices(number)
         assert set(places) == set(truth) and torch.equal(places["b"], truth["b"].nonzero().view(-1))
@@ -133,8 +133,8 @@ def test_a_file_of_something_else(tmp_path):
 
 
 def replayable(run, after=0, last=None):
-    found = segments.replayable_steps(run, SESSION, after, last)
-    return len(found.segments), found.ended
+    log_steps = segments.replayable_steps(run, SESSION, after, last)
+    return len(log_steps.segments), log_steps.ended
 
 
 def test_course(tmp_path):
@@ -210,7 +210,7 @@ def test_leftovers(tmp_path, monkeypatch):
     shutil.copy(path, torn)
     shutil.copy(path, former)
     assert set(segments.find_temporary_files(tmp_path)) == {torn, former}
-    assert [found for _, found in segments.list_segments(tmp_path)] == [path]
+    assert [path for _, path in segments.list_segments(tmp_path)] == [path]
     monkeypatch.setattr(ContainerWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
         written(tmp_path, 2, 2)
@@ -239,8 +239,8 @@ def test_a_name_claims_no_more_steps_than_there_can_be(tmp_path):
     path = written(tmp_path, 3, 4)
     (path.parent / path.name.replace("000000004", "9" * 40)).write_bytes(path.read_bytes())
     assert [name.last for name, _ in segments.list_segments(tmp_path)] == [4]
-    found = segments.replayable_steps(tmp_path, SESSION, 2)
-    assert (len(found.segments), found.ended) == (2, None)
+    log_steps = segments.replayable_steps(tmp_path, SESSION, 2)
+    assert (len(log_steps.segments), log_steps.ended) == (2, None)
 
 
 def test_more_ranks_than_there_can_be(tmp_path):

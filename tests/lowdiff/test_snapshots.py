@@ -27,19 +27,19 @@ SESSION = "0123456789abcdef"
 
 def tensors():
     state = mixed_state()
-    found = {
+    by_name = {
         f"{part}.{name}": tensor.contiguous() for part in ("lossy", "small", "counts")
         for name, tensor in state[part].items() if "complex" not in name
     }
-    found["small.odd"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
-    return found
+    by_name["small.odd"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    return by_name
 
 
-def saved(run, step, session=SESSION, base="exact", **meta):
+def write_snapshot(run, step, session=SESSION, base="exact", **meta):
     (run / segments.LOG).mkdir(exist_ok=True)
-    saved = [SnapshotTensor(("model", name), tensor) for name, tensor in tensors().items()]
+    entries = [SnapshotTensor(("model", name), tensor) for name, tensor in tensors().items()]
     snapshots.save_snapshot(
-        run, step, saved, {"session": session, "step": step, **meta}, snapshots.snapshot_config(base), SingleProcess()
+        run, step, entries, {"session": session, "step": step, **meta}, snapshots.snapshot_config(base), SingleProcess()
     )
     return snapshots.snapshot_directory(run, step)
 
@@ -51,22 +51,22 @@ def segment(run, session, first, last, rank=0):
 
 
 def test_round_trip(tmp_path):
-    path = saved(tmp_path, 12, hyper=[{"lr": {"$float": "inf"}}])
+    path = write_snapshot(tmp_path, 12, hyper=[{"lr": {"$float": "inf"}}])
     assert path.name == "step-000000012" and Manifest.read(path).parent is None
     with Snapshot(path) as snapshot:
         assert snapshot.meta["step"] == 12 and snapshot.meta["hyper"] == [{"lr": {"$float": "inf"}}]
         assert not snapshot.lossy and list(snapshot.find_damage()) == []
         for name, tensor in tensors().items():
-            found = snapshot.tensor(f"model.{name}")
+            loaded = snapshot.tensor(f"model.{name}")
             assert snapshot.shape(f"model.{name}") == (tuple(tensor.shape), tensor.dtype)
-            assert found.dtype == tensor.dtype and bits(found) == bits(tensor), name
+            assert loaded.dtype == tensor.dtype and bits(loaded) == bits(tensor), name
         with pytest.raises(CorruptCheckpoint, match=r"has no 'model\.nothing'"):
             snapshot.tensor("model.nothing")
 
 
 def test_lossy(tmp_path):
-    whole = saved(tmp_path, 1)
-    small = saved(tmp_path, 2, base="dsq")
+    whole = write_snapshot(tmp_path, 1)
+    small = write_snapshot(tmp_path, 2, base="dsq")
     with Snapshot(small) as snapshot:
         assert snapshot.lossy and snapshot.meta["step"] == 2
         assert bits(snapshot.tensor("model.counts.long")) == bits(tensors()["counts.long"])
@@ -80,8 +80,8 @@ def test_lossy_momentum_of_optimizers_other_than_sgd_is_finer(tmp_path, setting,
     torch.manual_seed(0)
     own, meta = torch.randn(80, 70), {"session": SESSION, "step": 1, "hyper": [{"lr": 0.1, setting: 5}]}
     (tmp_path / segments.LOG).mkdir()
-    kept = [SnapshotTensor(("optim", "state", "w.weight", "momentum_buffer"), own)]
-    snapshots.save_snapshot(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    snapshot_tensors = [SnapshotTensor(("optim", "state", "w.weight", "momentum_buffer"), own)]
+    snapshots.save_snapshot(tmp_path, 1, snapshot_tensors, meta, snapshots.snapshot_config("dsq"), SingleProcess())
     with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
         error = snapshot.tensor("optim.state.w.weight.momentum_buffer") - own
     assert least < float(error.norm() / own.norm()) < most
@@ -97,12 +97,12 @@ def test_lossy_first_moments_beside_a_basis_in_a_tuple_are_rounded(tmp_path, pla
     if place is not None:
         (meta["plain"]["w.weight"] if place == "state" else meta["hyper"][0])["basis"] = basis
     (tmp_path / segments.LOG).mkdir()
-    kept = [SnapshotTensor(("optim", "state", "w.weight", name), value)
+    snapshot_tensors = [SnapshotTensor(("optim", "state", "w.weight", name), value)
             for name, value in (("exp_avg", own), ("exp_avg_sq", own.square()))]
-    snapshots.save_snapshot(tmp_path, 1, kept, meta, snapshots.snapshot_config("dsq"), SingleProcess())
+    snapshots.save_snapshot(tmp_path, 1, snapshot_tensors, meta, snapshots.snapshot_config("dsq"), SingleProcess())
     with Snapshot(snapshots.snapshot_directory(tmp_path, 1)) as snapshot:
-        found = snapshot.tensor("optim.state.w.weight.exp_avg")
-    assert found.equal(own.bfloat16().float()) == (place is not None)
+        moment = snapshot.tensor("optim.state.w.weight.exp_avg")
+    assert moment.equal(own.bfloat16().float()) == (place is not None)
 
 
 def test_snapshots_may_be_lossy_or_exact():
@@ -120,7 +120,7 @@ def test_something_else(tmp_path, monkeypatch):
         Snapshot(path)
     assert snapshots.read_metadata(path) is None and snapshots.read_metadata(tmp_path / "nowhere") is None
     monkeypatch.setattr(snapshots, "_VERSION", 2)
-    newer = saved(tmp_path, 2)
+    newer = write_snapshot(tmp_path, 2)
     monkeypatch.undo()
     with pytest.raises(UnsupportedFormat, match="log of version 2"):
         Snapshot(newer)
@@ -129,7 +129,7 @@ def test_something_else(tmp_path, monkeypatch):
 def test_order(tmp_path):
     """By age, also after a return to an older one; those whose manifest is damaged at the place of their step."""
     for step in (5, 10, 20, 15):
-        saved(tmp_path, step)
+        write_snapshot(tmp_path, step)
     (tmp_path / "step-000000099").mkdir()
     (tmp_path / "other").mkdir()
 
@@ -145,12 +145,12 @@ def test_order(tmp_path):
 def test_order_where_clocks_go_back(tmp_path, monkeypatch):
     """Snapshots of a process that knows none before it are newer than those that are there; one is replaced."""
     now = time.time()
-    saved(tmp_path, 5)
-    saved(tmp_path, 20)
+    write_snapshot(tmp_path, 5)
+    write_snapshot(tmp_path, 20)
     for hours, step in enumerate((25, 25, 15), 1):
         dsq_ckpt.forget()
         monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
-        path = saved(tmp_path, step, session=f"{hours:016x}")
+        path = write_snapshot(tmp_path, step, session=f"{hours:016x}")
         assert str(snapshots.list_snapshots(tmp_path)[0][0]) == dsq_ckpt.latest(tmp_path) == str(path)
     assert [int(path.name[5:]) for path, _ in snapshots.list_snapshots(tmp_path)] == [15, 25, 20, 5]
     assert list(snapshots.list_sessions(tmp_path)) == ["0" * 15 + "3", "0" * 15 + "2", SESSION]
@@ -160,17 +160,17 @@ def test_order_where_clocks_go_back(tmp_path, monkeypatch):
 
 def test_a_run_that_cannot_be_looked_at_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
     """As an error of the save, which all ranks are told of; ranks that write know no snapshot before it."""
-    saved(tmp_path, 5)
+    write_snapshot(tmp_path, 5)
     dsq_ckpt.forget()
     monkeypatch.setattr(snapshots, "list_snapshots", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(SaveFailed, match="Input/output error"):
-        saved(tmp_path, 10)
+        write_snapshot(tmp_path, 10)
     assert not snapshots.snapshot_directory(tmp_path, 10).exists()
 
 
 def test_retire(tmp_path):
     for step in (4, 8, 12):
-        saved(tmp_path, step)
+        write_snapshot(tmp_path, step)
     old, across, new = (segment(tmp_path, SESSION, first, first + 2) for first in (5, 7, 9))
     before = segment(tmp_path, "f" * 16, 1, 3)
     snapshots.remove_old_snapshots(tmp_path, 3)
@@ -185,19 +185,19 @@ def test_retire(tmp_path):
 def test_retire_leaves_what_is_not_its_own(tmp_path):
     """Checkpoints of the engine beside it, pinned ones, and ones that cannot be read."""
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "step-000000001")
-    damaged = saved(tmp_path, 2)
+    damaged = write_snapshot(tmp_path, 2)
     (damaged / MANIFEST).write_text("{}")
-    saved(tmp_path, 3)
-    kept = segment(tmp_path, SESSION, 4, 6)
+    write_snapshot(tmp_path, 3)
+    segment_path = segment(tmp_path, SESSION, 4, 6)
     snapshots.remove_old_snapshots(tmp_path, 1)
-    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2", "3"] and kept.exists()
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2", "3"] and segment_path.exists()
 
 
 def test_without_a_snapshot_nothing_goes(tmp_path):
     (tmp_path / segments.LOG).mkdir()
-    kept = segment(tmp_path, SESSION, 1, 3)
+    segment_path = segment(tmp_path, SESSION, 1, 3)
     snapshots.remove_old_snapshots(tmp_path, 1)
-    assert kept.exists()
+    assert segment_path.exists()
 
 
 def test_momentum_that_was_recovered_is_saved_as_it_is(tmp_path):

@@ -24,13 +24,13 @@ def _model(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple
 
 
 def _gradients(model: nn.Module, density: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         value = torch.randn(parameter.numel(), generator=generator, dtype=torch.float64)
         value[torch.rand(parameter.numel(), generator=generator) > density] = 0
         if float(torch.rand(1, generator=generator)) > 0.1:  # now and then a parameter has none
-            found[name] = value.to(parameter.dtype)
-    return found
+            gradients[name] = value.to(parameter.dtype)
+    return gradients
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,10 +67,10 @@ def test_merging_is_what_sgd_does(
             gradients = _gradients(one, density, generator)
             merging.step(train_state.hyper(), gradients)
             step(one, optimizer, gradients)
-    for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12, msg=name)
+    for (name, expected), parameter in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-11, atol=1e-12, msg=name)
         wanted = optimizer.state[expected].get("momentum_buffer")
-        got = merging_optimizer.state[found].get("momentum_buffer")
+        got = merging_optimizer.state[parameter].get("momentum_buffer")
         assert (wanted is None) == (got is None), name
         if wanted is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12, msg=name)

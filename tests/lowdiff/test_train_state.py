@@ -137,8 +137,8 @@ def test_state_that_comes_while_training_runs_ends_the_log(tmp_path, kind):
             alone.step(number)
         assert not log.logging
         log.close()
-    found, at_end = [str(one.message) for one in caught if "scalar" not in str(one.message)]
-    assert re.search(f"{LATE[kind]}.*Training goes on", found)
+    message, at_end = [str(warning.message) for warning in caught if "scalar" not in str(warning.message)]
+    assert re.search(f"{LATE[kind]}.*Training goes on", message)
     assert "are not in the log, which has ended" in at_end or "are not all in the log" in at_end
     assert differences(alone.state()["model"], table[8]["model"]) == []
     again = Loop(case, seed=5)
@@ -178,8 +178,8 @@ def test_state_that_comes_while_training_runs_ends_a_replica(tmp_path, holders, 
             replica.step()
         assert not replica.logging
         replica.close()
-    found, at_end = [str(one.message) for one in caught if "scalar" not in str(one.message)]
-    assert re.search(f"{LATE[kind]}.*Training goes on", found)
+    message, at_end = [str(warning.message) for warning in caught if "scalar" not in str(warning.message)]
+    assert re.search(f"{LATE[kind]}.*Training goes on", message)
     assert "not all in the log, which has ended" in at_end
     again = Loop(case, seed=5)
     recovered = again.recover(tmp_path)

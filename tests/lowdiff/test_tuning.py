@@ -88,8 +88,8 @@ def test_a_numeric_search_finds_equation_10(c):
     x, y, step = math.log(f) + 3, math.log(b) - 4, 1.0
     while step > 1e-5:
         around = itertools.product((x - step, x, x + step), (y - step, y, y + step))
-        found = min(around, key=lambda point: (waste(*point), point != (x, y)))
-        x, y, step = (*found, step) if found != (x, y) else (x, y, step / 2)
+        lowest = min(around, key=lambda point: (waste(*point), point != (x, y)))
+        x, y, step = (*lowest, step) if lowest != (x, y) else (x, y, step / 2)
     assert (math.exp(x), math.exp(y)) == pytest.approx((f, b), rel=1e-2)
 
 
@@ -126,9 +126,9 @@ def test_the_choice_is_the_best_of_all(c, least, more, small, wider):
     bounds = Bounds((least, least + more), (small, small + wider))
     chosen = CostModel(c).best_settings(bounds)
     assert bounds.clip(chosen) == chosen and chosen.batch <= chosen.snapshot_every
-    found = CostModel(c).wasted_time(*chosen, 1.0, MAX_LOAD)
+    chosen_waste = CostModel(c).wasted_time(*chosen, 1.0, MAX_LOAD)
     best = _brute(c, bounds)
-    assert found == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert chosen_waste == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 @given(costs)

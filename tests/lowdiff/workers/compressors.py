@@ -154,13 +154,13 @@ def traces_hold_and_ranks_agree() -> None:
     for spec in SPECS:
         for make in (perceptron, images):
             model = DDP(make(), bucket_cap_mb=SMALL)
-            made = compressor(spec)
-            made.attach(model)
+            gradient_compressor = compressor(spec)
+            gradient_compressor.attach(model)
             optimizer = torch.optim.Adam(model.parameters())
             for step in range(4):
                 optimizer.zero_grad()
                 backward(model, step)
-                infos = made.take()
+                infos = gradient_compressor.take()
                 assert set(infos) == set(model.parameters())
                 for p, info in infos.items():
                     valid(info, p.grad)
@@ -227,8 +227,8 @@ class Branches(nn.Module):
 def residuals_of_unused_parameters_wait() -> None:
     for spec in ("topk:0.1", "kmeans:3"):
         model = DDP(Branches(), find_unused_parameters=True)
-        made = compressor(spec)
-        made.attach(model)
+        gradient_compressor = compressor(spec)
+        gradient_compressor.attach(model)
         weight, world = model.module.sometimes.weight, dist.get_world_size()
         pending = torch.zeros(weight.shape)
         for step, users in enumerate((world, 0, 1, 0, world)):  # ranks that use it
@@ -238,9 +238,9 @@ def residuals_of_unused_parameters_wait() -> None:
             local = local_gradients(model, run).get("sometimes.weight", torch.zeros(weight.shape))
             model.zero_grad(set_to_none=True)
             run(model)
-            infos = made.take()
+            infos = gradient_compressor.take()
             assert (weight.grad is None) == (users == 0) and (weight in infos) == (users > 0)
-            left = torch.stack(gathered(made.state()["sometimes.weight"])).sum(0)
+            left = torch.stack(gathered(gradient_compressor.state()["sometimes.weight"])).sum(0)
             if spec.startswith("topk"):  # of each rank its own
                 left /= world
             applied = torch.zeros(weight.shape) if weight.grad is None else weight.grad
@@ -277,7 +277,7 @@ def accumulation_without_synchronization() -> None:
         valid(infos[p], p.grad)
 
 
-def run_of(model: DDP, made: GradientCompressor, optimizer: Any, steps: range) -> None:
+def run_of(model: DDP, gradient_compressor: GradientCompressor, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         backward(model, step)
@@ -290,13 +290,13 @@ def a_loaded_state_goes_on_bit_for_bit() -> None:
     for spec, make in (("topk:0.05", perceptron), ("kmeans:4", lambda: nn.Sequential(nn.Linear(12, 5, bias=False)))):
         torch.manual_seed(4)
         model = DDP(make(), bucket_cap_mb=SMALL if make is perceptron else 25)
-        made = compressor(spec)
-        made.attach(model)
+        gradient_compressor = compressor(spec)
+        gradient_compressor.attach(model)
         optimizer = torch.optim.Adam(model.parameters())
-        run_of(model, made, optimizer, range(3))
+        run_of(model, gradient_compressor, optimizer, range(3))
         weights, moments = copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())
-        residuals = {name: value.clone() for name, value in made.state().items()}
-        run_of(model, made, optimizer, range(3, 6))
+        residuals = {name: value.clone() for name, value in gradient_compressor.state().items()}
+        run_of(model, gradient_compressor, optimizer, range(3, 6))
 
         again = DDP(make(), bucket_cap_mb=SMALL if make is perceptron else 25)
         again.module.load_state_dict(weights)
@@ -308,7 +308,7 @@ def a_loaded_state_goes_on_bit_for_bit() -> None:
         run_of(again, other, resumed, range(3, 6))
         for one, two in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(one, two)
-        for name, value in made.state().items():
+        for name, value in gradient_compressor.state().items():
             assert torch.equal(value, other.state()[name])
 
 

@@ -46,10 +46,10 @@ def prepare() -> None:
     popen = Nursery().popen
 
     def remembered(command: list[str], **options: Any) -> Any:
-        made = popen(command, **options)
-        if isinstance(made, Grown):
-            started.append(made.pid)
-        return made
+        child = popen(command, **options)
+        if isinstance(child, Grown):
+            started.append(child.pid)
+        return child
 
     worker_client.subprocess.Popen = remembered  # type: ignore[misc, assignment]
     idle.children = lambda: [*children(), *started]  # a fork's parent is another process

@@ -59,9 +59,9 @@ def train(loop: Loop, log: GradientLog, steps: int) -> list[State]:
 
 def recovered(case: Case, run: Path, step: int, truth: State) -> None:
     loop = loop_of(case, 1)
-    found = loop.recover(run)
-    assert found is not None and found.exact
-    assert (found.step, found.ended) == (step, None), found
+    recovery = loop.recover(run)
+    assert recovery is not None and recovery.exact
+    assert (recovery.step, recovery.ended) == (step, None), recovery
     assert not different(loop.state(), truth)
 
 
@@ -145,9 +145,9 @@ def on_from_a_snapshot(run: Path) -> None:
         log._require_client().wait("saved", 60)
         table += train(loop, log, 3)
     again = loop_of(PLAIN, 1)
-    found = again.recover(run, replay_log=False)
-    assert found is not None and (found.step, found.continues_exactly) == (4, True)
-    with again.log(run, resume=found, compressor="topk:0.05") as log:
+    recovery = again.recover(run, replay_log=False)
+    assert recovery is not None and (recovery.step, recovery.continues_exactly) == (4, True)
+    with again.log(run, resume=recovery, compressor="topk:0.05") as log:
         assert not differences(train(again, log, 3), table[4:])
     if dist.get_rank() == 0:
         alone = Loop(PLAIN, 1)
@@ -159,8 +159,8 @@ def on_from_a_snapshot(run: Path) -> None:
         except LoadFailed as error:
             assert "ranks were logged, 1 recover" in str(error)
         assert not differences(alone.state(), before)
-        found = alone.recover(run, process_group=group, partial=True)
-        assert found.step == 7 and found.residual is None and not differences(alone.state(), table[6])
+        recovery = alone.recover(run, process_group=group, partial=True)
+        assert recovery.step == 7 and recovery.residual is None and not differences(alone.state(), table[6])
 
 
 @check
@@ -193,7 +193,7 @@ def one_process_dies(run: Path) -> None:
             dist.all_gather_object(both, log.logging)
             state = train(loop, log, 1)[-1]
         steps = log.steps_done
-    texts = [str(one.message) for one in caught if one.category is UserWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(texts) == int(last) and all("was killed by signal 9" in text for text in texts), texts
     recovered(CLIPPED, run, steps, state)
 
@@ -210,8 +210,10 @@ def a_share_is_lost(run: Path) -> None:
                 path.unlink()
     dist.barrier()
     loop = loop_of(PLAIN, 1)
-    found = loop.recover(run)
-    assert found.step == 3 and found.ended == "step 4 is not complete: the share of rank(s) 1 is missing", found
+    recovery = loop.recover(run)
+    assert (
+        recovery.step == 3 and recovery.ended == "step 4 is not complete: the share of rank(s) 1 is missing"
+    ), recovery
     assert not differences(loop.state(), table[2])
 
 
@@ -228,7 +230,7 @@ def an_edit_in_the_last_step(run: Path) -> None:
                 with torch.no_grad():
                     next(loop.model.parameters()).mul_(1.0)  # a version, not another value
             log.step()
-        texts = [str(one.message) for one in caught if one.category is UserWarning]
+        texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
         assert len(texts) == sees(dist.get_rank()) and all("by something other" in text for text in texts), texts
         dist.barrier()
         recovered(PLAIN, own, 3, loop.state())
@@ -242,7 +244,7 @@ def an_edit_in_the_last_step_of_a_rank_that_fails(run: Path) -> None:
         warnings.simplefilter("always", UserWarning)
         log = loop.log(run, compressor="none")
         train(loop, log, 2)
-        kept = loop.state()
+        state_before = loop.state()
         loop.step(2, dist.get_rank())
         with torch.no_grad():
             next(loop.model.parameters()).clamp_(-0.01, 0.01)
@@ -253,7 +255,7 @@ def an_edit_in_the_last_step_of_a_rank_that_fails(run: Path) -> None:
     text = str(caught[-1].message)
     assert ("step 3 is not in the log" if last else "step 3 may not be in the log") in text, text
     dist.barrier()
-    recovered(PLAIN, run, 2, kept)
+    recovered(PLAIN, run, 2, state_before)
 
 
 @check
@@ -276,14 +278,14 @@ def parameters_are_added(run: Path) -> None:
         train(loop, log, 2)
         log._require_client().wait("saved", 60)
         state = train(loop, log, 3)[-1]
-    texts = [str(one.message) for one in caught if one.category is UserWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(texts) == 1 and "steps from 3 on are not logged until" in texts[0], texts
     dist.barrier()
     again = Loop(Case(few), 1)
     again.model = DDP(again.model)
     again.optimizer = all_of_them(again.model)
-    found = again.recover(run)
-    assert (found.step, found.snapshot, found.exact, found.ended) == (7, 4, True, None), found
+    recovery = again.recover(run)
+    assert (recovery.step, recovery.snapshot, recovery.exact, recovery.ended) == (7, 4, True, None), recovery
     assert not different(again.state(), state)
 
 

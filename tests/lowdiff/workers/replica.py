@@ -26,15 +26,15 @@ def until(condition: Callable[[], Any], what: str = "", seconds: float = 60.0) -
 
 def known_holders(monkeypatch, in_thread) -> list[ReplicaServer]:
     """A fixture: checkpointing processes that were started, in threads, the last one last."""
-    found: list[ReplicaServer] = []
+    servers: list[ReplicaServer] = []
 
     class Known(ReplicaServer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            found.append(self)
+            servers.append(self)
 
     monkeypatch.setattr(process, "ReplicaServer", Known)
-    return found
+    return servers
 
 
 def replica_of(loop: Loop, run: Path, **options: Any) -> Replica:
@@ -45,13 +45,13 @@ def replica_of(loop: Loop, run: Path, **options: Any) -> Replica:
 
 def restored(case: Case, run: Path, holder: ReplicaHolder) -> Loop:
     """Another loop of the case, which was given what the process of a replica holds."""
-    found = holder.shard_after(holder.newest_step)
-    assert found is not None
-    tensors = {piece.name: piece.tensor for piece in found.snapshot_tensors()}
-    assert len(tensors) == len(found.tensors), "a name twice"
+    shard = holder.shard_after(holder.newest_step)
+    assert shard is not None
+    tensors = {piece.name: piece.tensor for piece in shard.snapshot_tensors()}
+    assert len(tensors) == len(shard.tensors), "a name twice"
     loop = Loop(case, seed=1)
     train_state = TrainState(loop.model, loop.optimizer, loop.states)
-    recovered = _load_snapshot(train_state, MemorySnapshot(run, found.meta, tensors), SingleProcess(), False)
+    recovered = _load_snapshot(train_state, MemorySnapshot(run, shard.meta, tensors), SingleProcess(), False)
     assert (recovered.step, recovered.from_memory) == (holder.newest_step, True)
     return loop
 

@@ -43,11 +43,11 @@ def live(run: Path, store: Path, rank: int, ranks: int, options: dict[str, Any],
     loop = Loop(CASE, seed=9 if run.exists() else 0)
     if ranks > 1:
         joined(loop, store, rank, ranks)
-    found = loop.recover(run, timeout=90)
-    say(recovered=None if found is None else [found.step, found.from_memory, digest(loop.state())])
+    recovery = loop.recover(run, timeout=90)
+    say(recovered=None if recovery is None else [recovery.step, recovery.from_memory, digest(loop.state())])
     if dies == 0:
         return
-    replica = replica_of(loop, run, resume=found, timeout=60.0, **options)
+    replica = replica_of(loop, run, resume=recovery, timeout=60.0, **options)
     say(process=replica._require_client().pid)
     first = replica.steps_done
     while replica.steps_done < STEPS:
@@ -125,8 +125,8 @@ def trial(seed: int, kinds: list[str], directory: Path) -> dict[str, Any]:
                     told["recovered"].append((lives[number - 1], done, *states[0][:2]))
                     if any(state != states[0] for state in states):
                         return {**told, "problem": f"ranks recovered different states: {states}"}
-                    step, from_memory, found = states[0]
-                    told["states"].append((step, found))
+                    step, from_memory, state_digest = states[0]
+                    told["states"].append((step, state_digest))
                     if from_memory != (lives[number - 1] != "everything"):
                         return {**told, "problem": f"from memory: {from_memory}"}
                     if step < (done - 1 if from_memory else last):
@@ -172,7 +172,7 @@ def wrong_states(results: list[dict[str, Any]], directory: Path) -> Iterator[str
             table = uninterrupted("none", ranks, directory / f"store-{ranks}", steps)
             yield from (
                 f"seed {seed}: the state is not that after step {step}"
-                for seed, step, found in states if found != table[step]
+                for seed, step, state_digest in states if state_digest != table[step]
             )
 
 
@@ -192,8 +192,8 @@ def main() -> int:
 
         def lane(first: int) -> None:
             for number in range(first, given.trials, given.parallel):
-                found = trial(given.seed + number, given.kinds, directory)
-                os.write(writer, json.dumps(found).encode() + b"\n")
+                result = trial(given.seed + number, given.kinds, directory)
+                os.write(writer, json.dumps(result).encode() + b"\n")
 
         lanes = [forked(lambda first=first: lane(first)) for first in range(given.parallel)]
         os.close(writer)

@@ -66,8 +66,10 @@ def recovered_from_memory(loop: Loop, replica: Replica, run: Path) -> Loop:
     for buffer in loop.model.buffers():
         dist.broadcast(buffer, 0)  # as DDP does before each forward pass: they are those of rank 0
     again = Loop(loop.case, seed=1)
-    found = again.recover(run)
-    assert found is not None and (found.step, found.from_memory, found.exact) == (replica.steps_done, True, True), found
+    recovery = again.recover(run)
+    assert recovery is not None and (recovery.step, recovery.from_memory, recovery.exact) == (
+        replica.steps_done, True, True
+    ), recovery
     check_same(again, loop)
     return again
 
@@ -145,9 +147,9 @@ def goes_on(run: Path, rank: int) -> None:
     replica._leave_process()
     dist.barrier()
     again = ddp(CLIPPED, seed=1)
-    found = again.recover(run)
-    assert found is not None and (found.step, found.from_memory) == (4, True)
-    with replica_of(again, run, resume=found) as replica:
+    recovery = again.recover(run)
+    assert recovery is not None and (recovery.step, recovery.from_memory) == (4, True)
+    with replica_of(again, run, resume=recovery) as replica:
         train(again, replica, rank, 4)
     alone = ddp(CLIPPED)
     for number in range(8):
@@ -155,8 +157,8 @@ def goes_on(run: Path, rank: int) -> None:
     check_same(again, alone)
     dist.barrier()
     last = Loop(CLIPPED, seed=2)
-    found = last.recover(run)
-    assert found is not None and (found.step, found.from_memory, found.closed) == (8, False, True)
+    recovery = last.recover(run)
+    assert recovery is not None and (recovery.step, recovery.from_memory, recovery.closed) == (8, False, True)
     check_same(last, alone)
 
 
@@ -175,8 +177,8 @@ def a_step_earlier(run: Path, rank: int) -> None:
     until(lambda: not alive(pid))
     dist.barrier()
     again = Loop(CLIPPED, seed=1)
-    found = again.recover(run)
-    assert found is not None and (found.step, found.from_memory) == (5, False), found
+    recovery = again.recover(run)
+    assert recovery is not None and (recovery.step, recovery.from_memory) == (5, False), recovery
     assert differences(again.state(), there) == []
 
 
@@ -190,8 +192,8 @@ def other_world(run: Path, rank: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
         again = Loop(CLIPPED, seed=1)
-        found = again.recover(run, process_group=group)
-        assert found is not None and (found.step, found.from_memory) == (5, False)
+        recovery = again.recover(run, process_group=group)
+        assert recovery is not None and (recovery.step, recovery.from_memory) == (5, False)
         check_same(again, loop)
     dist.barrier()
 

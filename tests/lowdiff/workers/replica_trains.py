@@ -21,10 +21,10 @@ def main(run: Path, way: str, steps: int) -> None:
     torch.set_num_threads(1)
     Nursery()
     loop = Loop(CASE, seed=3 if run.exists() else 0)
-    found = loop.recover(run)
-    if found is not None:
-        print("recovered", found.step, found.from_memory, digest(loop.state()), flush=True)
-    replica = replica_of(loop, run, resume=found, persist_every=1000)
+    recovery = loop.recover(run)
+    if recovery is not None:
+        print("recovered", recovery.step, recovery.from_memory, digest(loop.state()), flush=True)
+    replica = replica_of(loop, run, resume=recovery, persist_every=1000)
     print("process", replica._require_client().pid, flush=True)
     for _ in range(steps):
         loop.step(replica.steps_done)
