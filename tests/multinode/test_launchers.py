@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 def environment(**given: str) -> dict[str, str]:
     """This process's, without what would tell the launcher anything but `given`."""
-    ours = (*GIVEN, "MAX_RESTARTS", "INTERFACE", "LOCAL_ADDR", "RDZV_CONF", "LOG_DIR")
-    base = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    names = (*GIVEN, "MAX_RESTARTS", "INTERFACE", "LOCAL_ADDR", "RDZV_CONF", "LOG_DIR")
+    base = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("SLURM_")}
     return base | {"PYTHON": sys.executable} | given
 
 
@@ -104,11 +104,11 @@ def test_two_agents_meet(tmp_path):
             agent.kill()
             agent.wait()
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert {one["WORLD_SIZE"] for one in told} == {"3"} and {one["TORCHELASTIC_RUN_ID"] for one in told} == {"both"}
-    assert sorted(one["GROUP_RANK"] for one in told) in (["0", "0", "1"], ["0", "1", "1"])
-    assert all(one["argv"] == script[2:] and one["TORCHELASTIC_MAX_RESTARTS"] == "1" for one in told)
+    assert {rank["WORLD_SIZE"] for rank in told} == {"3"} and {rank["TORCHELASTIC_RUN_ID"] for rank in told} == {"both"}
+    assert sorted(rank["GROUP_RANK"] for rank in told) in (["0", "0", "1"], ["0", "1", "1"])
+    assert all(rank["argv"] == script[2:] and rank["TORCHELASTIC_MAX_RESTARTS"] == "1" for rank in told)
     if interface:
-        names = sorted((one["GLOO_SOCKET_IFNAME"] or "", one["NCCL_SOCKET_IFNAME"] or "") for one in told)
+        names = sorted((rank["GLOO_SOCKET_IFNAME"] or "", rank["NCCL_SOCKET_IFNAME"] or "") for rank in told)
         assert names == [("", ""), ("", ""), ("lo", "lo")]
     assert list((tmp_path / "logs").rglob("stdout.log"))
 

@@ -156,14 +156,14 @@ def test_a_host_is_lost_during_a_save(job, lost, elastic):
 
 def bits(tree: dict, prefix: str = "") -> dict[str, tuple]:
     """Names, types, shapes and bytes of the tensors in a state dict."""
-    found: dict[str, tuple] = {}
+    entries: dict[str, tuple] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= bits(value, f"{prefix}{key}.")
+            entries |= bits(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            found[f"{prefix}{key}"] = (value.dtype, value.shape, value.contiguous().numpy().tobytes())
-    assert found or not tree
-    return found
+            entries[f"{prefix}{key}"] = (value.dtype, value.shape, value.contiguous().numpy().tobytes())
+    assert entries or not tree
+    return entries
 
 
 @pytest.mark.parametrize("job", [2], indirect=True)
