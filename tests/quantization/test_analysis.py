@@ -58,7 +58,7 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
     layout = layout_of(tensors)
     shared = Threads.Shared(ranks)
 
-    def one(rank):
+    def run_rank(rank):
         def load():
             if rank == fail_on:
                 raise OSError("the dog ate it")
@@ -70,7 +70,7 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
             return sketch.chunks, sketch.fit()
 
     with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(one, rank) for rank in range(ranks)]
+        futures = [pool.submit(run_rank, rank) for rank in range(ranks)]
         errors = [future.exception() for future in futures]
         return [future.result() for future in futures] if not any(errors) else errors
 

@@ -40,15 +40,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def loaded(path) -> dict:
-    found: dict = {}
-    dsq_ckpt.load(found, path)
-    return found
+    target: dict = {}
+    dsq_ckpt.load(target, path)
+    return target
 
 
 @pytest.mark.filterwarnings("ignore:the model rounds")
 def test_only_trained_weights_are_rounded(tmp_path):
     model = Net()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     compressor = dsq_ckpt.Compressor(model, optimizer, BF16)
     for name in "ab":
         train(model, optimizer)
@@ -104,5 +104,5 @@ def test_a_search_does_not_pass_over_them(tmp_path, config):
     with pytest.raises(ConfigError, match=r"does not measure what rounding to bf16 .* costs in .*'0\.weight'"):
         dsq_ckpt.compress(model, tmp_path / "a", config=config, evaluate=evaluate)
     assert not (tmp_path / "a").exists()
-    saved = dsq_ckpt.Compressor(model, optimizer, config).save(tmp_path / "a")
-    assert Manifest.read(tmp_path / "a").save_id == saved.save_id
+    result = dsq_ckpt.Compressor(model, optimizer, config).save(tmp_path / "a")
+    assert Manifest.read(tmp_path / "a").save_id == result.save_id

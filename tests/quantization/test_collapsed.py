@@ -10,12 +10,12 @@ from tests.helpers.states import relative_error
 
 
 def moments(weights, known):
-    def one(weight, seed):
+    def moments_of(weight, seed):
         generator = torch.Generator().manual_seed(seed)
         squares = torch.rand(weight.shape, generator=generator) * 1e-3 if known else torch.zeros(weight.shape)
         return {"exp_avg": torch.zeros(weight.shape), "exp_avg_sq": squares, "step": torch.tensor(3.0)}
 
-    return {name: one(weight, seed) for seed, (name, weight) in enumerate(weights.items())}
+    return {name: moments_of(weight, seed) for seed, (name, weight) in enumerate(weights.items())}
 
 
 @pytest.mark.parametrize("tiny", [1e-12, 1e-20, 1e-24, 1e-30])
@@ -42,7 +42,7 @@ def test_a_new_layer_is_resolved_in_a_delta(tmp_path, tiny, step, most):
         {"model": {**old, **new}, "optimizer": {"state": state}}, tmp_path / "1", config=config,
     )
     assert not result.keyframe
-    found = {"model": {name: torch.zeros_like(weight) for name, weight in new.items()}}
-    dsq_ckpt.load(found, tmp_path / "1")
+    target = {"model": {name: torch.zeros_like(weight) for name, weight in new.items()}}
+    dsq_ckpt.load(target, tmp_path / "1")
     for name, weight in new.items():
-        assert relative_error(weight, found["model"][name]) < most, name
+        assert relative_error(weight, target["model"][name]) < most, name

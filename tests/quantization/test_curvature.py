@@ -43,7 +43,7 @@ def test_all_weights_are_exact_and_a_warning_says_so_once(tmp_path, recwarn, nam
             "model": model, "optimizer": optimizer
         }
         dsq_ckpt.save(state, tmp_path / str(number))
-    assert len([one for one in recwarn if "is state of L-BFGS" in str(one.message)]) == 1
+    assert len([warning for warning in recwarn if "is state of L-BFGS" in str(warning.message)]) == 1
     other, restored = fitted(1)
     if named:
         state = {"model": {}, "lbfgs": {}}
@@ -59,9 +59,9 @@ def test_a_rule_has_the_last_word(tmp_path) -> None:
     model, optimizer = fitted(2)
     config = {"quantize": {"rules": [{"pattern": "*2.weight", "group": "linear"}]}}
     dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "0", config=config)
-    found = {"model": {}}
-    dsq_ckpt.load(found, tmp_path / "0")
-    off = {name for name, value in model.state_dict().items() if not value.equal(found["model"][name])}
+    target = {"model": {}}
+    dsq_ckpt.load(target, tmp_path / "0")
+    off = {name for name, value in model.state_dict().items() if not value.equal(target["model"][name])}
     assert off == {"2.weight"}
 
 
@@ -73,9 +73,9 @@ def test_in_the_background_and_in_a_search(tmp_path) -> None:
     compressor = dsq_ckpt.Compressor(model, torch.optim.Adam(model.parameters()), evaluate=metric)
     compressor.save(tmp_path / "1", extra={"lbfgs": optimizer.state_dict()})
     for path in ("0", "1"):
-        found = {"model": {}}
-        dsq_ckpt.load(found, tmp_path / path)
-        assert all(value.equal(found["model"][name]) for name, value in model.state_dict().items())
+        target = {"model": {}}
+        dsq_ckpt.load(target, tmp_path / path)
+        assert all(value.equal(target["model"][name]) for name, value in model.state_dict().items())
     assert math.isfinite(step(model, optimizer))
 
 
@@ -102,17 +102,17 @@ def test_a_run_of_rprop_goes_on_as_if_not_restored(tmp_path, recwarn) -> None:
     for number in range(2):
         step_of_rprop(model, optimizer)
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number))
-    assert len([one for one in recwarn if "is state of Rprop" in str(one.message)]) == 1
+    assert len([warning for warning in recwarn if "is state of Rprop" in str(warning.message)]) == 1
     other, restored = rprop(1)
     dsq_ckpt.load({"model": other, "optimizer": restored}, tmp_path / "1")
-    for value, found in zip(model.parameters(), other.parameters(), strict=True):
-        assert value.equal(found)
+    for value, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert value.equal(loaded)
     assert step_of_rprop(other, restored) == step_of_rprop(model, optimizer)
 
 
 def test_a_step_size_alone_is_no_state_of_rprop(tmp_path) -> None:
-    saved = {"w": torch.randn(80, 80), "optimizer": {"state": {"w": {"step_size": torch.rand(80, 80)}}}}
-    dsq_ckpt.save(saved, tmp_path / "0")
-    found = {"w": torch.empty(80, 80)}
-    dsq_ckpt.load(found, tmp_path / "0")
-    assert not found["w"].equal(saved["w"])
+    original = {"w": torch.randn(80, 80), "optimizer": {"state": {"w": {"step_size": torch.rand(80, 80)}}}}
+    dsq_ckpt.save(original, tmp_path / "0")
+    target = {"w": torch.empty(80, 80)}
+    dsq_ckpt.load(target, tmp_path / "0")
+    assert not target["w"].equal(original["w"])

@@ -84,8 +84,8 @@ LIKE = {
 
 def test_checks_of_many_tensors_at_once_agree() -> None:
     assert UNLIKE.keys().isdisjoint(LIKE)
-    found = need_exact_storage([*UNLIKE.values(), *LIKE.values()])
-    assert dict(zip([*UNLIKE, *LIKE], found, strict=True)) == dict.fromkeys(UNLIKE, True) | dict.fromkeys(LIKE, False)
+    results = need_exact_storage([*UNLIKE.values(), *LIKE.values()])
+    assert dict(zip([*UNLIKE, *LIKE], results, strict=True)) == dict.fromkeys(UNLIKE, True) | dict.fromkeys(LIKE, False)
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -133,10 +133,10 @@ def test_orthogonal_layers_stay_orthogonal(tmp_path: Path, orthogonal_map: str, 
             optimizer.step()
         state = {"layer": layer.state_dict()}
         dsq_ckpt.save(state, tmp_path / str(number))
-        found = load_copy(tmp_path / str(number), state)["layer"]
+        loaded = load_copy(tmp_path / str(number), state)["layer"]
         original = "parametrizations.weight.original"
-        assert found[original].diagonal().equal(state["layer"][original].diagonal())
-        layer.load_state_dict(found)
+        assert loaded[original].diagonal().equal(state["layer"][original].diagonal())
+        layer.load_state_dict(loaded)
         assert torch.dist(layer.weight @ layer.weight.T, torch.eye(64)) < 1e-4
 
 
@@ -152,11 +152,11 @@ def test_masks_and_variances_come_back_as_they_were(tmp_path: Path) -> None:
         state = {"model": dict(layer.state_dict()), **averages, "opt_state": {"w": gradient}}
         path = tmp_path / "run" / str(number)
         dsq_ckpt.save(state, path)
-        found = load_copy(path, state)
-        assert torch.equal(found["model"]["weight_mask"], layer.weight_mask)
-        assert not torch.equal(found["model"]["weight_orig"], layer.weight_orig)
+        loaded = load_copy(path, state)
+        assert torch.equal(loaded["model"]["weight_mask"], layer.weight_mask)
+        assert not torch.equal(loaded["model"]["weight_orig"], layer.weight_orig)
         for name in ("v", "exp_avg", "exp_avg_sq", "opt_state"):
-            assert torch.equal(found[name]["w"], state[name]["w"]), name
+            assert torch.equal(loaded[name]["w"], state[name]["w"]), name
         layer.weight_orig.data += 1e-3 * normal(90, 80)
         for value in (part["w"] for part in averages.values()):
             value.mul_(0.9 + 0.01 * number)
@@ -177,9 +177,9 @@ def test_what_was_a_mask_becomes_weights(tmp_path: Path) -> None:
     for number, state in enumerate(states):
         path = tmp_path / "run" / str(number)
         dsq_ckpt.save(state, path)
-        found = load_copy(path, state)["w"]
-        assert torch.equal(found, state["w"]) == (number in (0, 2))
-        assert relative_error(state["w"], found) < 0.02
+        loaded = load_copy(path, state)["w"]
+        assert torch.equal(loaded, state["w"]) == (number in (0, 2))
+        assert relative_error(state["w"], loaded) < 0.02
     assert dsq_ckpt.describe(path)["depth"] == 4
 
 

@@ -37,13 +37,13 @@ def lost(kind, state, path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dsq_ckpt.save(state, path)
-    messages = [str(one.message) for one in caught if "a factor of 2^100" in str(one.message)]
-    found = {}
-    dsq_ckpt.load(found, path)
+    messages = [str(warning.message) for warning in caught if "a factor of 2^100" in str(warning.message)]
+    target = {}
+    dsq_ckpt.load(target, path)
     own, loaded = (
-        one["model"] if kind == "weights"
-        else {name: moment["momentum_buffer"] for name, moment in one["optimizer"]["state"].items()}
-        for one in (state, found)
+        tree["model"] if kind == "weights"
+        else {name: moment["momentum_buffer"] for name, moment in tree["optimizer"]["state"].items()}
+        for tree in (state, target)
     )
     assert all(own[name].equal(loaded[name]) for name in NAMES if name in "".join(messages)), messages
     return {name: relative_error(own[name].double(), loaded[name].double()) for name in NAMES}, messages

@@ -46,8 +46,8 @@ def off(optimizer: torch.optim.Optimizer, path: Path) -> float:
     own = next(iter(optimizer.state.values()))["momentum_buffer"]
     got: dict[str, Any] = {}
     dsq_ckpt.load(got, path, history=dsq_ckpt.SaveHistory())
-    found = next(iter(got["optimizer"]["state"].values())) if "state" in got["optimizer"] else got["optimizer"]
-    buffer = next(value for key, value in found.items() if key.endswith("momentum_buffer"))
+    state = next(iter(got["optimizer"]["state"].values())) if "state" in got["optimizer"] else got["optimizer"]
+    buffer = next(value for key, value in state.items() if key.endswith("momentum_buffer"))
     return float((buffer - own).norm() / own.norm())
 
 
@@ -58,7 +58,7 @@ def off(optimizer: torch.optim.Optimizer, path: Path) -> float:
 def test_momentum_of_optimizers_other_than_sgd_is_finer_in_each_form_of_state(tmp_path, recwarn, kind, fine, form):
     """Newton-Schulz and the roots of Shampoo enlarge the small parts of momentum: restarts lost up to 30 steps."""
     model, optimizer = trained(kind)
-    kept = []
+    optimizers = []
     for number in range(2):  # at a keyframe, and given codes
         state: Any = optimizer
         if form != "optimizer":
@@ -66,12 +66,12 @@ def test_momentum_of_optimizers_other_than_sgd_is_finer_in_each_form_of_state(tm
             state = get_optimizer_state_dict(model, optimizer, options=asked)
         dsq_ckpt.save({"model": model, "optimizer": state}, tmp_path / str(number))
         assert "momentum/linear/relative" in Manifest.read(tmp_path / str(number)).groups
-        kept.append(copy.deepcopy(optimizer))
+        optimizers.append(copy.deepcopy(optimizer))
         model(torch.randn(9, 70)).square().sum().backward()
         optimizer.step()
-    for number, then in enumerate(kept):
+    for number, then in enumerate(optimizers):
         assert 0 < off(then, tmp_path / str(number)) < FINE if fine else 0.1 < off(then, tmp_path / str(number)) < 0.26
-    assert [str(one.message) for one in recwarn if "momentum" in str(one.message)] == []
+    assert [str(warning.message) for warning in recwarn if "momentum" in str(warning.message)] == []
 
 
 @pytest.mark.parametrize("quantize, least, most", [

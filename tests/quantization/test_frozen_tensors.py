@@ -31,8 +31,8 @@ def train(model: Model) -> None:
 
 
 def find_unchanged(model: nn.Module) -> set[str]:
-    found = find_frozen(model)
-    return {name for name in found.unchanged if name in found}
+    frozen = find_frozen(model)
+    return {name for name in frozen.unchanged if name in frozen}
 
 
 def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
@@ -106,7 +106,7 @@ def test_models_are_let_go():
 
 def saves(model, tmp_path, config=None, count=3):
     """Save, train and save again; return the results."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     results = []
     for number in range(count):
         model.head.weight.grad = torch.randn_like(model.head.weight)
@@ -122,11 +122,11 @@ def test_they_are_exact_and_cost_nothing_more(dtype, tmp_path):
     keyframe, *deltas = saves(model, tmp_path)
     assert all(delta.bytes_written < 0.5 * keyframe.bytes_written for delta in deltas)
     for number in range(3):
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        dsq_ckpt.load(found, tmp_path / f"step-{number}")
-        assert found["model"]["base.weight"].equal(model.base.weight)
-        assert found["model"]["table"].equal(model.table)
-        assert not found["model"]["head.weight"].equal(model.head.weight)
+        target: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(target, tmp_path / f"step-{number}")
+        assert target["model"]["base.weight"].equal(model.base.weight)
+        assert target["model"]["table"].equal(model.table)
+        assert not target["model"]["head.weight"].equal(model.head.weight)
 
 
 @pytest.mark.parametrize("config", [
@@ -135,10 +135,10 @@ def test_they_are_exact_and_cost_nothing_more(dtype, tmp_path):
 def test_they_are_lossy_where_asked_to(config, tmp_path):
     model = Model()
     saves(model, tmp_path, config, 1)
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    dsq_ckpt.load(found, tmp_path / "step-0")
-    assert not found["model"]["base.weight"].equal(model.base.weight)
-    assert found["model"]["table"].equal(model.table) == ("rules" in config["quantize"])
+    target: dict[str, dict[str, torch.Tensor]] = {}
+    dsq_ckpt.load(target, tmp_path / "step-0")
+    assert not target["model"]["base.weight"].equal(model.base.weight)
+    assert target["model"]["table"].equal(model.table) == ("rules" in config["quantize"])
 
 
 @pytest.mark.parametrize("how", ["anew", "plans cached", "in the background", "quantized when staged"])
@@ -163,7 +163,7 @@ def test_a_teacher_that_moves_is_lossy_until_it_rests(how, tmp_path):
             dcp.save({"model": model.state_dict()}, planner=planner, **options)
         else:
             dcp.async_save({"model": model.state_dict()}, **options).result()
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        dsq_ckpt.load(found, path)
-        assert found["model"]["base.weight"].equal(model.base.weight) == exact
-        assert found["model"]["table"].equal(model.table)
+        target: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(target, path)
+        assert target["model"]["base.weight"].equal(model.base.weight) == exact
+        assert target["model"]["table"].equal(model.table)

@@ -63,11 +63,11 @@ def zeros(state: dict) -> None:
 
 def sketched(directory, before, change, monkeypatch: pytest.MonkeyPatch) -> GlobalSketch:
     """Return the sketch of a delta."""
-    found: list[GlobalSketch] = []
+    sketches: list[GlobalSketch] = []
 
     def build(*arguments, **options) -> GlobalSketch:
-        found.append(global_sketch.build_global_sketch(*arguments, **options))
-        return found[-1]
+        sketches.append(global_sketch.build_global_sketch(*arguments, **options))
+        return sketches[-1]
 
     monkeypatch.setattr(quantizing, "build_global_sketch", build)
     history = dsq_ckpt.SaveHistory()
@@ -76,7 +76,7 @@ def sketched(directory, before, change, monkeypatch: pytest.MonkeyPatch) -> Glob
     change(second)
     dsq_ckpt.save(first, directory / "1", config=CONFIG, history=history, no_dist=True)
     dsq_ckpt.save(second, directory / "2", config=CONFIG, history=history, no_dist=True)
-    return found[1]
+    return sketches[1]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -58,10 +58,10 @@ def test_the_module_tree_decides_where_it_is_given():
         "scale": nn.LayerNorm((64, 64)),
     })
     types = layer_types(model)
-    found = {
+    kinds = {
         name: assign(f"app.model.{name}.weight", model[name].weight.shape, F32, CONFIG, types).group for name in model
     }
-    assert found == {
+    assert kinds == {
         "bytes": "weights/embedding", "positions": "weights/linear", "mix": "weights/conv", "scale": "exact",
     }
 
@@ -122,8 +122,8 @@ def test_modules_may_have_names_that_optimizers_state_has(name):
         f"{name}.0.weight.momentum_buffer": "momentum", "optimizer.state.0.exp_avg": "exp_avg",
     }
     types = layer_types(model)
-    shapes = {one: (80,) if ".1." in one or "bias" in one else (80, 80) for one in kinds}
-    assert {one: assign(one, shapes[one], F32, CONFIG, types).kind for one in kinds} == kinds
+    shapes = {name: (80,) if ".1." in name or "bias" in name else (80, 80) for name in kinds}
+    assert {name: assign(name, shapes[name], F32, CONFIG, types).kind for name in kinds} == kinds
 
 
 def test_ranks_agree_on_first_moments_whose_update_is_not_known():

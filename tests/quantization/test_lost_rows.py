@@ -74,11 +74,13 @@ def test_lost_rows_are_reported_at_a_keyframe(tmp_path: Path) -> None:
             for number in range(2):
                 path = tmp_path / name / str(number)
                 dsq_ckpt.save({"poses.weight": table, "w": normal(90, 90)}, path, config=config)
-        said.append([str(one.message) for one in caught if "times smaller than the others" in str(one.message)])
-        found = load_copy(path, {"poses.weight": table})["poses.weight"]
-        lost = relative_error(table[:, 4:], found[:, 4:])
+        said.append([
+            str(warning.message) for warning in caught if "times smaller than the others" in str(warning.message)
+        ])
+        loaded = load_copy(path, {"poses.weight": table})["poses.weight"]
+        lost = relative_error(table[:, 4:], loaded[:, 4:])
         assert lost > 0.3 if name == "lossy" else lost == 0
-    assert [len(one) for one in said] == [1, 0] and "columns of poses.weight are" in said[0][0]
+    assert [len(texts) for texts in said] == [1, 0] and "columns of poses.weight are" in said[0][0]
 
 
 COLUMN, ROW = (slice(None), 7), 7
@@ -128,28 +130,30 @@ def test_needed_rows_come_back_exactly(tmp_path: Path, state: str, names: str) -
     for needed in (True, False):
         gradients = with_part(normal(2000, 7), POSES, 0.01 if needed else 1.0) * 1e-3
         moments = {f"{names}.{state}": gradients.square() if state == "exp_avg_sq" else gradients}
-        saved = {"model.poses.weight": table, **moments}
+        original = {"model.poses.weight": table, **moments}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for number in range(2):
                 path = tmp_path / str(needed) / str(number)
-                dsq_ckpt.save(saved, path)
-                assert load_copy(path, saved)["model.poses.weight"].equal(table) is needed
-        messages = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
+                dsq_ckpt.save(original, path)
+                assert load_copy(path, original)["model.poses.weight"].equal(table) is needed
+        messages = [
+            str(warning.message) for warning in caught if "times smaller than the others" in str(warning.message)
+        ]
         assert len(messages) == needed
-        assert all("model.poses.weight" in one and "stored exactly" in one for one in messages)
+        assert all("model.poses.weight" in text and "stored exactly" in text for text in messages)
 
 
 def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
     table = with_part(normal(2000, 7), POSES, 100.0)
-    saved = {
+    original = {
         "model.poses.weight": table,
         "optimizer.state.poses.weight.exp_avg_sq": with_part(normal(2000, 7), POSES, 0.01).square(),
     }
     rules = {"quantize": {"rules": [{"pattern": "model.poses.weight", "group": "poses"}]}}
     with pytest.warns(UserWarning, match="may be off by half of their size"):
-        dsq_ckpt.save(saved, tmp_path / "0", config=rules)
-    assert not load_copy(tmp_path / "0", saved)["model.poses.weight"].equal(table)
+        dsq_ckpt.save(original, tmp_path / "0", config=rules)
+    assert not load_copy(tmp_path / "0", original)["model.poses.weight"].equal(table)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -160,20 +164,22 @@ def test_what_becomes_small_after_a_keyframe_is_reported_once_or_exact(tmp_path:
     said = []
     for number in range(4):
         small = with_part(weights.clone(), COLUMN, 0.3 / RATIO if number else 1.0)
-        saved = {"model.w": small, "model.poses.weight": filled * bool(number), "model.v": normal(90, 90)}
+        original = {"model.w": small, "model.poses.weight": filled * bool(number), "model.v": normal(90, 90)}
         if gradients:
             factor = 3.0 * RATIO if number else 1.0
-            saved["optimizer.state.w.exp_avg_sq"] = with_part(normal(300, 90) * 1e-3, COLUMN, factor).square()
-            saved["optimizer.state.poses.weight.exp_avg_sq"] = with_part(normal(2000, 7), POSES, 0.01).square()
-            saved["optimizer.state.v.exp_avg_sq"] = (normal(90, 90) * 1e-3).square()  # else it may be frozen
+            original["optimizer.state.w.exp_avg_sq"] = with_part(normal(300, 90) * 1e-3, COLUMN, factor).square()
+            original["optimizer.state.poses.weight.exp_avg_sq"] = with_part(normal(2000, 7), POSES, 0.01).square()
+            original["optimizer.state.v.exp_avg_sq"] = (normal(90, 90) * 1e-3).square()  # else it may be frozen
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            dsq_ckpt.save(saved, tmp_path / str(number), history=history)
-        said.append([str(one.message) for one in caught if "times smaller than the others" in str(one.message)])
-        found = load_copy(tmp_path / str(number), saved)
-        exact = [found[name].equal(saved[name]) for name in ("model.w", "model.poses.weight", "model.v")]
+            dsq_ckpt.save(original, tmp_path / str(number), history=history)
+        said.append([
+            str(warning.message) for warning in caught if "times smaller than the others" in str(warning.message)
+        ])
+        loaded = load_copy(tmp_path / str(number), original)
+        exact = [loaded[name].equal(original[name]) for name in ("model.w", "model.poses.weight", "model.v")]
         assert exact == [gradients and number > 0, gradients or not number, False]
-    assert [len(one) for one in said] == [0, 1, 0, 0]
+    assert [len(texts) for texts in said] == [0, 1, 0, 0]
     assert "model.poses.weight, model.w" in said[1][0] and ("stored exactly" in said[1][0]) is gradients
 
 
@@ -184,13 +190,15 @@ def test_each_keyframe_tells_and_so_does_what_is_exact_no_longer(tmp_path: Path)
     known = {"model.w": weights, "model.v": normal(90, 90), "optimizer.state.w.exp_avg_sq": gradients.square()}
     alone = {name: known[name] for name in ("model.w", "model.v")}
     said, history = [], dsq_ckpt.SaveHistory()
-    for number, saved in enumerate([known, known, alone, alone, known, known]):
+    for number, original in enumerate([known, known, alone, alone, known, known]):
         parent = None if number in (0, 5) else tmp_path / f"checkpoint-{number - 1}" / "state"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            dsq_ckpt.save(saved, tmp_path / f"checkpoint-{number}" / "state", history=history, parent=parent)
-        found = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
-        said.append(["stored exactly" in one for one in found])
+            dsq_ckpt.save(original, tmp_path / f"checkpoint-{number}" / "state", history=history, parent=parent)
+        messages = [
+            str(warning.message) for warning in caught if "times smaller than the others" in str(warning.message)
+        ]
+        said.append(["stored exactly" in text for text in messages])
     assert said == [[True], [], [False], [], [True], [True]]
 
 
@@ -202,16 +210,16 @@ def test_what_varies_little_around_a_mean_is_found(shape: tuple[int, ...], dtype
     beside = around * (normal(*shape).flip(0) > -0.5)
     column = normal(*shape).to(dtype)
     column[:, 1] = around[:, 1] / 100
-    one = normal(*shape).to(dtype)
-    one[:, 1] = 0.7
+    single = normal(*shape).to(dtype)
+    single[:, 1] = 0.7
     wide = 100 + 4 * normal(*shape).to(dtype)
-    tensors = [around, -around, beside, column, one, wide]
-    found = [True, True, True, True, False, False]
+    tensors = [around, -around, beside, column, single, wide]
+    expected = [True, True, True, True, False, False]
     if len(shape) == 4 or shape[0] == 7:  # the one column is a part of a row, or too short for a mean
-        del tensors[3], found[3]
-    assert [has_lost_rows(tensor) for tensor in tensors] == found
+        del tensors[3], expected[3]
+    assert [has_lost_rows(tensor) for tensor in tensors] == expected
     first = may_have_lost_rows(tensors, [None] * len(tensors))
-    assert all(asked for asked, lost in zip(first, found, strict=True) if lost)
+    assert all(asked for asked, lost in zip(first, expected, strict=True) if lost)
 
 
 def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None:
@@ -219,8 +227,8 @@ def test_positions_far_from_the_origin_come_back_exactly(tmp_path: Path) -> None
     positions = torch.tensor([-122.4, 37.8, 12.0]) + 0.01 * normal(4000, 3)
     assert are_rows_needed(positions, normal(4000, 3).square()) is True
     for known in (True, False):
-        saved = {"model.p": positions, **({"optimizer.state.p.exp_avg_sq": normal(4000, 3).square()} if known else {})}
+        tree = {"model.p": positions, **({"optimizer.state.p.exp_avg_sq": normal(4000, 3).square()} if known else {})}
         with pytest.warns(UserWarning, match="vary that little around a mean") as caught:
-            dsq_ckpt.save(saved, tmp_path / str(known))
-        assert any("stored exactly" in str(one.message) for one in caught) is known
-        assert load_copy(tmp_path / str(known), saved)["model.p"].equal(positions) is known
+            dsq_ckpt.save(tree, tmp_path / str(known))
+        assert any("stored exactly" in str(warning.message) for warning in caught) is known
+        assert load_copy(tmp_path / str(known), tree)["model.p"].equal(positions) is known

@@ -33,7 +33,7 @@ def test_one_slice_along_any_dimension_is_found_and_needed(shape: tuple[int, ...
         small, large = (with_slice(normal(*shape), dim, factor / RATIO) for factor in (0.5, 4.0))
         squares = with_slice(normal(*shape), dim, 2.0 * RATIO).square()
         if layout == "transposed":
-            small, large, squares = (one.mT.contiguous().mT for one in (small, large, squares))
+            small, large, squares = (tensor.mT.contiguous().mT for tensor in (small, large, squares))
         assert has_lost_rows(small) and may_have_lost_rows([large, small], [None, None])[1]
         assert are_rows_needed(small, squares) is True and are_rows_needed(small, torch.ones_like(squares)) is False
         assert not has_lost_rows(large) and not has_lost_rows(normal(*shape))
@@ -59,13 +59,13 @@ def test_none_of_very_many_rows_of_members_is_left_out(shape: tuple[int, ...], d
     assert not has_lost_rows(stacked)
     for member, row in ((2, 3), (shape[0] - 1, shape[dim] - 1), (shape[0] // 2 + 1, 5)):
         small = stacked[member].select(dim - 1, row)
-        kept = small.clone()
+        original = small.clone()
         small.mul_(0.5 / RATIO)
         squares = torch.ones(shape)
         squares[member].select(dim - 1, row).fill_((2.0 * RATIO) ** 2)
         assert may_have_lost_rows([stacked], [None]) == [True] and has_lost_rows(stacked)
         assert are_rows_needed(stacked, squares) is True and are_rows_needed(stacked, torch.ones_like(squares)) is False
-        small.copy_(kept)
+        small.copy_(original)
 
 
 def test_no_look_copies_a_tensor_that_is_not_contiguous() -> None:
@@ -81,12 +81,14 @@ def test_no_look_copies_a_tensor_that_is_not_contiguous() -> None:
 @pytest.mark.parametrize(("shape", "dim"), [((2, 128, 32), 2), ((3, 256, 3, 3), 1), ((4, 64, 128), 1)])
 def test_needed_slices_come_back_exactly(tmp_path: Path, shape: tuple[int, ...], dim: int) -> None:
     """As weights of stacked models, or of input channels, in other units; and it is said."""
-    saved = {
+    original = {
         "model.w": with_slice(normal(*shape), dim, 1e-3),
         "optimizer.state.w.exp_avg_sq": with_slice(normal(*shape) * 1e-3, dim, 1e3).square(),
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dsq_ckpt.save(saved, tmp_path / "0")
-    assert load_copy(tmp_path / "0", saved)["model.w"].equal(saved["model.w"])
-    assert ["stored exactly" in str(one.message) for one in caught if "times smaller" in str(one.message)] == [True]
+        dsq_ckpt.save(original, tmp_path / "0")
+    assert load_copy(tmp_path / "0", original)["model.w"].equal(original["model.w"])
+    assert [
+        "stored exactly" in str(warning.message) for warning in caught if "times smaller" in str(warning.message)
+    ] == [True]

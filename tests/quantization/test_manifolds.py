@@ -90,15 +90,15 @@ ORDINARY = {
 
 def test_screens_of_many_tensors_at_once_agree() -> None:
     named = CONSTRAINED | BALLS | ORDINARY
-    found = need_exact_storage([*named.values()])
-    assert dict(zip(named, found, strict=True)) == {name: name not in ORDINARY for name in named}
+    results = need_exact_storage([*named.values()])
+    assert dict(zip(named, results, strict=True)) == {name: name not in ORDINARY for name in named}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_rounding_of_any_type_breaks_no_constraint(dtype: torch.dtype) -> None:
     named = {name: value.to(dtype) for name, value in (CONSTRAINED | ORDINARY).items()}
-    found = {name for name, one in zip(named, need_exact_storage([*named.values()]), strict=True) if one}
-    assert found == CONSTRAINED.keys()
+    names = {name for name, is_needed in zip(named, need_exact_storage([*named.values()]), strict=True) if is_needed}
+    assert names == CONSTRAINED.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -137,7 +137,7 @@ def test_a_glance_leaves_no_ordinary_weights() -> None:
     """So nothing more is done for them, and there is one wait for all."""
     shapes = [(256, 256), (64, 32, 3, 3), (1000, 48), (5, 1024), (16, 8, 4, 4), (40, 16, 1, 1)]
     tensors = [normal(*shape) * 0.05 for shape in shapes] * 20
-    assert not any(bool(one.any()) for one in ManifoldScreen.run(tensors).results)
+    assert not any(bool(result.any()) for result in ManifoldScreen.run(tensors).results)
 
 
 class Largest(TorchDispatchMode):
@@ -145,13 +145,13 @@ class Largest(TorchDispatchMode):
 
     def __init__(self, *there: torch.Tensor) -> None:
         super().__init__()
-        self.there, self.size = {one.untyped_storage().data_ptr() for one in there}, 0
+        self.there, self.size = {tensor.untyped_storage().data_ptr() for tensor in there}, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in self.there:
-                self.size = max(self.size, one.untyped_storage().nbytes())
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.there:
+                self.size = max(self.size, tensor.untyped_storage().nbytes())
         return result
 
 
@@ -167,9 +167,9 @@ SPREAD = {
 @pytest.mark.parametrize("name", SPREAD)
 def test_a_glance_copies_only_what_it_looks_at(name: str) -> None:
     value = SPREAD[name]
-    with Largest(value) as made:
+    with Largest(value) as largest:
         assert need_exact_storage([value]) == [False]
-    assert made.size <= value.nbytes // 8
+    assert largest.size <= value.nbytes // 8
     assert need_exact_storage([value.contiguous()]) == [False]
 
 
@@ -183,9 +183,9 @@ def test_points_are_looked_at_block_by_block() -> None:
         (near.clone().index_fill_(0, torch.tensor([len(near) - 1]), 0.9), False),
         (normal(4_000_000, 2) * 0.3 + torch.tensor([5.0, 0.0]), False),
     ):
-        with Largest(value) as made:
+        with Largest(value) as largest:
             assert need_exact_storage([value]) == [told]
-        assert made.size <= 8 << 20  # of a block in float64
+        assert largest.size <= 8 << 20  # of a block in float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -215,8 +215,8 @@ def test_a_parameter_tells_of_its_manifold(tmp_path: Path) -> None:
         rule = {"quantize": {"rules": [{"pattern": "*ruled", "group": "embedding"}]}}
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, path, config=rule)
         state = {"model": model.state_dict()}
-        found = load_copy(path, state)["model"]
-        assert {name for name in found if torch.equal(found[name], model[name])} == {"sphere"}
+        loaded = load_copy(path, state)["model"]
+        assert {name for name in loaded if torch.equal(loaded[name], model[name])} == {"sphere"}
     assert {"weights", "exp_avg", "exp_avg_sq"} <= Manifest.read(path).kinds.keys()
 
 
@@ -227,10 +227,10 @@ def test_points_and_rotations_stay_where_they_are_over_restarts(tmp_path: Path) 
         state["rotations"] = turn @ state["rotations"]
         state["w"] = state["w"] + 1e-3
         dsq_ckpt.save(state, tmp_path / "run" / str(number))
-        found = load_copy(tmp_path / "run" / str(number), state)
-        assert all(torch.equal(found[name], state[name]) for name in ("rotations", "points", "time"))
-        assert not torch.equal(found["w"], state["w"])
-        state = found
+        loaded = load_copy(tmp_path / "run" / str(number), state)
+        assert all(torch.equal(loaded[name], state[name]) for name in ("rotations", "points", "time"))
+        assert not torch.equal(loaded["w"], state["w"])
+        state = loaded
     assert torch.dist(state["rotations"].mT @ state["rotations"], torch.eye(3).expand(2000, 3, 3)) < 1e-3
     assert float(state["points"].norm(dim=1).max()) < 1
 
@@ -255,4 +255,4 @@ def test_weights_that_begin_orthogonal_are_exact_until_they_are_trained(
             (model(inputs) - inputs).square().mean().backward()
             optimizer.step()
     assert dsq_ckpt.describe(path)["depth"] >= 2
-    assert not [one for one in recwarn if "dsq" in str(one.filename)]
+    assert not [warning for warning in recwarn if "dsq" in str(warning.filename)]

@@ -161,9 +161,9 @@ def test_second_moments_of_a_layer_take_few_bits(tmp_path, per_octave, price, er
     sizes = []
     for number in range(3):
         v = squares(300, 400, noise=0.0) * torch.exp2(0.2 * number + 0.4 * torch.randn(300, 400))
-        saved = {"state": {"w": {"exp_avg_sq": v, "exp_avg": v.sqrt()}}}
+        original = {"state": {"w": {"exp_avg_sq": v, "exp_avg": v.sqrt()}}}
         dsq_ckpt.save(
-            saved, tmp_path / "run" / str(number), config={"quantize": {"exp_avg_sq": {"codebook": codebook}}}
+            original, tmp_path / "run" / str(number), config={"quantize": {"exp_avg_sq": {"codebook": codebook}}}
         )
         sizes.append(8 * Manifest.read(tmp_path / "run" / str(number)).kinds["exp_avg_sq"].base / v.numel())
         got = {"state": {"w": {name: torch.zeros(300, 400) for name in ("exp_avg", "exp_avg_sq")}}}
@@ -177,8 +177,8 @@ def test_second_moments_of_a_layer_take_few_bits(tmp_path, per_octave, price, er
 
 def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:
     v = squares(64, 96)
-    saved = {"state": {"w": {"exp_avg_sq": v}}}
-    dsq_ckpt.save(saved, tmp_path / "0")
+    original = {"state": {"w": {"exp_avg_sq": v}}}
+    dsq_ckpt.save(original, tmp_path / "0")
     with Checkpoint(tmp_path / "0") as checkpoint:
         ref = checkpoint.find_record("state.w.exp_avg_sq", (0, 0))
         record = checkpoint.read_record(ref)

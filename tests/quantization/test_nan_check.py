@@ -38,13 +38,13 @@ def test_it_is_reported_and_older_refinement_stays(tmp_path, others):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dsq_ckpt.save(state, tmp_path / str(step), history=history, config=config)
-        found = [str(one.message) for one in caught if "not quantized hold NaN" in str(one.message)]
-        assert len(found) == (step >= 3)
+        messages = [str(warning.message) for warning in caught if "not quantized hold NaN" in str(warning.message)]
+        assert len(messages) == (step >= 3)
         manifest = Manifest.read(tmp_path / str(step))
-        assert len(manifest.nonfinite) == (step >= 3) and all(name in found[0] for name in manifest.nonfinite)
-    kept = [Manifest.read(tmp_path / str(step)).refinement == "kept" for step in range(6)]
-    assert kept[1:3] == [True, True], "the ones to go back to"
-    assert kept[3:] == [False, True, True], "of those that hold it too, the newest"
+        assert len(manifest.nonfinite) == (step >= 3) and all(name in messages[0] for name in manifest.nonfinite)
+    refinements = [Manifest.read(tmp_path / str(step)).refinement == "kept" for step in range(6)]
+    assert refinements[1:3] == [True, True], "the ones to go back to"
+    assert refinements[3:] == [False, True, True], "of those that hold it too, the newest"
     with pytest.raises(dsq_ckpt.NonFiniteTensor, match="not quantized hold NaN"):
         dsq_ckpt.save(state, tmp_path / "6", history=history, config={"quantize": {"nonfinite": "error", **RULES}})
 

@@ -21,7 +21,7 @@ def shapes(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[
     return dict(weights) | {f"{name}.exp_avg_sq": shape for name, shape in numbered.items()}
 
 
-def found(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[str, str]:
+def match_weights(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[str, str]:
     names = [f"{name}.exp_avg_sq" for name in numbered]
     return {weight: name.removesuffix(".exp_avg_sq")
             for weight, name in match_state_to_weights(names, shapes(weights, numbered)).items()}
@@ -30,23 +30,23 @@ def found(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[s
 def test_weights_of_a_shape_come_in_the_order_of_numbers() -> None:
     weights = {"m.a": MATRIX, "m.a_bias": (64,), "m.b": (128, 64), "m.c": MATRIX, "m.norm": (64,)}
     numbered = {"o.state.10": MATRIX, "o.state.2": MATRIX, "o.state.3": (128, 64), "o.state.4": (64,)}
-    assert found(weights, numbered) == {"m.a": "o.state.2", "m.c": "o.state.10", "m.b": "o.state.3"}
+    assert match_weights(weights, numbered) == {"m.a": "o.state.2", "m.c": "o.state.10", "m.b": "o.state.3"}
 
 
 def test_an_optimizer_alone_and_state_by_names() -> None:
-    assert found({"w": MATRIX}, {"state.0": MATRIX}) == {"w": "state.0"}
-    assert found({"m.w": MATRIX}, {"o.state.w": MATRIX, "o.state.0.deep": MATRIX}) == {}
+    assert match_weights({"w": MATRIX}, {"state.0": MATRIX}) == {"w": "state.0"}
+    assert match_weights({"m.w": MATRIX}, {"o.state.w": MATRIX, "o.state.0.deep": MATRIX}) == {}
 
 
 def test_a_shape_with_more_weights_than_state_is_left_out() -> None:
     weights = {"m.frozen": MATRIX, "m.a": MATRIX, "m.b": (32, 32), "m.frozen_too": (16, 16)}
-    assert found(weights, {"o.state.0": MATRIX, "o.state.1": (32, 32)}) == {"m.b": "o.state.1"}
+    assert match_weights(weights, {"o.state.0": MATRIX, "o.state.1": (32, 32)}) == {"m.b": "o.state.1"}
 
 
 def test_a_tied_weight_has_two_names() -> None:
     weights = {"m.embedding": MATRIX, "m.a": (32, 32), "m.b": (32, 32), "m.head": MATRIX}
     numbered = {"o.state.0": MATRIX, "o.state.1": (32, 32), "o.state.2": (32, 32)}
-    assert found(weights, numbered) == {
+    assert match_weights(weights, numbered) == {
         "m.embedding": "o.state.0", "m.a": "o.state.1", "m.b": "o.state.2", "m.head": "o.state.0",
     }
 
@@ -54,10 +54,10 @@ def test_a_tied_weight_has_two_names() -> None:
 def test_copies_share_state_and_twins_have_none() -> None:
     """An average of the weights fits the optimizer as the weights do; two models of the same shapes fit both."""
     weights = {"model.a": MATRIX, "average.a": MATRIX}
-    assert found(weights, {"o.state.0": MATRIX}) == {"model.a": "o.state.0", "average.a": "o.state.0"}
+    assert match_weights(weights, {"o.state.0": MATRIX}) == {"model.a": "o.state.0", "average.a": "o.state.0"}
     twins = {"actor.a": MATRIX, "actor.b": (9, 9), "critic.a": MATRIX}
     numbered = {"actor_opt.state.0": MATRIX, "actor_opt.state.1": (9, 9), "critic_opt.state.0": MATRIX}
-    assert found(twins, numbered) == {"actor.b": "actor_opt.state.1"}
+    assert match_weights(twins, numbered) == {"actor.b": "actor_opt.state.1"}
 
 
 @pytest.mark.parametrize("kind", ["adam", "momentum"])

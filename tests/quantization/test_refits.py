@@ -21,8 +21,8 @@ def heavy_tailed(generator):
 
 
 def sparse(generator):
-    kept = torch.rand(160, 80, generator=generator) < 0.02
-    return torch.where(kept, torch.randn(160, 80, generator=generator), 1e-3)
+    mask = torch.rand(160, 80, generator=generator) < 0.02
+    return torch.where(mask, torch.randn(160, 80, generator=generator), 1e-3)
 
 
 @pytest.mark.parametrize("make", [embedding, heavy_tailed, sparse])

@@ -26,8 +26,8 @@ def test_first_moments_of_other_optimizers_are_rounded_and_told_of_at_a_keyframe
         optimizer.step()
         config = {"quantize": {"exp_avg": {"method": method}}}
         dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / str(number), config=config)
-    found = [str(one.message) for one in recwarn if "beside exp_avg" in str(one.message)]
-    assert len(found) == said and all("keeps 'exp_inf' beside" in one for one in found)
+    messages = [str(warning.message) for warning in recwarn if "beside exp_avg" in str(warning.message)]
+    assert len(messages) == said and all("keeps 'exp_inf' beside" in text for text in messages)
     names = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(80, 70), "exp_inf": torch.zeros(80, 70)}}}}
     if kind is torch.optim.Adamax:
         dsq_ckpt.load(names, tmp_path / "1")
@@ -55,13 +55,13 @@ def test_first_moments_that_last_longer_than_second_ones_are_rounded(tmp_path, r
             dsq_ckpt.compress(state, tmp_path / str(number))
         else:
             dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / str(number)), no_dist=True)
-    said = [str(one.message) for one in recwarn if "rounded to bf16" in str(one.message)]
+    said = [str(warning.message) for warning in recwarn if "rounded to bf16" in str(warning.message)]
     first, second = betas
-    assert bool(said) == (first > second) and all("first of the optimizer's betas is larger" in one for one in said)
+    assert bool(said) == (first > second) and all("first of the optimizer's betas is larger" in text for text in said)
     name = "optimizer.state.weight.exp_avg" if way == "Compressor" else "optimizer.state.0.exp_avg"
-    found = torch.zeros(80, 80)
-    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "1"), no_dist=True)
-    assert found.equal(moment.bfloat16().float()) == (first > second)
+    target = torch.zeros(80, 80)
+    dcp.load({name: target}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "1"), no_dist=True)
+    assert target.equal(moment.bfloat16().float()) == (first > second)
 
 
 def test_first_moments_without_second_ones_are_quantized_whatever_the_betas(tmp_path, recwarn) -> None:
@@ -72,11 +72,11 @@ def test_first_moments_without_second_ones_are_quantized_whatever_the_betas(tmp_
     optimizer.state[model.weight]["exp_avg"] = moment = torch.randn(80, 80)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dsq_ckpt.save(state, tmp_path / "0")
-    assert not any("rounded to bf16" in str(one.message) for one in recwarn)
-    found = torch.zeros(80, 80)
+    assert not any("rounded to bf16" in str(warning.message) for warning in recwarn)
+    target = torch.zeros(80, 80)
     name = "optimizer.state.0.exp_avg"
-    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "0"), no_dist=True)
-    assert not found.equal(moment.bfloat16().float())
+    dcp.load({name: target}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "0"), no_dist=True)
+    assert not target.equal(moment.bfloat16().float())
 
 
 class Rotated(torch.optim.Optimizer):
@@ -94,8 +94,8 @@ class Rotated(torch.optim.Optimizer):
                 if not own:
                     own |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter), "k": 1.0}
                 basis = torch.eye(parameter.shape[-1])
-                kept = {"tuple": (basis, 1), "nested": {"inner": (basis,)}, "object": Basis(basis), "group": (basis, 1)}
-                (group if self.kept == "group" else own)["basis"] = kept[self.kept]
+                ways = {"tuple": (basis, 1), "nested": {"inner": (basis,)}, "object": Basis(basis), "group": (basis, 1)}
+                (group if self.kept == "group" else own)["basis"] = ways[self.kept]
                 own["exp_avg"].lerp_(parameter.grad, 0.1)
                 own["exp_avg_sq"].lerp_((parameter.grad @ basis).square(), 0.01)
                 parameter.sub_(own["exp_avg"], alpha=group["lr"])
@@ -139,6 +139,6 @@ def test_first_moments_beside_objects_are_rounded(tmp_path, way, kept) -> None:
                 planner = dcp.DefaultSavePlanner(enable_plan_caching=way == "cached")
                 dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     name = "optimizer.state.weight.exp_avg" if way == "Compressor" else "optimizer.state.0.exp_avg"
-    found = torch.zeros(80, 80)
-    dcp.load({name: found}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), no_dist=True)
-    assert found.equal(moment.bfloat16().float())
+    target = torch.zeros(80, 80)
+    dcp.load({name: target}, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), no_dist=True)
+    assert target.equal(moment.bfloat16().float())

@@ -55,7 +55,7 @@ class Wrapper(nn.Module):
 
 
 def find_rounded(model: nn.Module) -> set[str]:
-    return {name for name, one in find_rounded_weights(model).items() if one}
+    return {name for name, is_rounded in find_rounded_weights(model).items() if is_rounded}
 
 
 def parametrized(function: nn.Module, layer: nn.Module | None = None) -> nn.Module:
@@ -160,7 +160,7 @@ def test_nothing_of_the_model_is_called(tmp_path: Path) -> None:
     before, calls = {name: value.clone() for name, value in model.state_dict().items()}, inner.calls
     with pytest.warns(UserWarning, match="the model rounds"):
         dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "0", model=model)
-    assert inner.calls == calls and all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert inner.calls == calls and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_one_rank_that_knows_is_enough() -> None:
@@ -204,9 +204,11 @@ def test_rounded_weights_are_exact_and_a_warning_says_so_once(
         else:
             dsq_ckpt.async_save(state, path, model=model, config={"storage": {"stage": stage}}).result()
     restored = load_copy(tmp_path / "2", state)
-    same = {f"model.{name}" for name, one in model.state_dict().items() if torch.equal(restored["model"][name], one)}
+    same = {
+        f"model.{name}" for name, value in model.state_dict().items() if torch.equal(restored["model"][name], value)
+    }
     assert same >= KEPT and "model.3.weight" not in same
-    messages = [str(one.message) for one in recwarn if "the model rounds" in str(one.message)]
+    messages = [str(warning.message) for warning in recwarn if "the model rounds" in str(warning.message)]
     assert len(messages) == 1 and all(name in messages[0] for name in KEPT) and "model.3" not in messages[0]
 
 
@@ -216,7 +218,7 @@ def test_a_rule_has_the_last_word(tmp_path: Path, recwarn: pytest.WarningsRecord
     config = {"quantize": {"rules": [{"pattern": "model.*", "group": "linear"}]}}
     dsq_ckpt.save(state, tmp_path / "ruled", model=model, config=config)
     dsq_ckpt.save(state, tmp_path / "exact", model=model, config={"quantize": {"weights": {"method": "exact"}}})
-    assert not [one for one in recwarn if "the model rounds" in str(one.message)]
+    assert not [warning for warning in recwarn if "the model rounds" in str(warning.message)]
     restored = load_copy(tmp_path / "ruled", state)["model"]
     assert not torch.equal(restored["0.weight"], model[0].weight)
 

@@ -14,11 +14,11 @@ LARGEST = np.float32(np.finfo(np.float32).max)
 
 def scales_of(rows, columns, by_row, by_column, reach, seed):
     rng = np.random.default_rng(seed)
-    made = [
+    exponents = [
         rng.integers(-reach, reach + 1, size if has else 0).astype(np.int16)
         for size, has in ((rows, by_row), (columns, by_column))
     ]
-    return MatrixScales(columns, *made)
+    return MatrixScales(columns, *exponents)
 
 
 @pytest.mark.parametrize("shape", [(40, 100), (3, 5001), (700, 33), (20, 8), (5000, 1), (1, 3000)])
@@ -35,12 +35,12 @@ def test_products(path, shape, reach):
         for start, stop in ((0, rows * columns), (1, 2), (columns // 2, rows * columns - 3)):
             if start >= stop:
                 continue
-            found = bits.view(np.float32)[start:stop].copy()
+            values = bits.view(np.float32)[start:stop].copy()
             with np.errstate(all="ignore"):
-                wanted = found * FACTORS[number.clip(0, 2047)].reshape(-1)[start:stop]
+                wanted = values * FACTORS[number.clip(0, 2047)].reshape(-1)[start:stop]
             wanted = np.where(np.isnan(wanted), wanted, wanted.clip(-LARGEST, LARGEST))
-            scales.multiply(found, start)
-            assert (found.view(np.uint32) == wanted.view(np.uint32)).all()
+            scales.multiply(values, start)
+            assert (values.view(np.uint32) == wanted.view(np.uint32)).all()
 
 
 def test_arrays_that_do_not_fit(path):

@@ -63,9 +63,9 @@ def test_agrees_with_the_authors_sketch(name, n):
     assert sketch.count == oracle.count
     for q in QUANTILES:
         exact = np.quantile(x.astype(np.float64), q, method="lower")
-        theirs = oracle.get_quantile_value(q)
-        assert_within_alpha(theirs, exact)
-        assert abs(sketch.quantile(q) - theirs) <= 2 * ALPHA * abs(exact) * (1 + 1e-12)
+        reference = oracle.get_quantile_value(q)
+        assert_within_alpha(reference, exact)
+        assert abs(sketch.quantile(q) - reference) <= 2 * ALPHA * abs(exact) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("parts", [2, 7])

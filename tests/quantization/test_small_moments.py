@@ -16,12 +16,12 @@ KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def state() -> dict:
     generator = torch.Generator().manual_seed(0)
     weights = {"norm.weight": (5000,), "fc.bias": (300,), "fc.weight": (30, 40)}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in weights.items()}
-    return {"model": made, "optim": {"state": {
+    model = {name: torch.randn(shape, generator=generator) for name, shape in weights.items()}
+    return {"model": model, "optim": {"state": {
         name: {
             "step": torch.tensor(7.0), "exp_avg": torch.randn(w.shape, generator=generator) * 1e-4,
             "exp_avg_sq": torch.rand(w.shape, generator=generator) * 1e-40, "momentum_buffer": w * 3,
-        } for name, w in made.items()
+        } for name, w in model.items()
     }}}
 
 
@@ -34,14 +34,14 @@ def restored(path, like, **options):
 
 
 def test_they_are_bf16_and_all_else_is_exact(tmp_path):
-    saved = state()
-    saved["optim"]["state"]["fc.bias"]["exp_avg"][:3] = torch.tensor([torch.nan, torch.inf, torch.finfo().max])
+    original = state()
+    original["optim"]["state"]["fc.bias"]["exp_avg"][:3] = torch.tensor([torch.nan, torch.inf, torch.finfo().max])
     for name in "ab":
-        dsq_ckpt.save(saved, tmp_path / "run" / name)
-        got = restored(tmp_path / "run" / name, saved)
-        for parameter, value in saved["model"].items():
+        dsq_ckpt.save(original, tmp_path / "run" / name)
+        got = restored(tmp_path / "run" / name, original)
+        for parameter, value in original["model"].items():
             assert is_equal(got["model"][parameter], value)
-            part, back = saved["optim"]["state"][parameter], got["optim"]["state"][parameter]
+            part, back = original["optim"]["state"][parameter], got["optim"]["state"][parameter]
             assert is_equal(back["step"], part["step"])
             for kind in KINDS:
                 finite = part[kind].isfinite()
@@ -54,7 +54,7 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
         records = [checkpoint.read_record(ref) for _, ref in checkpoint.iter_chunks()]
         stored = {record["fqn"]: record.get("stored") for record in records}
     assert {name for name, how in stored.items() if how == "bfloat16"} == {
-        f"optim.state.{parameter}.{kind}" for parameter in saved["model"] for kind in KINDS
+        f"optim.state.{parameter}.{kind}" for parameter in original["model"] for kind in KINDS
     }
     kinds = Manifest.read(tmp_path / "run" / "b").kinds
     assert kinds["exp_avg"].base < 0.6 * kinds["exp_avg"].logical
@@ -66,10 +66,10 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
     {"quantize": {"min_elements": 10**9, "small_moments": "exact"}},
 ])
 def test_whoever_asks_for_exact_ones_gets_them(tmp_path, config):
-    saved = state()
-    dsq_ckpt.save(saved, tmp_path / "run" / "a", config=config)
-    got = restored(tmp_path / "run" / "a", saved)
-    for parameter, part in saved["optim"]["state"].items():
+    original = state()
+    dsq_ckpt.save(original, tmp_path / "run" / "a", config=config)
+    got = restored(tmp_path / "run" / "a", original)
+    for parameter, part in original["optim"]["state"].items():
         assert all(is_equal(got["optim"]["state"][parameter][kind], value) for kind, value in part.items())
 
 

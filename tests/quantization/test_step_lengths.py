@@ -42,12 +42,12 @@ def state(seed: int, growth: float = 1.0) -> dict:
 def lengths(v: torch.Tensor, got: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Mean of sqrt(v / decoded) over elements that are not zero, of a matrix, or by row or column."""
     held = got > 0
-    found = torch.where(held, (v.double() / got.double()).sqrt(), 0)
-    return found.sum() / held.sum() if dim is None else found.sum(dim) / held.sum(dim)
+    ratios = torch.where(held, (v.double() / got.double()).sqrt(), 0)
+    return ratios.sum() / held.sum() if dim is None else ratios.sum(dim) / held.sum(dim)
 
 
-def assert_steps_are_as_long(saved: dict, path, **options) -> None:
-    for name, part in saved["state"].items():
+def assert_steps_are_as_long(original: dict, path, **options) -> None:
+    for name, part in original["state"].items():
         v = part["exp_avg_sq"]
         empty = {"state": {name: {"exp_avg_sq": torch.full_like(v, torch.nan)}}}
         dsq_ckpt.load(empty, path, **options)
@@ -65,45 +65,45 @@ def assert_steps_are_as_long(saved: dict, path, **options) -> None:
 def test_steps_are_as_long_along_a_chain(tmp_path, asynchronous) -> None:
     """Values that shrink and grow as a whole would leave codes behind that are a tenth of an octave wrong together."""
     for step, growth in enumerate((1.0, 0.93, 0.86, 1.09)):
-        saved, path = state(0, growth), tmp_path / "run" / str(step)
+        original, path = state(0, growth), tmp_path / "run" / str(step)
         if asynchronous:
-            dsq_ckpt.async_save(saved, path, config={"storage": {"stage": asynchronous}}).result()
+            dsq_ckpt.async_save(original, path, config={"storage": {"stage": asynchronous}}).result()
         else:
-            dsq_ckpt.save(saved, path)
-        assert_steps_are_as_long(saved, path)
+            dsq_ckpt.save(original, path)
+        assert_steps_are_as_long(original, path)
 
 
 def test_without_the_factor_they_are_not(tmp_path) -> None:
     """The codes alone are far enough off for the guarantee to be tested above."""
     for step, growth in enumerate((1.0, 1.09)):
-        saved = state(0, growth)
-        dsq_ckpt.save(saved, tmp_path / "run" / str(step))
-    found = []
+        original = state(0, growth)
+        dsq_ckpt.save(original, tmp_path / "run" / str(step))
+    means = []
     with Checkpoint(tmp_path / "run" / "1") as checkpoint, Workers(1, 1 << 20) as workers:
         for name, shape in SHAPES.items():
             ref = checkpoint.find_record(f"state.{name}.exp_avg_sq", (0,) * len(shape))
             checkpoint.read_record(ref).pop("shift", None)
-            got, v = checkpoint.decode_tensor(ref, True, workers), saved["state"][name]["exp_avg_sq"]
-            found.append(float(lengths(v, got)))
-    assert max(abs(mean - 1) for mean in found) > 0.001, found
+            got, v = checkpoint.decode_tensor(ref, True, workers), original["state"][name]["exp_avg_sq"]
+            means.append(float(lengths(v, got)))
+    assert max(abs(mean - 1) for mean in means) > 0.001, means
 
 
 def test_blocks_and_threads_change_nothing(tmp_path) -> None:
     """The sum is over blocks in their order; a second tensor of the group makes the mean of one other than 1."""
     generator = torch.Generator().manual_seed(1)
-    saved = {"state": {
+    original = {"state": {
         "a": {"exp_avg_sq": torch.rand(300, 700, generator=generator) ** 3},
         "b": {"exp_avg_sq": torch.rand(300, 700, generator=generator) + 1},
     }}
     shifts = []
     for threads in (1, 4):
         path = tmp_path / str(threads)
-        dsq_ckpt.save(saved, path, config={"storage": {"threads": threads, "block_elements": 1 << 14}})
+        dsq_ckpt.save(original, path, config={"storage": {"threads": threads, "block_elements": 1 << 14}})
         with Checkpoint(path) as checkpoint:
             refs = [checkpoint.find_record(f"state.{name}.exp_avg_sq", (0, 0)) for name in "ab"]
             shifts.append([checkpoint.read_record(ref).get("shift") for ref in refs])
     assert shifts[0] == shifts[1] != [None, None]
-    assert_steps_are_as_long(saved, path)
+    assert_steps_are_as_long(original, path)
 
 
 def test_rows_that_change_by_themselves_keep_their_step_length(tmp_path) -> None:
@@ -112,9 +112,9 @@ def test_rows_that_change_by_themselves_keep_their_step_length(tmp_path) -> None
     rows, columns = torch.rand(128, 1, generator=generator), torch.rand(1, 96, generator=generator)
     v = 1e-8 * (1 + rows) * (1 + columns) * torch.exp2(0.2 * torch.randn(128, 96, generator=generator))
     for step in range(3):
-        saved = {"state": {"w": {"exp_avg_sq": v}}}
-        dsq_ckpt.save(saved, tmp_path / "run" / str(step))
-        assert_steps_are_as_long(saved, tmp_path / "run" / str(step))
+        original = {"state": {"w": {"exp_avg_sq": v}}}
+        dsq_ckpt.save(original, tmp_path / "run" / str(step))
+        assert_steps_are_as_long(original, tmp_path / "run" / str(step))
         v = v * torch.exp2((torch.rand(128, 1, generator=generator) - 0.5) * 0.4)
 
 
@@ -161,18 +161,18 @@ def test_sums_are_those_of_numpy(seed: int, shape: tuple[int, ...], levels: int,
 
 def test_blocks_of_longer_rows_take_no_memory_for_whole_rows(tmp_path) -> None:
     """As of stacked experts: a matrix with one row for each index of the first dimension."""
-    saved = {"state": {"experts": {"exp_avg_sq": torch.rand(32, 1 << 8, 1 << 7)}}}
+    original = {"state": {"experts": {"exp_avg_sq": torch.rand(32, 1 << 8, 1 << 7)}}}
     blocks = {"block_elements": 1 << 12, "threads": 1}
     for number, asynchronous in enumerate((False, True, False, True)):
         path, config = tmp_path / str(number), {"storage": {**blocks, "stage": "quantize"}}
         tracemalloc.start()
         if asynchronous:
-            dsq_ckpt.async_save(saved, path, config=config).result()
+            dsq_ckpt.async_save(original, path, config=config).result()
         else:
-            dsq_ckpt.save(saved, path, config=config)
+            dsq_ckpt.save(original, path, config=config)
         assert number < 2 or tracemalloc.get_traced_memory()[1] < 16 << 20  # the first saves import
         tracemalloc.stop()
-        assert_steps_are_as_long(saved, path)
+        assert_steps_are_as_long(original, path)
 
 
 def test_tables_of_few_chunks_are_kept(tmp_path, monkeypatch) -> None:
@@ -202,8 +202,8 @@ def test_memory_of_a_device_is_bounded(monkeypatch) -> None:
         values, codes = torch.ones(1 << 14), torch.ones(1 << 14, dtype=torch.uint8)
         given = {values.untyped_storage().data_ptr(), codes.untyped_storage().data_ptr()}
         with Watch():
-            found = sum_step_lengths_on_device(values, codes, np.array([0.0, 1.0]), scales)
-        assert found[:, 0].tolist() == [1 << 14, 1 << 14] and largest <= 1 << 10
+            sums = sum_step_lengths_on_device(values, codes, np.array([0.0, 1.0]), scales)
+        assert sums[:, 0].tolist() == [1 << 14, 1 << 14] and largest <= 1 << 10
 
 
 def test_parts_that_have_rows_and_columns_of_their_own_are_not_corrected_twice(tmp_path) -> None:
@@ -211,19 +211,19 @@ def test_parts_that_have_rows_and_columns_of_their_own_are_not_corrected_twice(t
     generator = torch.Generator().manual_seed(0)
     mixed = torch.where(torch.rand(256, 256, generator=generator) < 0.15, 0.45, -0.1)
     mixed[128:] = 0.5 * torch.randn(128, 256, generator=generator)
-    saved = {"state": {
+    original = {"state": {
         "w": {"exp_avg_sq": 1e-8 * mixed.exp2() * torch.block_diag(torch.ones(128, 128), torch.ones(128, 128))},
         "other": {"exp_avg_sq": 1e-8 * torch.exp2(0.5 * torch.randn(1024, 256, generator=generator))},
     }}
-    dsq_ckpt.save(saved, tmp_path / "0")
-    assert_steps_are_as_long(saved, tmp_path / "0")
+    dsq_ckpt.save(original, tmp_path / "0")
+    assert_steps_are_as_long(original, tmp_path / "0")
 
 
 def test_values_that_are_protected_or_pruned_do_not_count() -> None:
     values, none = np.float32([np.inf, np.nan, 3.0, 3.0]), np.empty(0, np.int16)
     scales, levels = MatrixScales(4, none, none), np.array([0.0, 2.0, 4.0])
-    found = sum_step_lengths(values, np.uint8([0, 3, 1, 2]), levels, scales, 0)
-    assert found.rows.tolist() == [[pytest.approx(1.5**0.5 + 0.75**0.5)], [2]]
+    sums = sum_step_lengths(values, np.uint8([0, 3, 1, 2]), levels, scales, 0)
+    assert sums.rows.tolist() == [[pytest.approx(1.5**0.5 + 0.75**0.5)], [2]]
     nothing = sum_step_lengths(values[:2], np.uint8([0, 3]), levels, scales, 0)
     assert correct_scales(scales, nothing) == (scales, 0.0)
 

@@ -81,8 +81,8 @@ def test_a_model_that_is_given_tells_what_is_its_own() -> None:
     shapes = {"m.state.table": M, "m.b.weight": M} | state("state.table")
     types = {"state.table": "other", "b.weight": "linear"}
     assert find_stateless_weights({"m.state.table", "m.b.weight"}, shapes, {}, types) == sure("m.b.weight")
-    found = find_stateless_weights({"m.b.weight"}, shapes, {}, types)
-    assert found == sure("m.b.weight"), "though it is stored exactly"
+    stateless = find_stateless_weights({"m.b.weight"}, shapes, {}, types)
+    assert stateless == sure("m.b.weight"), "though it is stored exactly"
 
 
 class Net(nn.Module):
@@ -105,7 +105,7 @@ def test_no_name_of_a_module_makes_what_rests_lossy_or_its_own_weights_large(tmp
     """The backbone has no state of the optimizer; the module of that name is trained, small where the model tells."""
     torch.manual_seed(0)
     model = Net(name)
-    optimizer = torch.optim.AdamW([one for own, one in model.named_parameters() if "backbone" not in own])
+    optimizer = torch.optim.AdamW([parameter for own, parameter in model.named_parameters() if "backbone" not in own])
     history = dsq_ckpt.SaveHistory()
     compressor = dsq_ckpt.Compressor(model, optimizer, history=history)
     for number in range(3):
@@ -118,9 +118,9 @@ def test_no_name_of_a_module_makes_what_rests_lossy_or_its_own_weights_large(tmp
             own = get_state_dict(model, optimizer)[1] if how != "numbers" else optimizer.state_dict()
             weights = model.state_dict() if how == "flat" else {"model": model.state_dict()}
             dsq_ckpt.save({**weights, "optimizer": own}, path, history=history)
-    found = {} if how == "flat" else {"model": {}}
-    dsq_ckpt.load(found, path)
-    loaded = found if how == "flat" else found["model"]
+    target = {} if how == "flat" else {"model": {}}
+    dsq_ckpt.load(target, path)
+    loaded = target if how == "flat" else target["model"]
     assert loaded["backbone.weight"].equal(model.backbone.weight)
     assert not loaded["head.weight"].equal(model.head.weight)
     if how == "compressor":
@@ -153,7 +153,7 @@ def test_frozen_layers_do_not_drift_where_no_model_is_given(tmp_path, how: str) 
 
     for restart in range(3):
         history = dsq_ckpt.SaveHistory()
-        trained = [one for one in model.parameters() if one.requires_grad or how == "all parameters"]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad or how == "all parameters"]
         optimizer = torch.optim.AdamW(trained)
         for number in range(4):
             model(torch.randn(30, 80)).square().sum().backward()
@@ -161,11 +161,11 @@ def test_frozen_layers_do_not_drift_where_no_model_is_given(tmp_path, how: str) 
             weights, own = states()
             path = tmp_path / f"{restart}-{number}"
             size = dsq_ckpt.save({"model": weights, "optimizer": own}, path, history=history).bytes_written
-        found = {"model": {}}
-        dsq_ckpt.load(found, path, history=history)
-        assert not found["model"]["3.weight"].equal(model[3].weight)  # trained ones are lossy, once seen to change
+        target = {"model": {}}
+        dsq_ckpt.load(target, path, history=history)
+        assert not target["model"]["3.weight"].equal(model[3].weight)  # trained ones are lossy, once seen to change
         assert size < 60_000  # and frozen ones cost nothing at a delta
-        model.load_state_dict(found["model"])
+        model.load_state_dict(target["model"])
     assert all(value.equal(model.state_dict()[name]) for name, value in first.items())
 
 
@@ -174,9 +174,9 @@ def test_frozen_tensors_may_be_lossy_where_the_configuration_says_so(tmp_path) -
     optimizer = torch.optim.AdamW(model[0].parameters())
     model(torch.randn(30, 80)).square().sum().backward()
     optimizer.step()
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    for kept in ("exact", "lossy"):
-        dsq_ckpt.save(saved, tmp_path / kept, config={"quantize": {"frozen": kept}}, parent=None)
-        found = {"model": {}}
-        dsq_ckpt.load(found, tmp_path / kept)
-        assert found["model"]["1.weight"].equal(model[1].weight) == (kept == "exact")
+    original = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    for setting in ("exact", "lossy"):
+        dsq_ckpt.save(original, tmp_path / setting, config={"quantize": {"frozen": setting}}, parent=None)
+        target = {"model": {}}
+        dsq_ckpt.load(target, tmp_path / setting)
+        assert target["model"]["1.weight"].equal(model[1].weight) == (setting == "exact")

@@ -15,39 +15,39 @@ def test_each_tensor_keeps_the_bound(tmp_path, second) -> None:
     They once used up the error that both may have together: the smaller ones were 80 % off.
     """
     factors = {"noise": 1.0, "twice": 2.0, "eight": 8.0, "little": 2.0**-10}
-    saved = {"state": {name: moments(seed=seed) for seed, name in enumerate(factors)}}
+    original = {"state": {name: moments(seed=seed) for seed, name in enumerate(factors)}}
     for name, factor in factors.items():
-        saved["state"][name]["exp_avg"] *= factor
+        original["state"][name]["exp_avg"] *= factor
     for number in range(2):  # alone, and with sizes that changed since the parent
-        dsq_ckpt.save(saved, tmp_path / str(number))
-        got = {"state": {name: {k: v + 1 for k, v in part.items()} for name, part in saved["state"].items()}}
+        dsq_ckpt.save(original, tmp_path / str(number))
+        got = {"state": {name: {k: v + 1 for k, v in part.items()} for name, part in original["state"].items()}}
         dsq_ckpt.load(got, tmp_path / str(number))
-        for name, part in saved["state"].items():
+        for name, part in original["state"].items():
             assert error(update(part), update(got["state"][name])) < 0.3, (number, name)
-        saved["state"]["noise"]["exp_avg"] *= second
-        saved["state"]["twice"]["exp_avg"] /= 4
+        original["state"]["noise"]["exp_avg"] *= second
+        original["state"]["twice"]["exp_avg"] /= 4
 
 
 @pytest.mark.parametrize("factor", [0.6, 0.8, 1.25, 1.6])
 def test_a_delta_keeps_the_bound_of_a_tensor_whose_size_changes(tmp_path, factor) -> None:
     """Cells kept the width that they had at the keyframe until the size had changed by three quarters of an octave."""
-    saved = {"state": {name: moments(seed=seed) for seed, name in enumerate("abc")}}
+    original = {"state": {name: moments(seed=seed) for seed, name in enumerate("abc")}}
     for number in range(5):
-        dsq_ckpt.save(saved, tmp_path / str(number))
-        got = {"state": {name: {k: v + 1 for k, v in part.items()} for name, part in saved["state"].items()}}
+        dsq_ckpt.save(original, tmp_path / str(number))
+        got = {"state": {name: {k: v + 1 for k, v in part.items()} for name, part in original["state"].items()}}
         dsq_ckpt.load(got, tmp_path / str(number), history=dsq_ckpt.SaveHistory())
-        for name, part in saved["state"].items():
+        for name, part in original["state"].items():
             assert error(update(part), update(got["state"][name])) < 0.27, (number, name)
-        saved["state"]["a"]["exp_avg"] *= factor
+        original["state"]["a"]["exp_avg"] *= factor
 
 
 def test_second_moments_of_zero_leave_the_other_updates_as_they_are(tmp_path) -> None:
-    saved = state()
-    part = saved["state"]["w"]
+    original = state()
+    part = original["state"]["w"]
     part["exp_avg_sq"][::8] = 0
     part["exp_avg"][::8] = 1e-3
-    dsq_ckpt.save(saved, tmp_path / "run" / "0")
-    got = restored(tmp_path / "run" / "0", saved)
+    dsq_ckpt.save(original, tmp_path / "run" / "0")
+    got = restored(tmp_path / "run" / "0", original)
     assert error(part["exp_avg"][::8], got["exp_avg"][::8]) < 0.01
     rest = part["exp_avg_sq"] > 0
     assert error(update(part)[rest], update(got)[rest]) < 0.3

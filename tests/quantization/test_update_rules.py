@@ -24,8 +24,8 @@ def test_what_other_optimizers_keep_beside_first_moments() -> None:
     assert find_extra_state([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
     others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
     known = [f"optimizer.state.known.weight.{name}" for name in adam]
-    found = find_extra_state([*known, *(of + name for name in others)])
-    assert found == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
+    extra = find_extra_state([*known, *(of + name for name in others)])
+    assert extra == {of + "exp_avg": {"hessian", "exp_avg_var", "Q"}}
     assert find_extra_state([of + name for name in others[1:]]) == {}
 
 

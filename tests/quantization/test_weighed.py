@@ -23,7 +23,7 @@ def state_at(step):
     return {"layer.weight": weight + drift}, {"layer.weight": gradient}
 
 
-def saved(path, step, metric, seen=None):
+def save_step(path, step, metric, seen=None):
     state, gradients = state_at(step)
     config = {"quantize": {"weights": {"refinement_bits": 2, "codebook": {
         "fit": "kmeans", "bins": 8, "prune": PRUNE, "protect": PROTECT, "metric": metric, "rate_distortion": 0.0,
@@ -49,9 +49,9 @@ def saved(path, step, metric, seen=None):
 @pytest.mark.parametrize("step", [0, 1])
 def test_against_quantiles_of_the_data(tmp_path, metric, step):
     if step:
-        saved(tmp_path / "0", 0, metric)
+        save_step(tmp_path / "0", 0, metric)
     seen = []
-    weight, gradient, codes, protected = saved(tmp_path / "1", step, metric, seen)
+    weight, gradient, codes, protected = save_step(tmp_path / "1", step, metric, seen)
     sensitivity, magnitude = np.abs(weight * gradient), np.abs(weight)
     n = weight.size
     each = PROTECT / 2
@@ -72,7 +72,7 @@ def test_against_quantiles_of_the_data(tmp_path, metric, step):
 def test_every_fraction_of_a_search_has_its_own_counts(tmp_path):
     """One sketch serves all fractions: counts of a fit equal those of a save with that configuration alone."""
     seen = []
-    saved(tmp_path / "a", 0, "sensitivity", seen)
+    save_step(tmp_path / "a", 0, "sensitivity", seen)
     (sketches, _), = seen
     usual = sketches.layout.groups["weights/linear"]
     for prune, protect in ((0.1, 0.0005), (0.5, PROTECT), (0.0, PROTECT)):
@@ -84,7 +84,7 @@ def test_every_fraction_of_a_search_has_its_own_counts(tmp_path):
 
 
 def test_values_come_back(tmp_path):
-    weight, _, codes, protected = saved(tmp_path / "a", 0, "sensitivity")
+    weight, _, codes, protected = save_step(tmp_path / "a", 0, "sensitivity")
     got = {"layer.weight": torch.zeros(200, 150)}
     dsq_ckpt.load(got, tmp_path / "a")
     back = got["layer.weight"].numpy().ravel()

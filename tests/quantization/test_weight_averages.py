@@ -43,7 +43,7 @@ def test_averages_of_weights_in_training_are_reported(dtype: torch.dtype, decay:
                 f"{kind} {place}": part[place].weight.detach().to(dtype)
                 for kind, part in (("moving", moving), ("mean", mean.module)) for place in (0, 2)
             }
-            trained = [one.detach().to(dtype) for one in model.parameters()]
+            trained = [parameter.detach().to(dtype) for parameter in model.parameters()]
             assert find_averages(moved, trained) == moved.keys(), step
 
 
@@ -121,12 +121,12 @@ def test_codes_that_move_are_exact_and_averages_are_not(tmp_path, kept: str, by:
         if kept == "parameter":  # which has number 0, and no state
             by_name = {"state": {f"layer.{name}": by_name["state"][1 + place] for place, name in enumerate(own)}}
         dsq_ckpt.save({"model": state, "optimizer": by_name}, tmp_path / str(number), model=model)
-        found: dict[str, dict[str, torch.Tensor]] = {"model": {}}
-        dsq_ckpt.load(found, tmp_path / str(number))
-        assert found["model"]["codes"].equal(model.codes)
-        assert found["model"]["layerweight"].equal(model.layerweight) == (number < 2)
+        target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
+        dsq_ckpt.load(target, tmp_path / str(number))
+        assert target["model"]["codes"].equal(model.codes)
+        assert target["model"]["layerweight"].equal(model.layerweight) == (number < 2)
         if by == "name":
-            assert not found["model"]["layer.weight"].equal(model.layer.weight)
+            assert not target["model"]["layer.weight"].equal(model.layer.weight)
 
 
 def test_weights_that_need_no_gradient_when_saved_are_lossy_where_an_optimizer_trains_them(tmp_path) -> None:
@@ -140,8 +140,10 @@ def test_weights_that_need_no_gradient_when_saved_are_lossy_where_an_optimizer_t
             part(torch.randn(30, SHAPE[0])).square().mean().backward()
             optimizers[name].step()
         model["judge"].requires_grad_(False)
-        state = {"model": model.state_dict(), **{name: one.state_dict() for name, one in optimizers.items()}}
+        state = {
+            "model": model.state_dict(), **{name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+        }
         dsq_ckpt.save(state, tmp_path / str(number), model=model)
-        found: dict[str, dict[str, torch.Tensor]] = {"model": {}}
-        dsq_ckpt.load(found, tmp_path / str(number))
-        assert found["model"]["judge.weight"].equal(model["judge"].weight) == (number < 2)
+        target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
+        dsq_ckpt.load(target, tmp_path / str(number))
+        assert target["model"]["judge.weight"].equal(model["judge"].weight) == (number < 2)

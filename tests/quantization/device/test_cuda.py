@@ -53,9 +53,9 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
     for number, state in enumerate(states):
         dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep)
     for number in range(3):
-        mine, theirs = (tmp_path / place / str(number) for place in ("gpu", "host"))
-        assert codes_of(mine) == codes_of(theirs)
-        assert find_differences(load_copy(mine, first), load_copy(theirs, first)) == []
+        gpu_path, host_path = (tmp_path / place / str(number) for place in ("gpu", "host"))
+        assert codes_of(gpu_path) == codes_of(host_path)
+        assert find_differences(load_copy(gpu_path, first), load_copy(host_path, first)) == []
 
 
 @pytest.mark.parametrize("stage", ["copy", "quantize", None])
@@ -102,10 +102,10 @@ def test_scales_of_second_moments(shape, dtype):
     values = (torch.rand(shape, generator=generator) * 2.0**octaves).to(dtype)
     values.view(-1)[::7] = 0.0
     scales = MatrixScales.fit(values)
-    found = MatrixScales.fit(values.cuda())
-    for mine, theirs in ((found.by_row, scales.by_row), (found.by_column, scales.by_column)):
-        assert mine.shape == theirs.shape
-        np.testing.assert_allclose(mine, theirs, atol=1)  # sums in another order may round to the next
+    device_scales = MatrixScales.fit(values.cuda())
+    for mine, expected in ((device_scales.by_row, scales.by_row), (device_scales.by_column, scales.by_column)):
+        assert mine.shape == expected.shape
+        np.testing.assert_allclose(mine, expected, atol=1)  # sums in another order may round to the next
     flat = values.view(-1)
     for start in (0, 1, flat.numel() // 3, flat.numel() - 1):
         divided = scales.divide(flat[start:].cuda(), start)

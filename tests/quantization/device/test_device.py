@@ -56,12 +56,12 @@ def here(request, monkeypatch):
 def codes_of(path: Path) -> dict[str, bytes]:
     """The codes of every quantized tensor."""
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
-        found = {}
+        codes = {}
         for fqn, entry in checkpoint.index["tensors"].items():
             ref = checkpoint.find_record(fqn, tuple(entry["chunks"][0][0]))
             if checkpoint.read_record(ref)["type"] == "coded":
-                found[fqn] = checkpoint.decode_codes(ref, workers).tobytes()
-        return found
+                codes[fqn] = checkpoint.decode_codes(ref, workers).tobytes()
+        return codes
 
 
 def chain_of(run: Path, states: list[dict[str, Any]], save: Any) -> list[Path]:
@@ -110,12 +110,12 @@ def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkey
     served, copied, serves, copy_all = set(), [], device.is_supported, transfer.host_copies
 
     def noted(chunk: Chunk) -> bool:
-        if found := serves(chunk):
+        if is_served := serves(chunk):
             served.add(chunk.key.elements)
-        return found
+        return is_served
 
     def noted_copies(small: list[torch.Tensor]) -> list[torch.Tensor]:
-        copied.append([one.numel() for one in small])
+        copied.append([tensor.numel() for tensor in small])
         return copy_all(small)
 
     least = 6400  # elements of the largest that is quantized on the device
@@ -162,18 +162,18 @@ def test_values_that_memory_holds_negated(here, tmp_path, monkeypatch, place):
         dsq_ckpt.save(plain, tmp_path / "plain" / str(number))
         dsq_ckpt.save(negated, tmp_path / "negated" / str(number))
     for number in range(2):
-        mine, theirs = tmp_path / "negated" / str(number), tmp_path / "plain" / str(number)
-        assert codes_of(mine) == codes_of(theirs) and codes_of(mine)
-        assert find_differences(load_copy(mine, plain), load_copy(theirs, plain)) == []
+        negated_path, plain_path = tmp_path / "negated" / str(number), tmp_path / "plain" / str(number)
+        assert codes_of(negated_path) == codes_of(plain_path) and codes_of(negated_path)
+        assert find_differences(load_copy(negated_path, plain), load_copy(plain_path, plain)) == []
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
     """Memory is reserved for the results of a search before their number is known."""
     capacities = {"gather_protected": [], "find_changes": []}
-    made = coding.backend_for
+    backend_for = coding.backend_for
 
     def watched(where: torch.device) -> Any:
-        backend = made(where)
+        backend = backend_for(where)
         for name, seen in capacities.items():
             look = getattr(backend, name)
 
@@ -206,9 +206,9 @@ def test_without_room_the_same_is_stored(by_the_host, here, tmp_path, monkeypatc
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
     x = torch.randn(64, 80)
     fitted = fitted_on(chunk_of(x, 4), Lattice())
-    made = DeviceChunk(chunk_of(x * 1000, 4), DeviceTableCache().get(fitted, x.device))
+    device_chunk = DeviceChunk(chunk_of(x * 1000, 4), DeviceTableCache().get(fitted, x.device))
     with pytest.raises(SaveFailed, match=r"'w': .* were counted; did it change"):
-        made.block(slice(0, 5120))
+        device_chunk.block(slice(0, 5120))
 
 
 def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
@@ -247,9 +247,9 @@ def test_codes_past_a_table_fail_the_save(here, tmp_path):
     """Previous codes that do not belong to the parent's codebook must not be used."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [found] = default_history().checkpoints()
-    name = next(key for key in found.cache.device_codes if key.fqn == "lossy.linear.weight")
-    found.cache.device_codes[name][5] = 255
+    [checkpoint] = default_history().checkpoints()
+    name = next(key for key in checkpoint.cache.device_codes if key.fqn == "lossy.linear.weight")
+    checkpoint.cache.device_codes[name][5] = 255
     with pytest.raises(SaveFailed, match="parent"):
         dsq_ckpt.save(second, tmp_path / "1")
 
@@ -295,8 +295,8 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
     """And all of them where a keyframe comes next."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [found] = default_history().checkpoints()
-    before = [weakref.ref(codes) for codes in found.cache.device_codes.values()]
+    [checkpoint] = default_history().checkpoints()
+    before = [weakref.ref(codes) for codes in checkpoint.cache.device_codes.values()]
     alive = []
 
     class Watched(DeviceChunk):
@@ -309,10 +309,10 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
     assert len(alive) == len(before) > 3
     assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
     dsq_ckpt.save(second, tmp_path / "2", parent=None)
-    [found] = default_history().checkpoints()
-    assert len(found.cache.device_codes) == len(before)
+    [checkpoint] = default_history().checkpoints()
+    assert len(checkpoint.cache.device_codes) == len(before)
     dsq_ckpt.save(second, tmp_path / "3", config={"delta": {"enabled": False}})
-    assert not found.cache.device_codes
+    assert not checkpoint.cache.device_codes
 
 
 def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:
@@ -341,8 +341,10 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
     far = QuantizingChunk(chunk, fitted)
     with Workers(1, 1024) as workers:
         for where in workers.blocks(x.numel()):
-            mine, theirs = near.block(where), far.block(where)
-            assert np.array_equal(mine.protected, theirs.protected) and mine.refinement == theirs.refinement
+            near_block, far_block = near.block(where), far.block(where)
+            assert np.array_equal(
+                near_block.protected, far_block.protected
+            ) and near_block.refinement == far_block.refinement
             assert np.array_equal(near.codes[where], far.codes[where])
         model = torch.nn.Module()
         model.register_buffer("w", x)
@@ -354,10 +356,10 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
 
 def test_a_staged_chunk_travels_to_another_process(here):
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
-    copied = pickle.loads(pickle.dumps(made))
-    assert copied.device_codes is None and np.array_equal(copied.codes, made.codes)
-    assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
+    device_chunk = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(device_chunk))
+    assert copied.device_codes is None and np.array_equal(copied.codes, device_chunk.codes)
+    assert copied.block(slice(0, 5120)).refinement == device_chunk.block(slice(0, 5120)).refinement
 
 
 def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch):
@@ -366,7 +368,7 @@ def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch
 
     monkeypatch.setattr(transfer.Transfer, "fetch", broken)
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
-    copied = pickle.loads(pickle.dumps(made))
+    device_chunk = DeviceChunk(chunk, DeviceTableCache().get(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(device_chunk))
     with pytest.raises(SaveFailed, match="'w' did not arrive on the host: OSError: the link is down"):
         copied.block(slice(0, 8))
