@@ -21,12 +21,12 @@ PAGE = (ROOT / "docs" / "report.md").read_text()
 def function(name: str, **given: Any) -> Any:
     """Return a function of the page."""
     (block,) = re.findall(r"python\n(def to_wandb.*?def to_mlflow.*?)```", PAGE, re.S)
-    found = {"scalars": scalars, **given}
-    exec(compile(block, "report.md", "exec"), found)
-    return found[name]
+    namespace = {"scalars": scalars, **given}
+    exec(compile(block, "report.md", "exec"), namespace)
+    return namespace[name]
 
 
-def saved(run: Path, on_save: Any) -> list[dsq_ckpt.SaveResult]:
+def save_run(run: Path, on_save: Any) -> list[dsq_ckpt.SaveResult]:
     """Save three checkpoints, the last one in the background."""
     state = {"a.weight": torch.randn(64, 80)}
     results = [
@@ -39,7 +39,7 @@ def records(file: Path) -> list[Any]:
     """Return the records of an offline run, whose file has blocks as a log of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, found, parts, place = file.read_bytes(), [], b"", 7
+    data, events, parts, place = file.read_bytes(), [], b"", 7
     while place + 7 <= len(data):
         if (left := 32768 - place % 32768) < 7:
             place += left
@@ -48,9 +48,9 @@ def records(file: Path) -> list[Any]:
         parts += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or its last part
-            found.append(Record.FromString(parts))
+            events.append(Record.FromString(parts))
             parts = b""
-    return found
+    return events
 
 
 @needs("wandb")
@@ -62,7 +62,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"WANDB_{name}", value)
     run = wandb.init(mode="offline", dir=tmp_path, project="dsq_ckpt", settings=wandb.Settings(silent=True))
     run.define_metric("checkpoint/*", step_metric="checkpoint/step")
-    results = saved(tmp_path / "run", function("to_wandb", run=run))
+    results = save_run(tmp_path / "run", function("to_wandb", run=run))
     run.finish()
     wandb.teardown()  # the process that writes the file ends
     (file,) = tmp_path.rglob("*.wandb")
@@ -83,9 +83,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.joinpath("store").as_uri())  # which `set_tracking_uri` leaves
     with mlflow.start_run() as run:
-        results = saved(tmp_path / "run", function("to_mlflow", run=run, mlflow=mlflow))
+        results = save_run(tmp_path / "run", function("to_mlflow", run=run, mlflow=mlflow))
     client = mlflow.MlflowClient()
     for name in scalars.named(results[0]):
-        found = client.get_metric_history(run.info.run_id, name)
-        assert [metric.step for metric in found] == [500, 1000, 1500]
-        assert [metric.value for metric in found] == [scalars.named(result)[name] for result in results]
+        metrics = client.get_metric_history(run.info.run_id, name)
+        assert [metric.step for metric in metrics] == [500, 1000, 1500]
+        assert [metric.value for metric in metrics] == [scalars.named(result)[name] for result in results]

@@ -69,13 +69,13 @@ class Page(HTMLParser):
         return json.loads(self.texts["script"][0])
 
     def series(self, chart: str) -> dict[str, list]:
-        return {one["name"]: one["values"] for one in self.data["charts"][chart]["series"]}
+        return {line["name"]: line["values"] for line in self.data["charts"][chart]["series"]}
 
 
 def parsed(run) -> Page:
     page = Page(render(History.read(run)))
     loads = {"src", "href", "action", "srcset", "poster", "data", "background", "formaction"}
-    assert not [found for found in page.attributes if loads & found[1].keys()]
+    assert not [element for element in page.attributes if loads & element[1].keys()]
     assert not [name for _, attributes in page.attributes for name in attributes if name.startswith("on")]
     assert not re.search(r"url\(|@import|https?:", "".join(page.texts["style"] + page.texts["script"][1:]))
     tags = [tag for tag, _ in page.attributes]
@@ -91,13 +91,13 @@ def test_figures_are_those_of_the_log(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "new" / "page.html"
     assert "3 checkpoint(s)" in dsq_stdout("report", run, "-o", target)
-    page, found = Page(target.read_text()), dsq_json("log", run)
-    everything = [entry["classes"]["everything"] for entry in found["checkpoints"]]
+    page, report = Page(target.read_text()), dsq_json("log", run)
+    everything = [entry["classes"]["everything"] for entry in report["checkpoints"]]
     assert page.data["names"] == list(NAMES)
     size = page.series("size")
     for name, key in (("plain", "logical"), ("written", "written"), ("kept", "kept")):
         assert size[name] == [part[f"bytes_{key}"] for part in everything]
-    growth, total = page.series("growth"), found["total"]["everything"]
+    growth, total = page.series("growth"), report["total"]["everything"]
     assert [growth[name][-1] for name in ("plain", "written", "on disk")] == [
         total[f"bytes_{key}"] for key in ("logical", "written", "kept")
     ]
@@ -105,7 +105,7 @@ def test_figures_are_those_of_the_log(trained, tmp_path):
     assert [sum(values[place] for values in parts.values()) for place in range(3)] == size["written"]
     assert [parts["refinement, kept"][place] > 0 for place in range(3)] == [False, False, True]
     assert page.series("chain") == {"keyframe": [1, None, None], "delta": [None, 2, 3]}
-    assert page.series("time")["saving"] == pytest.approx([e["seconds"] for e in found["checkpoints"]], rel=1e-4)
+    assert page.series("time")["saving"] == pytest.approx([e["seconds"] for e in report["checkpoints"]], rel=1e-4)
     manifests = [Manifest.read(run / name) for name in NAMES]
     for kind in ("weights", "exp_avg", "exp_avg_sq"):
         for key, field in (("bits", "bits_per_element"), ("error", "relative_error")):
@@ -119,8 +119,8 @@ def test_figures_are_those_of_the_log(trained, tmp_path):
 def test_the_page_needs_nothing_else(trained):
     page = parsed(trained[0])
     metas = [attributes for tag, attributes in page.attributes if tag == "meta"]
-    assert any(one.get("name") == "viewport" and "width=device-width" in one["content"] for one in metas)
-    policy = next(one["content"] for one in metas if one.get("http-equiv") == "Content-Security-Policy")
+    assert any(meta.get("name") == "viewport" and "width=device-width" in meta["content"] for meta in metas)
+    policy = next(meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy")
     script = "".join(page.texts["script"][1:])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy

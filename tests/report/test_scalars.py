@@ -28,9 +28,9 @@ def test_every_way_to_save_tells_once(tmp_path, state):
         assert is_complete(result.path)
         told.append(result)
 
-    saved = [dsq_ckpt.save(state, tmp_path / "step-1", on_save=on_save)]
-    saved.append(dsq_ckpt.async_save(perturb(state, 1), tmp_path / "step-2", on_save=on_save).result())
-    assert told == saved
+    results = [dsq_ckpt.save(state, tmp_path / "step-1", on_save=on_save)]
+    results.append(dsq_ckpt.async_save(perturb(state, 1), tmp_path / "step-2", on_save=on_save).result())
+    assert told == results
     for number, call in ((3, dcp.save), (4, lambda *a, **k: dcp.async_save(*a, **k).result())):
         call(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / f"step-{number}", on_save=on_save))
     model = nn.Linear(64, 80)
@@ -39,8 +39,8 @@ def test_every_way_to_save_tells_once(tmp_path, state):
     compressor = dsq_ckpt.Compressor(
         model, evaluate=lambda: float((model(batch).detach() - target).square().mean()), on_save=on_save
     )
-    saved = [compressor.save(tmp_path / "other" / "5"), compressor.save(tmp_path / "other" / "6", background=True)]
-    assert [saved[0], saved[1].result()] == told[4:] and told[4].degradation is not None
+    results = [compressor.save(tmp_path / "other" / "5"), compressor.save(tmp_path / "other" / "6", background=True)]
+    assert [results[0], results[1].result()] == told[4:] and told[4].degradation is not None
     assert [result.path.name for result in told] == ["step-1", "step-2", "step-3", "step-4", "5", "6"]
     assert [result.depth for result in told] == [0, 1, 2, 3, 0, 1]
 
@@ -54,7 +54,7 @@ def test_errors_of_on_save_harm_no_checkpoint(tmp_path, state, errors, caplog):
         warnings.simplefilter("error" if errors else "always")
         result = dsq_ckpt.save(state, tmp_path / "1", on_save=on_save)
         second = dsq_ckpt.async_save(perturb(state, 1), tmp_path / "2", on_save=on_save).result()
-    said = caplog.messages if errors else [str(one.message) for one in caught]
+    said = caplog.messages if errors else [str(warning.message) for warning in caught]
     for number in (1, 2):
         text = f"'{tmp_path / str(number)}' is complete, but after its commit on_save raised KeyError: 'no run'"
         assert said.count(text) == 1
@@ -65,17 +65,17 @@ def test_errors_of_on_save_harm_no_checkpoint(tmp_path, state, errors, caplog):
 @pytest.mark.timeout(100)
 def test_on_save_may_load_and_save(tmp_path, state):
     """Also in the thread of a save in the background, which it does not wait for."""
-    found: list[dict[str, object]] = []
+    targets: list[dict[str, object]] = []
 
     def on_save(result: dsq_ckpt.SaveResult) -> None:
-        found.append({})
-        dsq_ckpt.load(found[-1], result.path)
+        targets.append({})
+        dsq_ckpt.load(targets[-1], result.path)
         dsq_ckpt.compress(state, tmp_path / "apart" / result.path.name)
         dsq_ckpt.save(state, tmp_path / "copies" / result.path.name)
 
     result = dsq_ckpt.async_save(state, tmp_path / "run" / "1", on_save=on_save).result()
     dsq_ckpt.save(state, tmp_path / "run" / "2", on_save=on_save)
-    assert [one["step"] for one in found] == [1, 1] and result.path.name == "1"
+    assert [target["step"] for target in targets] == [1, 1] and result.path.name == "1"
     for directory in ("apart", "copies"):
         assert dsq_ckpt.latest(tmp_path / directory) == str(tmp_path / directory / "2")
 
@@ -111,7 +111,7 @@ def test_tensorboard_reads_it(tmp_path, state):
     names = results[0].scalars()
     assert set(events.Tags()["scalars"]) == {f"{prefix}/{name}" for prefix in ("checkpoint", "kept") for name in names}
     for name in names:
-        found = events.Scalars(f"checkpoint/{name}")
-        assert [event.step for event in found] == [0, 500, 1000]
-        assert [event.value for event in found] == pytest.approx([result.scalars()[name] for result in results])
+        scalar_events = events.Scalars(f"checkpoint/{name}")
+        assert [event.step for event in scalar_events] == [0, 500, 1000]
+        assert [event.value for event in scalar_events] == pytest.approx([result.scalars()[name] for result in results])
     assert [event.step for event in events.Scalars("kept/ratio")] == [7]
