@@ -15,9 +15,9 @@ def test_a_trial_run_says_that_it_is_none(tmp_path):
     script = str(ROOT / "scripts" / "bench_gpu.py")
     status, output = run([script, "--device", "cpu", *small, "--json", str(path)], forked=True, TRITON_INTERPRET="1")
     assert status == 0, output
-    made = json.loads(path.read_text())
-    assert made["measured"].startswith("nothing") and "nothing: a trial run" in output
-    assert {"sketch, fp32", "quantize, joint table, fp32", "stall / copy to pinned memory"} <= made["rows"].keys()
-    assert {"sketch, µs for each of 3 small chunks", "stall, µs per tensor, 3 small chunks"} <= made["rows"].keys()
-    assert {"stall, s, a transformer", "stall, µs per tensor"} <= made["rows"].keys()
-    assert all(row["min"] <= row["median"] <= row["max"] for row in made["rows"].values())
+    document = json.loads(path.read_text())
+    assert document["measured"].startswith("nothing") and "nothing: a trial run" in output
+    assert {"sketch, fp32", "quantize, joint table, fp32", "stall / copy to pinned memory"} <= document["rows"].keys()
+    assert {"sketch, µs for each of 3 small chunks", "stall, µs per tensor, 3 small chunks"} <= document["rows"].keys()
+    assert {"stall, s, a transformer", "stall, µs per tensor"} <= document["rows"].keys()
+    assert all(row["min"] <= row["median"] <= row["max"] for row in document["rows"].values())

@@ -32,12 +32,12 @@ def test_ranks_end_with_a_demo_that_is_terminated(tmp_path: Path) -> None:
         ["-c", DEMO.format(script=str(script))], PYTHONPATH=str(processes.ROOT / "scripts"), TMPDIR=str(tmp_path)
     )
     try:
-        with (tmp_path / "pipe").open("rb+", buffering=0) as ours, (tmp_path / "pipe").open("rb", buffering=0) as pipe:
+        with (tmp_path / "pipe").open("rb+", buffering=0) as end, (tmp_path / "pipe").open("rb", buffering=0) as pipe:
             ended = os.pidfd_open(demo.pid)
             for _ in range(2):
                 assert pipe in select.select([pipe, ended], [], [])[0], demo.communicate()[0]
                 ranks.append(int(pipe.readline()))
-            ours.close()  # so far it let nobody wait for the other end of the pipe
+            end.close()  # so far it let nobody wait for the other end of the pipe
             demo.terminate()
             output, _ = demo.communicate(timeout=processes.PATIENCE)
             assert demo.returncode == 128 + signal.SIGTERM, output

@@ -48,14 +48,14 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     with pytest.raises(Parsed) as caught:
         module.main()
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read)
-    found: dict[str, Any] = caught.value.args[0]
-    return found
+    parameters: dict[str, Any] = caught.value.args[0]
+    return parameters
 
 
 def of_group(app: Typer, arguments: list[str]) -> dict[str, Any]:
     name, *rest = arguments
-    found: dict[str, Any] = get_command(app).commands[name].make_context(name, rest).params
-    return found
+    parameters: dict[str, Any] = get_command(app).commands[name].make_context(name, rest).params
+    return parameters
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -65,17 +65,17 @@ def test_every_command_parses(table, tmp_path, monkeypatch) -> None:
     own = {"oneshot": oneshot.SYSTEMS, "transfer": transfer.SYSTEMS}
     recorded = set()
     for words, file in evaluate_all.steps(table, tmp_path):
-        found = parse(words, monkeypatch)
-        assert file is None or str(file) in map(str, found.values()), words
-        for key, value in found.items():
+        arguments = parse(words, monkeypatch)
+        assert file is None or str(file) in map(str, arguments.values()), words
+        for key, value in arguments.items():
             if words[0] == "evaluate.py" and key in known:
                 given = value if isinstance(value, list) else re.split(",(?! )", value)
                 assert set(given) <= set(own.get(words[1], known[key]) if key == "systems" else known[key]), words
         if words[:2] == ["evaluate.py", "record"]:
-            recorded.add((found["workload"], found["seed"]))
+            recorded.add((arguments["workload"], arguments["seed"]))
         elif words[0] == "evaluate.py" and words[1] in ("offline", "peers", "ablations"):
-            runs = found["workload"] if isinstance(found["workload"], list) else [found["workload"]]
-            seeds = found["seed"] if isinstance(found["seed"], list) else [found["seed"]]
+            runs = arguments["workload"] if isinstance(arguments["workload"], list) else [arguments["workload"]]
+            seeds = arguments["seed"] if isinstance(arguments["seed"], list) else [arguments["seed"]]
             assert {(run, seed) for run in runs for seed in seeds} <= recorded, words
         if file is not None:
             file.touch()
@@ -95,21 +95,21 @@ def test_the_full_set_makes_every_file_of_the_page() -> None:
     linked = set(re.findall(r"results/([\w-]+)\.json", page)) - {
         "oneshot-torchcrepe", "gpu-h100", "gpu-h100-triton39", "online-large",
     }
-    made = {step.file.stem for step in evaluate_all.steps(evaluate_all.FULL, Path()) if step.file}
-    assert not {re.sub(r"-2-core-amd-epyc.*|-first", "", name) for name in linked} - made
+    stems = {step.file.stem for step in evaluate_all.steps(evaluate_all.FULL, Path()) if step.file}
+    assert not {re.sub(r"-2-core-amd-epyc.*|-first", "", name) for name in linked} - stems
 
 
 def test_the_full_set_makes_every_run_of_the_files(monkeypatch) -> None:
     """Each workload and seed, with each number of failures and system, of which a file has a row."""
-    made: set[tuple[Any, ...]] = set()
+    planned_runs: set[tuple[Any, ...]] = set()
     for words, file in evaluate_all.steps(evaluate_all.FULL, Path()):
         if file is not None and words[:2] == ["evaluate.py", "online"]:
-            found = parse(words, monkeypatch)
-            made |= {(file.stem, found["workload"], found["seed"], found["failures"], system)
-                     for system in found["systems"].split(",")}
+            arguments = parse(words, monkeypatch)
+            planned_runs |= {(file.stem, arguments["workload"], arguments["seed"], arguments["failures"], system)
+                     for system in arguments["systems"].split(",")}
         elif file is not None and words[0] == "evaluate.py" and words[1] in ("resume", "oneshot", "transfer"):
-            found = parse(words, monkeypatch)
-            made |= {(file.stem, name, seed) for name in found["workload"] for seed in found["seed"]}
+            arguments = parse(words, monkeypatch)
+            planned_runs |= {(file.stem, name, seed) for name in arguments["workload"] for seed in arguments["seed"]}
     measured: set[tuple[Any, ...]] = set()
     for path in RESULTS.glob("*.json"):
         document = json.loads(path.read_text())
@@ -117,19 +117,19 @@ def test_the_full_set_makes_every_run_of_the_files(monkeypatch) -> None:
             measured |= {(path.stem, *(row[key] for key in ("workload", "seed", "failures", "name")))
                          for row in document["rows"]}
         elif document.get("measured") in ("resume", "oneshot", "transfer"):
-            runs = [one["settings"] for one in document["rows"]]
+            runs = [row["settings"] for row in document["rows"]]
             measured |= {(path.stem, run["workload"], run["seed"]) for run in runs
                          if run["workload"] not in ("silero", "torchcrepe")}  # of packages that are not installed
     assert len(measured) > 100
-    assert not measured - made
+    assert not measured - planned_runs
 
 
 def test_files_are_made_once_but_for_those_that_keep_rows() -> None:
     for table in TABLES.values():
-        found = [step for step in evaluate_all.steps(table, Path()) if step.file]
-        assert len({tuple(step.words) for step in found}) == len(found)
-        for step in found:
-            twice = sum(other.file == step.file for other in found) > 1
+        steps = [step for step in evaluate_all.steps(table, Path()) if step.file]
+        assert len({tuple(step.words) for step in steps}) == len(steps)
+        for step in steps:
+            twice = sum(other.file == step.file for other in steps) > 1
             assert not twice or step.words[1] == "online", step.words
 
 

@@ -38,15 +38,15 @@ def test_buckets_are_those_that_promotion_keeps() -> None:
     """In the order of priority promotion: the first 2**x - 1 are what x bits keep, and zero is the last one."""
     values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     values[:40] = 0
-    found = promotion.buckets_of(values)
-    assert found.counts.sum() == 5000 and found.signs[-1] == 0 and found.counts[-1] == 40
-    members = values[found.members == 0]
-    assert (np.sign(members) == found.signs[0]).all()
-    assert np.floor(np.log2(np.abs(members))).max() == np.floor(np.log2(np.abs(values).max())) == found.exponents[0]
+    buckets = promotion.buckets_of(values)
+    assert buckets.counts.sum() == 5000 and buckets.signs[-1] == 0 and buckets.counts[-1] == 40
+    members = values[buckets.members == 0]
+    assert (np.sign(members) == buckets.signs[0]).all()
+    assert np.floor(np.log2(np.abs(members))).max() == np.floor(np.log2(np.abs(values).max())) == buckets.exponents[0]
     ascending, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     for bits in (1, 2, 3, 4):
         _, codes = exponent_buckets(ascending, ascending, ascending, counts, bits)
-        assert ((found.members < 2**bits - 1) & (values != 0)).tolist() == (codes[place] > 0).tolist()
+        assert ((buckets.members < 2**bits - 1) & (values != 0)).tolist() == (codes[place] > 0).tolist()
 
 
 def test_exponents_add_up_and_the_largest_are_promoted() -> None:
@@ -105,11 +105,11 @@ def test_deleted_buckets_leave_training_as_it_was(monkeypatch) -> None:
     for row in rows:
         workload.train(row["iterations"] - 10, row["iterations"])
         assert row["loss"] == pytest.approx(probe(workload.model), rel=1e-6)
-        assert sum(one["count"] for one in row["buckets"]) == workload.settings()["parameters"]
+        assert sum(bucket["count"] for bucket in row["buckets"]) == workload.settings()["parameters"]
         assert 0 < row["kept_2"] < row["kept_3"] < row["kept_4"] <= 1
-        assert row["buckets"][row["largest"] - 1]["error"] == max(one["error"] for one in row["buckets"])
+        assert row["buckets"][row["largest"] - 1]["error"] == max(bucket["error"] for bucket in row["buckets"])
         assert row["without_rest_4"] < row["without_rest_2"]
-        assert [one["error"] for one in row["buckets"] if one["exponent"] is None] in ([], [0.0])
+        assert [bucket["error"] for bucket in row["buckets"] if bucket["exponent"] is None] in ([], [0.0])
 
 
 def test_equation_2() -> None:
@@ -117,8 +117,10 @@ def test_equation_2() -> None:
     difference = np.array([2, 1, 1], np.float32)
     row = promotion._deletions(difference, lambda change: float(change.sum()))
     assert row["loss"] == 4 and row["largest"] == 1
-    assert [one["error"] for one in row["buckets"]] == [0.25, 0.25]
-    assert [(one["exponent"], one["sign"], one["count"]) for one in row["buckets"]] == [(1, 1, 1), (0, 1, 2)]
+    assert [bucket["error"] for bucket in row["buckets"]] == [0.25, 0.25]
+    assert [
+        (bucket["exponent"], bucket["sign"], bucket["count"]) for bucket in row["buckets"]
+    ] == [(1, 1, 1), (0, 1, 2)]
 
 
 def test_a_failure_costs_what_was_lost() -> None:
@@ -208,5 +210,5 @@ def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document

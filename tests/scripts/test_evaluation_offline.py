@@ -38,14 +38,14 @@ def recording(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def replayed(recording) -> Iterator[Callable[[str], Replay]]:
     """Replays by system, each made once, also for commands."""
-    made: dict[str, Replay] = {}
+    replays: dict[str, Replay] = {}
 
     def once(directory: Path, config: dsq_ckpt.DSQConfig, report: Callable[[str], None] = print) -> Replay:
         assert directory == recording
         key = config.model_dump_json()
-        if key not in made:
-            made[key] = replay(directory, config, report=report)
-        return made[key]
+        if key not in replays:
+            replays[key] = replay(directory, config, report=report)
+        return replays[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "replay", once)
@@ -98,47 +98,47 @@ def _total(kinds: dict[str, Bytes] | dict[str, KindSizes], name: str) -> int:
 
 @pytest.mark.parametrize("system", ["dsq", "inshrinkerator", "lc", "kmeans"])
 def test_measured_harm_is_what_the_search_measured(replayed: Callable[[str], Replay], system: str) -> None:
-    made = replayed(system)
-    harm = made.degradations()
-    assert [point.step for point in made.measured] == [10, 20, 30, 40, 50, 60]
-    for point, found in zip(made.measured, harm, strict=True):
+    result = replayed(system)
+    harm = result.degradations()
+    assert [point.step for point in result.measured] == [10, 20, 30, 40, 50, 60]
+    for point, degradation in zip(result.measured, harm, strict=True):
         assert point.quality is not None
         assert point.quality["metric"] == point.loss
-        assert point.quality["degradation"] == pytest.approx(found, abs=1e-9)
-        assert found <= 0.05
-    assert len({point.keyframe for point in made.measured}) == (2 if system in ("dsq", "inshrinkerator") else 1)
+        assert point.quality["degradation"] == pytest.approx(degradation, abs=1e-9)
+        assert degradation <= 0.05
+    assert len({point.keyframe for point in result.measured}) == (2 if system in ("dsq", "inshrinkerator") else 1)
 
 
 def test_measured_loss_of_a_restore_is_what_the_search_measured(recording: Path) -> None:
     config = dsq_ckpt.DSQConfig.create({"storage": {"threads": 1}})
-    made = replay(recording, config, steps=(30, 40))
-    for point in made.measured:
+    result = replay(recording, config, steps=(30, 40))
+    for point in result.measured:
         assert point.quality is not None
         assert abs(point.refined_loss - point.loss) == pytest.approx(point.quality["restore_loses"], abs=1e-9)
         assert point.refined_loss != point.base_loss
-    assert max(map(abs, made.refined_degradations())) < max(map(abs, made.degradations()))
+    assert max(map(abs, result.refined_degradations())) < max(map(abs, result.degradations()))
 
 
 def test_differences_of_values_start_from_step_0(replayed: Callable[[str], Replay]) -> None:
-    made = replayed("lc")
-    first, *others = made.checkpoints
+    result = replayed("lc")
+    first, *others = result.checkpoints
     assert first.step == 0 and first.keyframe and first.quality is None and first.base_loss == first.loss
     assert not any(point.keyframe for point in others)
-    assert made.ratio(deltas_only=True) > made.ratio()
-    assert len(made.degradations()) == len(others)
+    assert result.ratio(deltas_only=True) > result.ratio()
+    assert len(result.degradations()) == len(others)
 
 
 def test_ratios_are_sums_over_the_run(replayed: Callable[[str], Replay]) -> None:
-    made = replayed("dsq")
-    parts = [point.kinds["weights"] for point in made.checkpoints]
-    assert made.ratio() == sum(p.logical for p in parts) / sum(p.base for p in parts)
-    assert made.checkpoints[0].ratio() < made.ratio() < made.ratio(deltas_only=True)
-    everything = sum(_total(point.kinds, "logical") for point in made.checkpoints)
-    assert made.ratio_files == everything / sum(point.files for point in made.checkpoints)
-    assert made.elements > 3 * sum(p.numel() for p in create("gpt-tiny").model.parameters())
-    harm = offline.summary(made)
+    result = replayed("dsq")
+    parts = [point.kinds["weights"] for point in result.checkpoints]
+    assert result.ratio() == sum(p.logical for p in parts) / sum(p.base for p in parts)
+    assert result.checkpoints[0].ratio() < result.ratio() < result.ratio(deltas_only=True)
+    everything = sum(_total(point.kinds, "logical") for point in result.checkpoints)
+    assert result.ratio_files == everything / sum(point.files for point in result.checkpoints)
+    assert result.elements > 3 * sum(p.numel() for p in create("gpt-tiny").model.parameters())
+    harm = offline.summary(result)
     assert harm["degradation_final"] == compute_degradation(
-        made.checkpoints[-1].base_loss, made.checkpoints[-1].loss, made.config.search
+        result.checkpoints[-1].base_loss, result.checkpoints[-1].loss, result.config.search
     )
 
 
@@ -146,12 +146,12 @@ def test_choices_are_taken_as_they_are(recording: Path, replayed: Callable[[str]
     """The codes of a search again, without the search: what the comparison of coders stands on."""
     searched = replayed("inshrinkerator")
     choices = {point.step: dsq_ckpt.DSQConfig.create(point.config) for point in searched.checkpoints}
-    made = replay(recording, searched.config, choices=choices)
-    assert made.degradations() == searched.degradations()
-    assert [point.kinds["weights"].base for point in made.checkpoints] == [
+    result = replay(recording, searched.config, choices=choices)
+    assert result.degradations() == searched.degradations()
+    assert [point.kinds["weights"].base for point in result.checkpoints] == [
         point.kinds["weights"].base for point in searched.checkpoints
     ]
-    assert all(point.quality is None for point in made.checkpoints)
+    assert all(point.quality is None for point in result.checkpoints)
 
 
 @pytest.mark.usefixtures("replayed")
@@ -170,18 +170,18 @@ def test_offline_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
         "--dsq-epsilon", "0.01", "--json", str(results),
     )
     assert "cannot be made" in printed and "ahead of every other system" in printed
-    made = json.loads(results.read_text())
-    assert {"measured", "command", "settings", "rows", "versus", "machine", "torch", "dsq_ckpt", "date"} <= set(made)
-    assert made["measured"] == "offline" and made["settings"]["epsilon"] == 0.05
-    assert [row["name"] for row in made["rows"]] == ["dsq", "dsq 0.01", "lc", "scar"]
-    assert [row["skipped"] for row in made["rows"]] == [None, None, None, "cannot be made"]
+    content = json.loads(results.read_text())
+    assert {"measured", "command", "settings", "rows", "versus", "machine", "torch", "dsq_ckpt", "date"} <= set(content)
+    assert content["measured"] == "offline" and content["settings"]["epsilon"] == 0.05
+    assert [row["name"] for row in content["rows"]] == ["dsq", "dsq 0.01", "lc", "scar"]
+    assert [row["skipped"] for row in content["rows"]] == [None, None, None, "cannot be made"]
     keys = {column.key for column in (*offline.SIZES, *offline.COSTS)}
-    for row in made["rows"][:3]:
+    for row in content["rows"][:3]:
         assert keys | {"checkpoints", "warnings", "run", "epsilon"} <= set(row)
         assert all(row[key] is not None for key in keys - {"skipped"})
         assert row["bits_entropy"] <= row["bits_codes"] <= row["bits_stored"]
         assert row["checkpoints"][-1]["step"] == 60
-    [against] = made["versus"]
+    [against] = content["versus"]
     assert against["name"] == "lc" and against["target"] == 1.0
     picture = tmp_path / "plots" / "offline.png"
     assert _run("report", str(results), "--directory", str(picture.parent)).strip() == str(picture)
@@ -202,12 +202,15 @@ def test_comparison_is_at_no_greater_mean_and_final_harm() -> None:
         _row("inshrinkerator", 0.05, 25, 0.02, 0.04), _row("uniform", 0.05, 55, 0.01, 0.015),
         _row("adaptive", 0.05, 5, -0.01, 0.0), _row("exact", 0.05, 1, 0.0, 0.0),
     ]
-    found = {row["system"]: row for row in offline.versus([*others, *own])}
-    assert set(found) == {"inshrinkerator", "uniform", "adaptive"}
-    assert (found["inshrinkerator"]["epsilon"], found["inshrinkerator"]["reached"]) == (0.02, True)
-    assert found["inshrinkerator"]["times_weights"] == pytest.approx(2.4) and found["inshrinkerator"]["target"] == 2.2
-    assert (found["uniform"]["epsilon"], found["uniform"]["reached"]) == (0.01, False)
-    assert found["adaptive"]["epsilon"] is None and found["adaptive"]["reached"] is None
+    by_system = {row["system"]: row for row in offline.versus([*others, *own])}
+    assert set(by_system) == {"inshrinkerator", "uniform", "adaptive"}
+    assert (by_system["inshrinkerator"]["epsilon"], by_system["inshrinkerator"]["reached"]) == (0.02, True)
+    assert (
+        by_system["inshrinkerator"]["times_weights"] == pytest.approx(2.4)
+        and by_system["inshrinkerator"]["target"] == 2.2
+    )
+    assert (by_system["uniform"]["epsilon"], by_system["uniform"]["reached"]) == (0.01, False)
+    assert by_system["adaptive"]["epsilon"] is None and by_system["adaptive"]["reached"] is None
 
 
 def test_refusals(recording: Path, tmp_path: Path) -> None:
@@ -225,8 +228,8 @@ def test_refusals(recording: Path, tmp_path: Path) -> None:
 
 
 def test_json_has_no_infinities(tmp_path: Path) -> None:
-    made = report.document("test", {"a": 1}, [{"x": float("inf"), "y": [float("nan"), 1.5], "z": {"k": (1, 2)}}])
-    json_files.write(tmp_path / "new" / "test.json", made)
+    document = report.document("test", {"a": 1}, [{"x": float("inf"), "y": [float("nan"), 1.5], "z": {"k": (1, 2)}}])
+    json_files.write(tmp_path / "new" / "test.json", document)
     [row] = json.loads((tmp_path / "new" / "test.json").read_text())["rows"]
     assert row == {"x": None, "y": [None, 1.5], "z": {"k": [1, 2]}}
 
@@ -238,7 +241,7 @@ def test_spaces_are_changed_for_a_while() -> None:
         space = SYSTEMS["inshrinkerator"].space
         assert space is not None
         assert [axis.name for axis in space.axes] == ["bins", "protect", "embedding bins"]
-        assert [one.name for one in space.variants] == ["magnitude"]
+        assert [variant.name for variant in space.variants] == ["magnitude"]
         raise KeyError
     assert SYSTEMS["inshrinkerator"] is usual
 
@@ -260,14 +263,14 @@ def test_coders_code_the_same_codes(recording: Path, tmp_path: Path) -> None:
         "ablations", "gpt-tiny", "--directory", str(recording), "--part", "coders", "--part", "timings",
         "--elements", "20000", "--repeats", "1", "--json", str(results),
     )
-    made = json.loads(results.read_text())
-    rows = {row["name"]: row for row in made["rows"] if row["part"] == "coders"}
+    document = json.loads(results.read_text())
+    rows = {row["name"]: row for row in document["rows"] if row["part"] == "coders"}
     assert list(rows) == list(ablations.CODERS) and all(name in printed for name in rows)
     plain, runs, rearranged, rans = rows.values()
     assert plain["evaluations"] > 0 == runs["evaluations"] == rans["evaluations"]
     assert rans["bits_entropy"] == plain["bits_entropy"] <= rans["bits_codes"] < rearranged["bits_codes"]
     assert rearranged["ratio_weights"] > plain["ratio_weights"]
-    assert sum(row["part"] == "timings" for row in made["rows"]) == 6
+    assert sum(row["part"] == "timings" for row in document["rows"]) == 6
     _run("report", str(results))
     assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
 

@@ -35,7 +35,7 @@ def reference(tmp_path_factory) -> tuple[dict[str, Any], Path]:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> tuple[dict[str, Any], Path]:
+def dsq_run(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """A run with our own system: its figures and its checkpoints."""
     dsq_ckpt.forget()
     run = tmp_path_factory.mktemp("ours")
@@ -100,37 +100,37 @@ def test_exact_equals_the_run_without_failures(reference, tmp_path) -> None:
     assert row["checkpoints"][1]["loss"] == exact["losses"]["values"][2]  # both at step 30
 
 
-def test_figures_are_those_of_the_checkpoints_on_disk(ours) -> None:
-    row, run = ours
+def test_figures_are_those_of_the_checkpoints_on_disk(dsq_run) -> None:
+    row, run = dsq_run
     assert _finite(row)
-    found = list(iter_checkpoints(run))
-    assert [path.name for path, _ in found] == [f"step-{step:06d}" for step in range(10, 61, 10)]
+    checkpoints = list(iter_checkpoints(run))
+    assert [path.name for path, _ in checkpoints] == [f"step-{step:06d}" for step in range(10, 61, 10)]
     assert len(row["checkpoints"]) == 6 and len(row["restores"]) == 2 == row["lossy_resumes"]
-    own = {file.stat().st_ino: file.stat().st_size for path, _ in found for file in path.iterdir()}
-    kept = sum(own.values())  # what an older checkpoint shares with a newer one is there once
-    logical = sum(sizes.logical for _, manifest in found for sizes in manifest.kinds.values())
-    assert row["ratio_state_kept"] == pytest.approx(logical / kept)
-    weights = [manifest.kinds["weights"] for _, manifest in found]
+    own = {file.stat().st_ino: file.stat().st_size for path, _ in checkpoints for file in path.iterdir()}
+    bytes_kept = sum(own.values())  # what an older checkpoint shares with a newer one is there once
+    logical = sum(sizes.logical for _, manifest in checkpoints for sizes in manifest.kinds.values())
+    assert row["ratio_state_kept"] == pytest.approx(logical / bytes_kept)
+    weights = [manifest.kinds["weights"] for _, manifest in checkpoints]
     base = sum(sizes.base for sizes in weights)
     assert row["ratio_weights_base"] == pytest.approx(sum(sizes.logical for sizes in weights) / base)
     assert row["ratio_weights_kept"] == pytest.approx(
         sum(sizes.logical for sizes in weights) / (base + sum(sizes.refinement for sizes in weights[-3:]))
     )
     dropped = sum(
-        sizes.refinement for _, manifest in found if manifest.refinement == "dropped"
+        sizes.refinement for _, manifest in checkpoints if manifest.refinement == "dropped"
         for sizes in manifest.kinds.values()
     )
-    assert dropped and row["ratio_written"] == pytest.approx(logical / (kept + dropped))
+    assert dropped and row["ratio_written"] == pytest.approx(logical / (bytes_kept + dropped))
     assert row["ratio_state_kept"] > row["ratio_written"] > 1
     assert row["ratio_weights_base"] > row["ratio_weights_kept"] > 1
     ratios = [save["ratio_weights"] for save in row["checkpoints"] if not save["keyframe"]]
     assert row["unchanged_deltas"] == ratios.count(None) == [sizes.base for sizes in weights].count(0)
     assert row["best_delta"] == max(ratio for ratio in ratios if ratio)
-    evaluations = [manifest.quality["evaluations"] for _, manifest in found if manifest.quality]
+    evaluations = [manifest.quality["evaluations"] for _, manifest in checkpoints if manifest.quality]
     assert row["evaluations_per_checkpoint"] == pytest.approx(sum(evaluations) / 6)
 
 
-def test_every_failure_takes_all_of_the_state(ours) -> None:
+def test_every_failure_takes_all_of_the_state(dsq_run) -> None:
     workload = create("gpt-tiny")
     workload.train(0, 1)
     assert online._damaged(workload) == 0
@@ -183,8 +183,8 @@ def test_ours_is_compared_where_it_does_no_more_harm() -> None:
 
     rows = [row("dsq", 1.01, 60.0), row("uniform", 1.2, 20.0), row("lc", 1.0, 10.0), row("scar", None, 5.0),
             row("exact", 1.0, None), row("uniform", 1.2, 20.0, workload="vit")]
-    found = online.versus(rows)
-    assert [(one["name"], one["harmless"], one["times_weights"], one["times_base"]) for one in found] == [
+    comparison = online.versus(rows)
+    assert [(row["name"], row["harmless"], row["times_weights"], row["times_base"]) for row in comparison] == [
         ("uniform", True, 3.0, 6.0), ("lc", False, None, None), ("scar", True, 12.0, 24.0),
     ]
 
@@ -279,9 +279,9 @@ def test_rework_command(tmp_path) -> None:
 
 def test_summary_counts_trials_over_the_limit() -> None:
     trials = [{"iterations": count, "restored": 1.1, "loss": 1.0} for count in (2, 4, None)]
-    found = rework._summary(trials, rework.Experiment("gpt-tiny", 0, 1, 3, limit=9))
-    assert found["iterations"] == 5 and found["over_limit"] == 1 and found["iterations_worst"] == 9
-    assert found["restore_rise"] == pytest.approx(0.1)
+    summary = rework._summary(trials, rework.Experiment("gpt-tiny", 0, 1, 3, limit=9))
+    assert summary["iterations"] == 5 and summary["over_limit"] == 1 and summary["iterations_worst"] == 9
+    assert summary["restore_rise"] == pytest.approx(0.1)
     # Exact quantile of Student's t with 49 degrees of freedom: 2.0096.
     many = [{"iterations": count % 2, "restored": 1.0, "loss": 1.0} for count in range(50)]
     half = rework._summary(many, rework.Experiment("gpt-tiny", 0, 1, 50, limit=9))["iterations_ci95"]

@@ -232,14 +232,14 @@ def test_versus_is_at_no_more_harm() -> None:
             "decompress": 1.0, "ratio_later": 2 * ratio, "lossless": peer == "zstd",
         }
 
-    ours = [row("dsq", 0.05, 100, 0.04), row("dsq", 0.01, 50, 0.005), row("dsq", 0.001, 20, TOLERANCE / 2)]
-    found = versus([row("excp", 0.05, 25, 0.03), row("nncodec", 0.01, 40, -0.01), row("zstd", 0.01, 1, 0.0), *ours])
-    assert [(one["name"], one["ours"], one["times"]) for one in found] == [
+    own_rows = [row("dsq", 0.05, 100, 0.04), row("dsq", 0.01, 50, 0.005), row("dsq", 0.001, 20, TOLERANCE / 2)]
+    table = versus([row("excp", 0.05, 25, 0.03), row("nncodec", 0.01, 40, -0.01), row("zstd", 0.01, 1, 0.0), *own_rows])
+    assert [(entry["name"], entry["ours"], entry["times"]) for entry in table] == [
         ("excp", 50, 2.0), ("nncodec", 20, 0.5)
     ]
-    both = versus([row("excp", 0.05, 25, 0.03), *ours, row("dsq", 0.05, 200, 0.02, 0.125)])
-    assert [(one["sensitivity"], one["ours"]) for one in both] == [(None, 50), (0.125, 200)]
-    [lonely] = versus([row("excp", 0.05, 25, -1.0), ours[0]])
+    both = versus([row("excp", 0.05, 25, 0.03), *own_rows, row("dsq", 0.05, 200, 0.02, 0.125)])
+    assert [(entry["sensitivity"], entry["ours"]) for entry in both] == [(None, 50), (0.125, 200)]
+    [lonely] = versus([row("excp", 0.05, 25, -1.0), own_rows[0]])
     assert "ours" not in lonely
 
 
@@ -253,9 +253,9 @@ def test_peers_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
         "--dsq-epsilon", "0.05",
     ])
     assert result.exit_code == 0, result.output
-    made = json.loads(target.read_text())
-    rows = made["rows"]
-    assert made["measured"] == "peers" and made["settings"]["epsilon"] == [0.05]
+    document = json.loads(target.read_text())
+    rows = document["rows"]
+    assert document["measured"] == "peers" and document["settings"]["epsilon"] == [0.05]
     assert {row["peer"] for row in rows} == {"excp", "bitsnap", "zstd", "exact", "dsq"} < set(JOBS)
     assert {row["name"]: row["sensitivity"] for row in rows if row["peer"] == "dsq"} == {
         "dsq": None, "dsq, refined": None, "dsq, sensitivity 0.125": 0.125, "dsq, sensitivity 0.125, refined": 0.125,
@@ -274,8 +274,10 @@ def test_peers_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
         assert row["ratio_later"] == pytest.approx(later)
         continued = row["part"] == "weights + moments" and row["degradation_max"] != 0
         assert (row["continued"] is not None) == continued
-    assert [one["name"] for one in made["versus"]] == 2 * [row["name"] for row in rows if row["peer"] == "excp"]
-    assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {one["name"] for one in made["versus"]}
+    assert [entry["name"] for entry in document["versus"]] == 2 * [row["name"] for row in rows if row["peer"] == "excp"]
+    assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {
+        entry["name"] for entry in document["versus"]
+    }
     assert "dsq at no greater mean and final harm" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--peers", "gzip"])
     assert refused.exit_code == 2 and "'gzip' is not one of excp" in unwrap_text(refused.output)

@@ -36,20 +36,20 @@ def failed_run(name: str, saved: bool = True, bound: str = "-") -> dict:
 
 def drawn(rows: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Return the lines of each panel, label and points, by its title."""
-    found = {}
+    panels = {}
     for panel in report.PANELS["online"](rows):
         axis = Figure().subplots()
         panel(axis)
-        found[axis.get_title()] = {
+        panels[axis.get_title()] = {
             line.get_label(): [(float(x), float(y)) for x, y in zip(*line.get_data(), strict=True)]
             for line in axis.get_lines()
         }
-    return found
+    return panels
 
 
 def test_one_run_is_drawn_along_its_steps() -> None:
-    found = drawn([failed_run("dsq"), failed_run("noise", saved=False)])
-    losses, differences, sizes, total = found.values()
+    panels = drawn([failed_run("dsq"), failed_run("noise", saved=False)])
+    losses, differences, sizes, total = panels.values()
     assert losses["no failures"] == [(20, 1.6), (40, 1.5)]
     assert losses["dsq"] == [(10, 1.9), (20, 1.8), (30, 1.7), (40, 1.6)] == losses["noise"]
     assert losses["dsq, restored"] == [(20, 1.81)]
@@ -78,19 +78,19 @@ def test_several_bounds_or_runs_are_compared_by_their_end() -> None:
 def test_points_of_the_overview_are_those_of_the_files() -> None:
     names = ["offline-gpt-seed0", "peers-llama-seed0", "oneshot"]
     documents = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
-    found = overview.points(documents)
+    points = overview.points(documents)
     rows = {row["name"]: row for row in documents[0]["rows"]}
-    lc = [point for point in found if point.system == "lc"]
+    lc = [point for point in points if point.system == "lc"]
     assert [(point.part, point.harm, point.ratio) for point in lc] == [
         (overview.WEIGHTS, rows["lc"]["degradation_mean"], rows["lc"]["ratio_weights"]),
         (overview.STATE, rows["lc"]["degradation_mean"], rows["lc"]["ratio_files"]),
     ]
-    assert sum(point.system == "dsq" and point.workload == "gpt" for point in found) == 10  # five bounds, two parts
-    peers = [point for point in found if point.workload == "llama"]
+    assert sum(point.system == "dsq" and point.workload == "gpt" for point in points) == 10  # five bounds, two parts
+    peers = [point for point in points if point.workload == "llama"]
     assert {point.system for point in peers} == {"excp", "nncodec", "dsq", overview.REFINED}  # none without loss
     assert {point.part for point in peers if point.system == "excp"} == {overview.STATE}
     other = overview.Point(overview.WEIGHTS, (9, "vit, seed 0"), "vit", "powers", 0.01, 20.0)
-    colours, markers = overview._colours([*found, other]), overview._markers([*found, other])
+    colours, markers = overview._colours([*points, other]), overview._markers([*points, other])
     assert len(set(colours.values())) == len(colours) and "powers" in colours
     assert len(set(markers.values())) == len(markers) and "vit" in markers
 

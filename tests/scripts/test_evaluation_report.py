@@ -35,24 +35,24 @@ ROWS = [
 
 def drawn(rows):
     """Of each panel its title and its lines: label and points."""
-    found = {}
+    panels = {}
     for panel in report.PANELS["online"](rows):
         axis = Figure().subplots()
         panel(axis)
         lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axis.get_lines()}
-        found[axis.get_title()] = lines, [text.get_text() for text in axis.texts]
-    return found
+        panels[axis.get_title()] = lines, [text.get_text() for text in axis.texts]
+    return panels
 
 
 def test_final_loss_against_the_ratio_kept_by_system() -> None:
-    found = drawn(ROWS)
-    assert list(found) == ["gpt, seed 0: weights", "gpt, seed 0: everything"]
-    lines, bounds = found["gpt, seed 0: weights"]
+    panels = drawn(ROWS)
+    assert list(panels) == ["gpt, seed 0: weights", "gpt, seed 0: everything"]
+    lines, bounds = panels["gpt, seed 0: weights"]
     assert lines["dsq"] == [(100.0, 2.01)] and lines["uniform"] == [(40.0, 2.3), (20.0, 2.1)]
     assert "exact" not in lines and "kmeans" not in lines  # nothing was quantized; the run diverged
     assert bounds == ["progress 0.05", "relative 0.05", "relative 0.02"]
     assert lines["no failures"][0][1] == 2.0 and lines["1 % above"][0][1] == pytest.approx(2.02)
-    lines, _ = found["gpt, seed 0: everything"]
+    lines, _ = panels["gpt, seed 0: everything"]
     assert lines["exact"] == [(1.2, 2.0)]
 
 
@@ -117,10 +117,10 @@ def options() -> dict[str, dict[str, str]]:
 
 
 def test_systems_are_named_in_one_way() -> None:
-    found = options()
+    by_command = options()
     for name in ("offline", "online", "rework"):
-        assert found[name]["--systems"] == "one"
-    assert not any("--system" in flags for flags in found.values())
+        assert by_command[name]["--systems"] == "one"
+    assert not any("--system" in flags for flags in by_command.values())
     for name in ("offline", "online", "rework"):
         required = ["--json", "x.json"] if name == "offline" else []
         result = CliRunner().invoke(app, [name, "gpt-tiny", "--systems", "dsq,qsd", *required])
@@ -129,7 +129,7 @@ def test_systems_are_named_in_one_way() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documented_commands_exist(path) -> None:
-    found = options()
+    by_command = options()
     for command, rest in re.findall(r"python scripts/evaluate\.py (\w+)([^\n#`]*)", path.read_text()):
-        assert command in found, command
-        assert set(re.findall(r"--[\w-]+", rest)) <= set(found[command]), (command, rest)
+        assert command in by_command, command
+        assert set(re.findall(r"--[\w-]+", rest)) <= set(by_command[command]), (command, rest)

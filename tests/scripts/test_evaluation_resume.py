@@ -35,9 +35,9 @@ def test_update_error_is_relative_to_the_update() -> None:
         other = copy.deepcopy(exact)
         for state in other["state"].values():
             state[key] *= factor
-        found = update_error(run.optimizer, exact, other)
-        assert found["update_error"] == pytest.approx(expected, abs=2e-3)  # eps is not scaled
-        assert found["update_cosine_worst"] == pytest.approx(1, abs=1e-3)
+        figures = update_error(run.optimizer, exact, other)
+        assert figures["update_error"] == pytest.approx(expected, abs=2e-3)  # eps is not scaled
+        assert figures["update_cosine_worst"] == pytest.approx(1, abs=1e-3)
 
 
 def test_exact_checkpoints_lose_nothing_and_lossy_ones_are_seen() -> None:
@@ -65,10 +65,10 @@ def test_points_that_are_no_checkpoints_are_refused() -> None:
 
 
 def test_command_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, int]] = []
+    runs: list[tuple[str, int]] = []
 
     def measured(name: str, seed: int, configs: object, points: object, report: object) -> list[dict]:
-        made.append((name, seed))
+        runs.append((name, seed))
         return compare(name, seed, {}, [20], steps=10)
 
     monkeypatch.setattr("evaluation.resume.compare", measured)
@@ -77,6 +77,6 @@ def test_command_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
         assert "floor" in result.output and "lost steps" in result.output
-    assert made == [("gpt-tiny", 3)]
+    assert runs == [("gpt-tiny", 3)]
     assert json.loads((tmp_path / "resume.json").read_text())["measured"] == "resume"
     assert torch.get_num_threads() == 1

@@ -46,10 +46,10 @@ def _small_vision(name: str, seed: int) -> Workload:
 
 def _need_data() -> None:
     try:
-        found = vision.find_data()
+        data = vision.find_data()
     except vision.DataMissingError as error:
         pytest.skip(str(error))
-    if found is None:
+    if data is None:
         pytest.skip("Fashion-MNIST is neither named, installed nor in the cache, and tests fetch nothing")
 
 
@@ -365,9 +365,9 @@ def test_augmentation_moves_and_mirrors_whole_images() -> None:
     image[:, 10:14, 8:12] = np.arange(1, 17, dtype=np.uint8).reshape(4, 4)
     moved = vision._flip_and_shift(image, np.random.default_rng(0))
     corners = set()
-    for one in moved:
-        rows, columns = np.nonzero(one)
-        patch = one[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    for picture in moved:
+        rows, columns = np.nonzero(picture)
+        patch = picture[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
         mirrored = patch[0, 0] == 4
         assert np.array_equal(patch[:, ::-1] if mirrored else patch, image[0, 10:14, 8:12])
         corners.add((bool(mirrored), int(rows.min()) - 10, int(columns.min()) - (16 if mirrored else 8)))

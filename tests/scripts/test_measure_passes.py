@@ -29,8 +29,8 @@ def test_passes_are_parts_of_the_whole(tmp_path: Path) -> None:
     assert works == {f"{what} of a {which}" for what in ("save", "load") for which in ("keyframe", "delta")}
     for work, passes in (("save of a delta", {"sketches", "codes", "refinement", "entropy coding", "checksums"}),
                          ("load of a delta", {"entropy coding", "files"})):
-        found = {row["pass"]: row["ns"] for row in rows if row["work"] == work}
-        assert passes <= {name for name, ns in found.items() if ns > 0}, work
+        times = {row["pass"]: row["ns"] for row in rows if row["work"] == work}
+        assert passes <= {name for name, ns in times.items() if ns > 0}, work
     assert list(tmp_path.iterdir()) == []
 
 

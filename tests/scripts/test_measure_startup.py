@@ -37,11 +37,11 @@ def test_medians_are_of_each_part_and_the_first_process_only_compiles() -> None:
     with patch.object(measure_startup, "start", start):
         rows = measure_startup.measure(3, 7)
     assert begun == [("dsq", 7), *[("dcp", 7), ("dsq", 7)] * 3]
-    found = {(row["system"], row["part"]): (row["seconds"], row["processor_seconds"]) for row in rows}
-    assert found["dcp", "first save"] == (4.0, 2.0)
-    assert found["dsq", "first save"] == (5.0, 2.5)
-    assert found["dsq", "first save beyond the second"] == (4.5, 2.0)
-    assert found["dcp", "import torch"] == (2.0, 1.0)
+    times = {(row["system"], row["part"]): (row["seconds"], row["processor_seconds"]) for row in rows}
+    assert times["dcp", "first save"] == (4.0, 2.0)
+    assert times["dsq", "first save"] == (5.0, 2.5)
+    assert times["dsq", "first save beyond the second"] == (4.5, 2.0)
+    assert times["dcp", "import torch"] == (2.0, 1.0)
 
 
 def test_a_process_that_fails_is_an_error(tmp_path: Path) -> None:
