@@ -19,8 +19,8 @@ WEIGHTS = {"first": 0.001, "second": 0.1, "third": 1.0, "fourth": 30.0}
 BOUND = 0.05
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(((found - exact) ** 2).sum() / (exact**2).sum())
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((value - exact) ** 2).sum() / (exact**2).sum())
 
 
 class Stack(nn.Module):
@@ -58,14 +58,14 @@ def loaded(path: Path) -> Stack:
 def test_what_bears_more_gets_larger_steps(tmp_path):
     uniform, model = Stack(), Stack()
     one_step = compressed(tmp_path / "one", uniform, probes=0)
-    found = compressed(tmp_path / "own", model, probes=48)
-    assert found["bytes_kept"] < 0.75 * one_step["bytes_kept"]
-    steps = found["quality"]["steps"]
+    result = compressed(tmp_path / "own", model, probes=48)
+    assert result["bytes_kept"] < 0.75 * one_step["bytes_kept"]
+    steps = result["quality"]["steps"]
     sizes = [steps[next(group for group in steps if name in group)] for name in WEIGHTS]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1]
-    assert loaded(tmp_path / "own").loss() - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-3)
-    assert 0.4 * BOUND < found["quality"]["degradation"] <= BOUND
-    assert found["quality"]["evaluations"] == model.calls <= one_step["quality"]["evaluations"] + 48
+    assert loaded(tmp_path / "own").loss() - 1 == pytest.approx(result["quality"]["degradation"], rel=1e-3)
+    assert 0.4 * BOUND < result["quality"]["degradation"] <= BOUND
+    assert result["quality"]["evaluations"] == model.calls <= one_step["quality"]["evaluations"] + 48
 
 
 def test_near_the_optimum_of_theory(tmp_path):
@@ -85,10 +85,10 @@ def test_near_the_optimum_of_theory(tmp_path):
 def test_the_bound_is_kept_on_other_batches_too(tmp_path):
     model = Stack()
     others = {"first": 20.0, "second": 0.1, "third": 1.0, "fourth": 3.0}
-    found = compressed(tmp_path / "a", model, check=lambda: model.loss(others))
+    result = compressed(tmp_path / "a", model, check=lambda: model.loss(others))
     read = loaded(tmp_path / "a")
     assert read.loss() - 1 <= BOUND and read.loss(others) - 1 <= BOUND
-    assert found["quality"]["check_degradation"] == pytest.approx(read.loss(others) - 1, rel=1e-3)
+    assert result["quality"]["check_degradation"] == pytest.approx(read.loss(others) - 1, rel=1e-3)
 
 
 def test_where_no_step_for_all_is_fine_enough(tmp_path):
@@ -99,24 +99,24 @@ def test_where_no_step_for_all_is_fine_enough(tmp_path):
         exact = dsq_ckpt.compress(
             model, tmp_path / "one", evaluate=lambda: model.loss(costs), max_degradation=BOUND, probes=0
         )
-    found = dsq_ckpt.compress(model, tmp_path / "own", evaluate=lambda: model.loss(costs), max_degradation=BOUND)
-    assert found["quality"]["satisfied"] and loaded(tmp_path / "own").loss(costs) - 1 <= BOUND
-    assert found["bytes_kept"] < 0.4 * exact["bytes_kept"]
+    result = dsq_ckpt.compress(model, tmp_path / "own", evaluate=lambda: model.loss(costs), max_degradation=BOUND)
+    assert result["quality"]["satisfied"] and loaded(tmp_path / "own").loss(costs) - 1 <= BOUND
+    assert result["bytes_kept"] < 0.4 * exact["bytes_kept"]
 
 
 @pytest.mark.parametrize("probes", [1, 4])
 def test_few_evaluations_still_keep_the_bound(tmp_path, probes):
     model = Stack()
-    found = compressed(tmp_path / "a", model, probes=probes)
+    result = compressed(tmp_path / "a", model, probes=probes)
     assert loaded(tmp_path / "a").loss() - 1 <= BOUND
     uniform = Stack()
-    assert found["bytes_kept"] <= 1.1 * compressed(tmp_path / "one", uniform, probes=0)["bytes_kept"]
+    assert result["bytes_kept"] <= 1.1 * compressed(tmp_path / "one", uniform, probes=0)["bytes_kept"]
     assert model.calls <= uniform.calls + probes
 
 
 def test_other_codebooks_have_one_configuration(tmp_path):
-    found = compressed(tmp_path / "a", Stack(), config={"system": "uniform"})
-    assert "steps" not in found["quality"]
+    result = compressed(tmp_path / "a", Stack(), config={"system": "uniform"})
+    assert "steps" not in result["quality"]
 
 
 @pytest.mark.parametrize("probes", [-1, 2.5, True, "64"])
@@ -143,10 +143,10 @@ def test_a_step_that_was_set_stays(tmp_path):
             super().__init__()
             self.first = nn.Embedding.from_pretrained(self.first.weight.detach(), freeze=False)
 
-    found = compressed(
+    result = compressed(
         tmp_path / "a", Model(), config={"quantize": {"groups": {"embedding": {"codebook": {"step": 0.05}}}}}
     )
-    steps = found["quality"]["steps"]
+    steps = result["quality"]["steps"]
     assert steps.pop("weights/embedding/first.weight") == 0.05
     assert len(set(steps.values())) == 3
 
@@ -159,9 +159,9 @@ def test_a_class_that_breaks_the_metric_leaves_the_others_theirs(tmp_path):
         broken = relative_error(model.first.weight.detach(), model.exact["first"]) > 0.002
         return float("nan") if broken else model.loss()
 
-    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, check=loss, max_degradation=BOUND)
-    steps = [step for group, step in sorted(found["quality"]["steps"].items()) if "first" not in group]
-    assert found["quality"]["degradation"] <= BOUND
+    result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, check=loss, max_degradation=BOUND)
+    steps = [step for group, step in sorted(result["quality"]["steps"].items()) if "first" not in group]
+    assert result["quality"]["degradation"] <= BOUND
     assert max(steps) > 2 * min(steps)
 
 

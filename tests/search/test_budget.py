@@ -80,8 +80,8 @@ def test_no_refinement_is_fine_enough(tmp_path):
     model, optimizer = train_model(60)
     compressor = compressor_of(model, optimizer, max_run_loss=1e-9)
     with pytest.warns(UserWarning, match=r"no refinement of 8 bits keeps to search.max_run_loss; .* stored exactly"):
-        saved = compressor.save(tmp_path / "a")
-    assert saved.degradation is None and not {"predicted_bytes", "refinement_bits"} & saved.quality.keys()
+        result = compressor.save(tmp_path / "a")
+    assert result.degradation is None and not {"predicted_bytes", "refinement_bits"} & result.quality.keys()
     assert format_chosen(Manifest.read(tmp_path / "a")) == "none: exact"
     exact = compute_loss(model)
     compressor.load(tmp_path / "a")

@@ -73,8 +73,8 @@ def test_a_check_that_nothing_keeps_is_reported(tmp_path):
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 
     def check():
-        found = model.state_dict()
-        return 1.0 + any(relative_error(value, found[name]) > 1e-3 for name, value in exact.items())
+        tensors = model.state_dict()
+        return 1.0 + any(relative_error(value, tensors[name]) > 1e-3 for name, value in exact.items())
 
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model), check=check)
     with pytest.warns(UserWarning, match="no configuration keeps .* by `evaluate` and by `check`.*most conservative"):
@@ -105,12 +105,12 @@ def test_two_evaluations_more_and_the_same_choice_where_both_agree(tmp_path):
         model, optimizer = train_model(100)
         check = {"check": lambda model=model: compute_loss(model)} if given else {}
         compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda model=model: compute_loss(model), **check)
-        found = []
+        run_qualities = []
         for number in range(6):
             train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
             compressor.save(tmp_path / name / str(number))
-            found.append(compressor.quality)
-        qualities.append(found)
+            run_qualities.append(compressor.quality)
+        qualities.append(run_qualities)
     for without, having in list(zip(*qualities, strict=True)):
         same = ("chosen", "degradation", "refinement_bits", "restore_loses", "restore_may_lose", "predicted_bytes")
         assert {key: having[key] for key in same} == {key: without[key] for key in same}

@@ -46,12 +46,12 @@ def test_a_checkpoint_is_smaller_and_is_what_was_measured(tmp_path):
     model = Regression()
     exact = model.loss()
     plain = dsq_ckpt.compress(model, tmp_path / "plain", evaluate=hidden(model), max_degradation=0.01)
-    found = dsq_ckpt.compress(model, tmp_path / "found", evaluate=model.loss, max_degradation=0.01)
-    assert plain["quality"].get("compensated") is None and found["quality"]["compensated"] == 1
-    assert found["bytes_kept"] < 0.85 * plain["bytes_kept"]
+    result = dsq_ckpt.compress(model, tmp_path / "found", evaluate=model.loss, max_degradation=0.01)
+    assert plain["quality"].get("compensated") is None and result["quality"]["compensated"] == 1
+    assert result["bytes_kept"] < 0.85 * plain["bytes_kept"]
     model.load_state_dict(load_copy(tmp_path / "found", model.state_dict()))
-    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
-    assert found["by_kind"]["weights"]["bytes_base"] == pytest.approx(found["quality"]["predicted_bytes"], rel=0.1)
+    assert model.loss() / exact - 1 == pytest.approx(result["quality"]["degradation"], rel=1e-6)
+    assert result["by_kind"]["weights"]["bytes_base"] == pytest.approx(result["quality"]["predicted_bytes"], rel=0.1)
 
 
 def hidden(model: Regression) -> Callable[[], float]:
@@ -72,8 +72,8 @@ def test_an_evaluation_that_cannot_be_looked_into(tmp_path):
             raise NotImplementedError("no modes here")
         return model.loss()
 
-    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.01)
-    assert found["quality"]["satisfied"] and "compensated" not in found["quality"]
+    result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.01)
+    assert result["quality"]["satisfied"] and "compensated" not in result["quality"]
 
 
 def test_a_bound_that_nothing_keeps_where_nothing_can_be_looked_into(tmp_path):
@@ -86,8 +86,8 @@ def test_a_bound_that_nothing_keeps_where_nothing_can_be_looked_into(tmp_path):
         return model.loss()
 
     with pytest.warns(UserWarning, match="stored exactly"):
-        found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=1e-12)
-    assert not found["quality"]["satisfied"]
+        result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=1e-12)
+    assert not result["quality"]["satisfied"]
     read = load_copy(tmp_path / "a", exact)
     assert all(torch.equal(read[name], value) for name, value in exact.items())
 
@@ -97,12 +97,12 @@ def test_defaults_of_torch_do_not_matter(tmp_path, dtype):
     model = Regression()
     torch.set_default_dtype(dtype)
     try:
-        found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01)
+        result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found["quality"]["compensated"] == 1
+    assert result["quality"]["compensated"] == 1
     other = dsq_ckpt.compress(model, tmp_path / "b", evaluate=model.loss, max_degradation=0.01)
-    assert found["quality"]["degradation"] == other["quality"]["degradation"]
+    assert result["quality"]["degradation"] == other["quality"]["degradation"]
 
 
 @pytest.mark.parametrize("granularity", ["layer", "tensor"])
@@ -111,11 +111,11 @@ def test_weights_beside_the_model(tmp_path, granularity):
     model = Regression()
     average = {name: value * 0.5 for name, value in model.state_dict().items()}
     state = {"model": dict(model.state_dict()), "average": average}
-    found = dsq_ckpt.compress(
+    result = dsq_ckpt.compress(
         state, tmp_path / "a", model=model, evaluate=model.loss, max_degradation=0.05,
         config={"quantize": {"granularity": granularity}},
     )
-    assert found["quality"].get("compensated") == (None if granularity == "layer" else 1)
+    assert result["quality"].get("compensated") == (None if granularity == "layer" else 1)
     read = load_copy(tmp_path / "a", {"average": average})
     for name, value in average.items():
         assert float((read["average"][name] - value).norm() / value.norm()) < 0.5, name
@@ -128,12 +128,12 @@ def test_scaled_tensors_of_one_group(tmp_path):
         model.first.weight *= 100
         model.x /= 100
     exact = model.loss()
-    found = dsq_ckpt.compress(
+    result = dsq_ckpt.compress(
         model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01, config={"quantize": {"granularity": "layer"}},
     )
-    assert found["quality"]["compensated"] == 1
+    assert result["quality"]["compensated"] == 1
     model.load_state_dict(load_copy(tmp_path / "a", model.state_dict()))
-    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
+    assert model.loss() / exact - 1 == pytest.approx(result["quality"]["degradation"], rel=1e-6)
 
 
 def test_small_weights_have_steps_and_small_moments_stay(tmp_path):
@@ -181,16 +181,16 @@ def test_tied_weights_and_transposed_ones(tmp_path):
 
     model = Tied()
     exact = model.loss()
-    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.05)
+    result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.05)
     model.load_state_dict(load_copy(tmp_path / "a", model.state_dict()))
-    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
+    assert model.loss() / exact - 1 == pytest.approx(result["quality"]["degradation"], rel=1e-6)
 
 
 def test_a_refinement_layer_is_of_the_values_themselves(tmp_path):
     model = Regression()
     config = {"quantize": {"weights": {"refinement_bits": 8}}}
-    found = dsq_ckpt.compress(model, tmp_path / "a", config=config, evaluate=model.loss, max_degradation=0.01)
-    assert "compensated" not in found["quality"]
+    result = dsq_ckpt.compress(model, tmp_path / "a", config=config, evaluate=model.loss, max_degradation=0.01)
+    assert "compensated" not in result["quality"]
     read = load_copy(tmp_path / "a", model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.allclose(read[name], value, atol=2e-3 * float(value.std())), name

@@ -24,7 +24,7 @@ class Trials:
     def __call__(self, points: list[tuple[int, ...]]) -> list[bool]:
         assert 1 <= len(points) <= self.batch
         assert len(set(points)) == len(points), "a point twice in one round"
-        smallest = min((self.size[one] for one, good in self.tried.items() if good), default=math.inf)
+        smallest = min((self.size[candidate] for candidate, good in self.tried.items() if good), default=math.inf)
         for point in points:
             assert all(type(index) is int for index in point)
             assert point not in self.tried, "a point twice"
@@ -108,8 +108,8 @@ def test_a_limit_is_kept_and_the_best_so_far_returned(seed, shape, quality, size
     feasible, size = problem(seed, shape, quality, sizes)
     point, trials = solve(feasible, size, batch, limit)
     assert len(trials.tried) <= limit
-    good = [one for one, outcome in trials.tried.items() if outcome]
-    assert point == min(good, key=lambda one: size[one], default=None)
+    good = [candidate for candidate, outcome in trials.tried.items() if outcome]
+    assert point == min(good, key=lambda candidate: size[candidate], default=None)
     if len(trials.tried) < limit:
         assert_optimal(point, feasible, size)
 
@@ -121,8 +121,8 @@ def test_quality_that_is_not_monotone_ends_with_a_point_that_was_feasible(seed, 
     feasible = np.random.default_rng(seed).random(shape) < share
     trials = Trials(feasible, batch, size)
     point, _ = drive(guided_exhaustive(shape, lambda point: float(size[point]), batch), trials)
-    good = [one for one, outcome in trials.tried.items() if outcome]
-    assert point == min(good, key=lambda one: size[one], default=None)
+    good = [candidate for candidate, outcome in trials.tried.items() if outcome]
+    assert point == min(good, key=lambda candidate: size[candidate], default=None)
 
 
 def test_every_up_set_of_a_small_cube():

@@ -111,7 +111,7 @@ def run(model: nn.Module) -> None:
     model.eval()(x.reshape(-1, FEATURES, *[2, 4][isinstance(model, torch.jit.ScriptModule) :]) if images else x)
 
 
-def found(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[str, Compensation | None]:
+def find_compensations(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[str, Compensation | None]:
     weights = {name: weight for name, weight in model.named_parameters() if weight.ndim > 1 or name == "weight"}
     with record_inputs(weights.values()) as recorder, grad():
         run(model)
@@ -122,7 +122,7 @@ def found(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[
 @pytest.mark.parametrize("kind", SEEN)
 def test_all_of_a_weight_is_seen(kind, grad):
     model = SEEN[kind]()
-    for name, compensation in found(model, grad).items():
+    for name, compensation in find_compensations(model, grad).items():
         assert compensation is not None, name
         assert compensation.elements == model.get_parameter(name).numel(), name
         places = torch.arange(compensation.elements)
@@ -132,7 +132,7 @@ def test_all_of_a_weight_is_seen(kind, grad):
 
 @pytest.mark.parametrize("kind", NOT_SEEN)
 def test_other_products_are_left_alone(kind):
-    assert set(found(NOT_SEEN[kind]()).values()) == {None}
+    assert set(find_compensations(NOT_SEEN[kind]()).values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_other_products_are_left_alone(kind):
     ],
 )
 def test_moments_are_those_of_the_inputs(kind, inputs):
-    (compensation,) = found(SEEN[kind]()).values()
+    (compensation,) = find_compensations(SEEN[kind]()).values()
     assert compensation is not None
     for (_, (block,)), x in zip(compensation.parts, inputs, strict=True):
         expected = ErrorSpread.from_products(x.T @ x, len(x))
@@ -154,7 +154,7 @@ def test_moments_are_those_of_the_inputs(kind, inputs):
 
 def test_large_matrices_are_divided(monkeypatch):
     monkeypatch.setattr("dsq_ckpt.search.input_recording._MAX_INPUTS", 5)
-    (compensation,) = found(SEEN["linear"]()).values()
+    (compensation,) = find_compensations(SEEN["linear"]()).values()
     assert compensation is not None
     assert [len(block.order) for block in compensation.parts[0][1]] == [4, 4, 4]
     flat = torch.randn(OUTPUTS * FEATURES)
@@ -216,7 +216,7 @@ def test_views_that_overlap_count_once():
     def twice(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight) + F.linear(x, weight[:4]).sum() + F.linear(x[:, :OUTPUTS], weight.T[:, :12]).sum()
 
-    (compensation,) = found(Product([FEATURES, FEATURES], twice)).values()
+    (compensation,) = find_compensations(Product([FEATURES, FEATURES], twice)).values()
     assert compensation is not None and compensation.elements == FEATURES * FEATURES
 
 

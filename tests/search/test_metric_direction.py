@@ -27,7 +27,7 @@ def accuracy_of(model: Net) -> float:
 
 
 def count_warnings(recorded: list[warnings.WarningMessage]) -> int:
-    return sum(WRONG in str(one.message) for one in recorded)
+    return sum(WRONG in str(warning.message) for warning in recorded)
 
 
 def base_accuracy(path) -> float:
@@ -104,7 +104,7 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
         compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
         compressor.load(tmp_path / str(number))
         compressor.save(tmp_path / "resumed")
-    assert not count_warnings(recorded), [str(one.message) for one in recorded]
+    assert not count_warnings(recorded), [str(warning.message) for warning in recorded]
     zeros = Net()
     with torch.no_grad():
         for weight in (zeros.embed.weight, zeros.hidden.weight, zeros.head.weight):

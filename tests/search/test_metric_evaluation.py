@@ -43,7 +43,7 @@ def metrics(model: Net, kind: str):
 
 
 def find_messages(recorded: list[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in recorded if CHANCE in str(one.message)]
+    return [str(warning.message) for warning in recorded if CHANCE in str(warning.message)]
 
 
 @pytest.mark.parametrize("kind", ["dropout", "torch", "numpy", "python", "its own", "next batch"])
@@ -51,14 +51,14 @@ def test_a_metric_that_is_chance_is_reported_once(tmp_path, kind):
     model, optimizer = train_model(60)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=metrics(model, kind))
     state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
-    found = []
+    messages = []
     for number in range(2):
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             compressor.save(tmp_path / str(number))
-        found.append(find_messages(recorded))
-    assert [len(texts) for texts in found] == [1, 0], found
-    assert "`evaluate`" in found[0][0] and "0.02 %" in found[0][0], "the bound that a restore has"
+        messages.append(find_messages(recorded))
+    assert [len(texts) for texts in messages] == [1, 0], messages
+    assert "`evaluate`" in messages[0][0] and "0.02 %" in messages[0][0], "the bound that a restore has"
     assert (random.getstate(), np.random.get_state()[2]) == state[:2] and torch.equal(torch.get_rng_state(), state[2])
 
 

@@ -64,9 +64,9 @@ def assert_promises(rounds, near, size, feasible, batch):
     assert [size[point] for point in tried] == sorted(size[point] for point in tried), "by increasing size"
     assert not any(feasible[point] for points in rounds[:-1] for point in points), "early exit"
     for number, points in enumerate(rounds):
-        before = [one for earlier in rounds[:number] for one in earlier]
+        before = [former for earlier in rounds[:number] for former in earlier]
         for point in points:
-            assert not any(all(a <= b for a, b in zip(point, one, strict=True)) for one in before), "implied"
+            assert not any(all(a <= b for a, b in zip(point, former, strict=True)) for former in before), "implied"
 
 
 @settings(deadline=None, max_examples=200)
@@ -76,7 +76,7 @@ def test_it_finds_the_optimum_of_the_neighbourhood(problem, radius, batch, monot
     point, rounds = solve(*problem, radius=radius, batch=batch, monotone=monotone)
     near = set(neighbours(shape, centre, radius, monotone))
     assert_promises(rounds, near, size, feasible, batch)
-    good = [size[one] for one in near if feasible[one]]
+    good = [size[candidate] for candidate in near if feasible[candidate]]
     if not good:
         assert point is None
     else:
@@ -100,8 +100,8 @@ def test_a_limit_is_kept(problem, radius, batch, limit):
 @given(problems(lambda rng, shape: rng.random(shape) < 0.3), st.integers(0, 4), st.integers(1, 9))
 def test_quality_that_is_not_monotone_ends_with_a_point_that_was_feasible(problem, radius, batch):
     point, rounds = solve(*problem, radius=radius, batch=batch)
-    good = [one for points in rounds for one in points if problem[3][one]]
-    assert point == min(good, key=lambda one: problem[2][one], default=None)
+    good = [candidate for points in rounds for candidate in points if problem[3][candidate]]
+    assert point == min(good, key=lambda candidate: problem[2][candidate], default=None)
 
 
 def test_steps_are_counted_over_all_axes():
@@ -123,7 +123,7 @@ def test_more_aggressive_points_only_if_asked():
     everything = np.ones(CUBE, dtype=bool)
     point, rounds = solve(CUBE, (2, 2, 1), size, everything, radius=1, monotone=False)
     below = [(1, 2, 1), (2, 1, 1), (2, 2, 0)]
-    assert point == min(below, key=lambda one: size[one]) and rounds == [[point]]
+    assert point == min(below, key=lambda candidate: size[candidate]) and rounds == [[point]]
 
 
 def test_a_more_conservative_neighbour_of_no_larger_size_stands_for_the_centre():

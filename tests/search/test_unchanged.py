@@ -58,7 +58,7 @@ class Adapted(nn.Module):
         self.adapter = nn.Parameter(torch.randn(inner, inner, generator=generator) * 0.01)
 
     def forward(self, x):
-        weight, table = (one.codes * one.factor for one in (self.weight, self.table))
+        weight, table = (part.codes * part.factor for part in (self.weight, self.table))
         return x + x @ (weight + self.adapter) + x @ table
 
 
@@ -180,7 +180,7 @@ def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
     optimizer.zero_grad()
     model.register_buffer("cache", torch.zeros(1), persistent=False)
     model.register_buffer("seen", torch.zeros(3))
-    kept = {"seen": model.seen, "mean": model.norm.running_mean.clone()}
+    originals = {"seen": model.seen, "mean": model.norm.running_mean.clone()}
 
     def evaluate():
         compute_loss(model)
@@ -198,8 +198,8 @@ def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
     states = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
     dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate).save(tmp_path / "a")
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert model.seen is kept["seen"] and not model.seen.any() and len(model.cache) > 1
-    assert torch.equal(model.norm.running_mean, kept["mean"])
+    assert model.seen is originals["seen"] and not model.seen.any() and len(model.cache) > 1
+    assert torch.equal(model.norm.running_mean, originals["mean"])
     assert (random.getstate(), np.random.get_state()[2]) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
 
@@ -247,7 +247,7 @@ def test_packed_weights_are_neither_changed_nor_blamed(tmp_path, changes):
     """They have no memory of their own, and a copy of them may have other numbers: saves failed."""
     model, data = Adapted(80), torch.randn(32, 80)
     packed = {name: getattr(model, name) for name in ("weight", "table")}
-    before = {name: (one.codes.clone(), one.factor.clone()) for name, one in packed.items()}
+    before = {name: (entry.codes.clone(), entry.factor.clone()) for name, entry in packed.items()}
 
     def loss():
         if changes:
