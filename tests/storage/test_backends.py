@@ -133,11 +133,11 @@ def test_entries_are_what_lies_directly_in_a_directory(storage, directory):
     storage.make_directory(directory / "below", True)
     _write(directory / "below", "b", b"1")
     _write(directory, "c", b"123")
-    found = {entry.name: entry for entry in storage.list_entries(directory)}
-    assert set(found) == {"a", "below", "c"}
-    assert (found["a"].size, found["a"].is_directory, found["below"].is_directory) == (5, False, True)
-    assert found["a"].modified is not None
-    assert abs(found["a"].modified - found["c"].modified) < 600
+    entries = {entry.name: entry for entry in storage.list_entries(directory)}
+    assert set(entries) == {"a", "below", "c"}
+    assert (entries["a"].size, entries["a"].is_directory, entries["below"].is_directory) == (5, False, True)
+    assert entries["a"].modified is not None
+    assert abs(entries["a"].modified - entries["c"].modified) < 600
     assert [entry.name for entry in storage.list_entries(directory / "below")] == ["b"]
 
 

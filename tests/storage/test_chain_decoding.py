@@ -40,20 +40,20 @@ def test_every_mix_of_coders(tmp_path, chain, block):
         "quantize": {"min_elements": 1000, "weights": {"codebook": {"fit": "lattice", "step": 0.5, "bins": 20}}},
         "storage": {"fsync": False, "block_elements": block}, "refinement": {"keep_last": 100},
     }
-    history, found = dsq_ckpt.SaveHistory(), []
+    history, coders = dsq_ckpt.SaveHistory(), []
     for number, (how, state) in enumerate(zip(["lanes", *chain], walk(len(chain) + 1), strict=True)):
         with patch.object(shard, "fit_fastest", CODERS[how]):
             dsq_ckpt.save(state, tmp_path / str(number), config=config, history=history)
         path = tmp_path / str(number)
         with Checkpoint(path) as checkpoint:
             own = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
-            found.append({group["coder"] for group in own["groups"].values()})
+            coders.append({group["coder"] for group in own["groups"].values()})
             assert checkpoint.manifest.depth == number
         reader = independent.Reader(path)
         for refinement in ("auto", False):
             for fqn, value in flat_tensors(load_copy(path, state, refinement=refinement)).items():
                 assert reader.tensor(fqn, refinement == "auto") == to_bytes(value), (number, fqn)
-    assert found == [{"rans"}, *({{"lists": "changes", "lanes": "rans"}.get(how, how)} for how in chain)]
+    assert coders == [{"rans"}, *({{"lists": "changes", "lanes": "rans"}.get(how, how)} for how in chain)]
 
 
 def test_a_damaged_list_names_its_block(tmp_path):

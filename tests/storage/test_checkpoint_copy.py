@@ -19,12 +19,12 @@ ORPHAN = "0123456789abcdef-00000.dsq"
 
 
 def on_disk(path):
-    found = {}
+    sizes = {}
     for place, _, names in os.walk(path):
         for name in names:
             status = os.lstat(os.path.join(place, name))
-            found[status.st_dev, status.st_ino] = status.st_size
-    return len(found), sum(found.values())
+            sizes[status.st_dev, status.st_ino] = status.st_size
+    return len(sizes), sum(sizes.values())
 
 
 def test_a_run_takes_as_much_room_as_before(trained, run, tmp_path):
@@ -39,9 +39,9 @@ def test_a_run_takes_as_much_room_as_before(trained, run, tmp_path):
     (run / NAMES[1] / ORPHAN).write_text("x")
     os.mkfifo(run / "pipe")
     copy = tmp_path / "elsewhere" / "copy"
-    found = dsq_json("cp", run, copy)
-    assert found["checkpoints"] == 3 and found["links"] == 3
-    assert sorted(found["left_out"]) == [str(run / "aborted"), str(run / "pipe")]
+    report = dsq_json("cp", run, copy)
+    assert report["checkpoints"] == 3 and report["links"] == 3
+    assert sorted(report["left_out"]) == [str(run / "aborted"), str(run / "pipe")]
     expected = on_disk(run)
     assert on_disk(copy) == (expected[0] - 3, expected[1] - 2)  # two leftovers and the pipe
     assert os.readlink(copy / "latest") == NAMES[2] and (copy / "log" / "train.txt").read_text() == "a line"
@@ -95,8 +95,8 @@ def test_a_refinement_that_training_drops_meanwhile(run, tmp_path, monkeypatch):
         if not dropped and expected is not None and expected.role == "refinement":
             dropped.append(source)
             manifest = Manifest.read(path)
-            kept = [file for file in manifest.files if file.role != "refinement"]
-            changed = manifest.model_copy(update={"refinement": "dropped", "files": kept})
+            files = [file for file in manifest.files if file.role != "refinement"]
+            changed = manifest.model_copy(update={"refinement": "dropped", "files": files})
             changed.write(path, exclusive=False, fsync=False)
             source.unlink()
         return real(self, source, target, expected)

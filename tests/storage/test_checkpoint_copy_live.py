@@ -57,13 +57,13 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run, tmp_path, at_fi
         file.unlink(missing_ok=True)
 
     done = at_file(happens, lambda source: source == file)
-    found = dsq_json("cp", run, tmp_path / "copy")
-    assert done and found["removed"] == [str(path)] and found["checkpoints"] == 2
+    report = dsq_json("cp", run, tmp_path / "copy")
+    assert done and report["removed"] == [str(path)] and report["checkpoints"] == 2
     assert sorted(os.listdir(tmp_path / "copy")) == [name for name in NAMES if name != path.name]
     result = dsq_json("verify", tmp_path / "copy")
     assert result["ok"] and len(result["checkpoints"]) == 2
-    files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / "copy").rglob("*") if one.is_file()}
-    assert (found["files"], found["bytes"]) == (len(files), sum(files.values()))
+    files = {file.stat().st_ino: file.stat().st_size for file in (tmp_path / "copy").rglob("*") if file.is_file()}
+    assert (report["files"], report["bytes"]) == (len(files), sum(files.values()))
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -115,8 +115,8 @@ def test_object_stores(kinds, store, tmp_path, monkeypatch):
         return real(place, *arguments, **options)
 
     monkeypatch.setattr(remote_copy, "copy_between_storages", changed)
-    found = checkpoint_copy.copy_checkpoints(source, target)
-    assert done and found.removed == [paths[1]] and found.checkpoints == 2
+    result = checkpoint_copy.copy_checkpoints(source, target)
+    assert done and result.removed == [paths[1]] and result.checkpoints == 2
     assert [path.name for path, _ in iter_checkpoints(target)] == ["step-1", "step-3"]
     assert not get_storage(target).list_entries(target / "step-2")
     assert dsq_json("verify", target)["ok"]

@@ -88,12 +88,12 @@ def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
     targets = flat(state)
     with pytest.raises(torch.distributed.checkpoint.CheckpointException) as raised:
         load(path, targets, 4)
-    ended, found = time.monotonic(), {name: to_bytes(tensor) for name, tensor in targets.items()}
+    ended, contents = time.monotonic(), {name: to_bytes(tensor) for name, tensor in targets.items()}
     [error] = raised.value.failures.values()
     assert isinstance(error[0], dsq_ckpt.CorruptCheckpoint) and file.name in str(error[0])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dsq_")]
     assert writes and max(writes) <= ended
-    assert found == {name: to_bytes(tensor) for name, tensor in targets.items()}
+    assert contents == {name: to_bytes(tensor) for name, tensor in targets.items()}
 
 
 @pytest.mark.timeout(60)

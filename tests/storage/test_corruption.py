@@ -204,18 +204,18 @@ def test_no_pickle_is_read(damaged, monkeypatch):
 def test_damage_stays_in_its_checkpoint(run, damaged):
     """The other checkpoints of a run do not notice, though files are shared by hard links until one is replaced."""
     root, state = run
-    kept = DecodedCheckpoints(state, *(root / str(number) for number in range(3)))
+    checkpoints = DecodedCheckpoints(state, *(root / str(number) for number in range(3)))
     path, _, _ = damaged
     for file in each_file(path):
         file.write_bytes(b"damaged")
-    kept.check()
+    checkpoints.check()
 
 
 def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
     root, state = run
     for number in range(3):
         shutil.copytree(root / str(number), tmp_path / "r" / str(number))
-    kept = DecodedCheckpoints(state, *(tmp_path / "r" / str(number) for number in range(2)))
+    checkpoints = DecodedCheckpoints(state, *(tmp_path / "r" / str(number) for number in range(2)))
     load_copy(tmp_path / "r" / "2", state)
     dsq_ckpt.forget()  # its codes must be read from the files
     refused: list[str] = []
@@ -241,6 +241,6 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
             shutil.rmtree(tmp_path / "r" / "next")
         file.write_bytes(held)
     assert len(refused) == 2 and keyframes == [".dsq"] * 3, (refused, keyframes)  # manifest and index tell the parent
-    kept.check()
+    checkpoints.check()
     dsq_ckpt.save(state, tmp_path / "r" / "last", parent=tmp_path / "r" / "2")
     assert Manifest.read(tmp_path / "r" / "last").depth == 3

@@ -240,12 +240,12 @@ def test_data_that_training_overwrites(tmp_path: Path) -> None:
     """A save in the background stores what there was at the call."""
     state = {"w": torch.randn(SIZE, SIZE).bfloat16(), "b": torch.randn(SIZE)}
     for number in range(4):
-        kept = {name: value.clone() for name, value in state.items()}
-        saved = dsq_ckpt.async_save(state, tmp_path / str(number), config=EXACT)
+        original = {name: value.clone() for name, value in state.items()}
+        future = dsq_ckpt.async_save(state, tmp_path / str(number), config=EXACT)
         for value in state.values():
             value += 0.001
-        saved.result()
-        check(tmp_path / str(number), kept)
+        future.result()
+        check(tmp_path / str(number), original)
     assert chains(tmp_path / "3")["w"] > 1
 
 

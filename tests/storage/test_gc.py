@@ -85,13 +85,13 @@ def test_exactly_the_orphans_go(trained, run, later):
         + [run / "mixed" / name for name in TEMPORARY]  # somebody else's directory: its data may be wanted
         + [run / name for name in TEMPORARY]
     )
-    found = find_garbage(run)
-    assert sorted(orphan.path for orphan in found) == expected
-    assert {orphan.bytes for orphan in found} == {10}
-    assert collect_garbage(run) == found
-    kept = [f"{NAMES[1]}/{name}" for name in FOREIGN] + [f"foreign/{name}" for name in FOREIGN]
-    kept += ["foreign", "mixed", *(f"mixed/{name}" for name in (*DATA, *FOREIGN))]
-    assert listing(run) == sorted(before + kept)
+    orphans = find_garbage(run)
+    assert sorted(orphan.path for orphan in orphans) == expected
+    assert {orphan.bytes for orphan in orphans} == {10}
+    assert collect_garbage(run) == orphans
+    remaining = [f"{NAMES[1]}/{name}" for name in FOREIGN] + [f"foreign/{name}" for name in FOREIGN]
+    remaining += ["foreign", "mixed", *(f"mixed/{name}" for name in (*DATA, *FOREIGN))]
+    assert listing(run) == sorted(before + remaining)
     assert find_differences(
         load_copy(run / NAMES[-1], trained[1]), load_copy(trained[0] / NAMES[-1], trained[1])
     ) == []
@@ -148,8 +148,8 @@ def test_a_dropped_refinement_whose_unlink_was_lost(trained, run, later):
     """What a crash between the two steps of dropping leaves."""
     manifest = Manifest.read(run / NAMES[-1])
     names = [file.name for file in manifest.files if file.role == "refinement"]
-    kept = [file for file in manifest.files if file.role != "refinement"]
-    manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(
+    files = [file for file in manifest.files if file.role != "refinement"]
+    manifest.model_copy(update={"refinement": "dropped", "files": files}).write(
         run / NAMES[-1], exclusive=False, fsync=False
     )
     assert [orphan.path.name for orphan in collect_garbage(run)] == names
@@ -264,8 +264,8 @@ def killed(tmp_path, run, monkeypatch):
 def test_copies_and_exports_that_were_killed(run, killed, later):
     assert Manifest.read(run / killed[2]).save_id, "a copy begins with the manifest"
     assert [name for name in os.listdir(run) if name.startswith(".")] and dsq_ckpt.latest(run).endswith(NAMES[-1])
-    found = find_garbage(run)
-    assert [orphan.path.name for orphan in found] == killed and all(orphan.bytes for orphan in found)
+    orphans = find_garbage(run)
+    assert [orphan.path.name for orphan in orphans] == killed and all(orphan.bytes for orphan in orphans)
     assert [orphan.path.name for orphan in collect_garbage(run)] == killed
     assert sorted(os.listdir(run)) == sorted(NAMES)
 

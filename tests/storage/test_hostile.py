@@ -32,15 +32,15 @@ def state(seed=0):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def directory(tmp_path):
     dsq_ckpt.save(state(), tmp_path / "run" / "a", config=CONFIG)
     return tmp_path / "run" / "a"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
-def test_what_is_no_file_is_refused_at_once(saved, kind):
+def test_what_is_no_file_is_refused_at_once(directory, kind):
     """Opening a FIFO would wait for somebody to write into it."""
-    for file in sorted(saved.iterdir()):
+    for file in sorted(directory.iterdir()):
         held = file.read_bytes()
         file.unlink()
         if kind == "fifo":
@@ -52,87 +52,87 @@ def test_what_is_no_file_is_refused_at_once(saved, kind):
         else:
             file.mkdir()
         with pytest.raises(dsq_ckpt.DSQError, match=file.name):
-            load_copy(saved, state())
-        assert dsq_ckpt.latest(saved.parent) is None or file.name != "manifest.json"
+            load_copy(directory, state())
+        assert dsq_ckpt.latest(directory.parent) is None or file.name != "manifest.json"
         if kind == "directory":
             file.rmdir()
         else:
             file.unlink()
         file.write_bytes(held)
-    assert find_differences(load_copy(saved, state()), load_copy(saved, state())) == []
+    assert find_differences(load_copy(directory, state()), load_copy(directory, state())) == []
 
 
-def test_links_to_files_are_followed(saved, tmp_path):
+def test_links_to_files_are_followed(directory, tmp_path):
     """As stores of files make them; every byte is compared with its checksum all the same."""
-    values = load_copy(saved, state())
-    for file in sorted(saved.iterdir()):
+    values = load_copy(directory, state())
+    for file in sorted(directory.iterdir()):
         file.rename(tmp_path / file.name)
         file.symlink_to(tmp_path / file.name)
-    assert find_differences(load_copy(saved, state()), values) == []
+    assert find_differences(load_copy(directory, state()), values) == []
 
 
-def test_manifests_are_nested_and_long_as_far_as_is_sensible(saved):
-    path = saved / "manifest.json"
+def test_manifests_are_nested_and_long_as_far_as_is_sensible(directory):
+    path = directory / "manifest.json"
     head = path.read_text().partition('"save_id"')[0]
     for text in ("[" * 100_000 + "]" * 100_000, head + '"x": ' + "[" * 100_000):
         path.write_text(text)
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"manifest\.json"):
-            Manifest.read(saved)
+            Manifest.read(directory)
     with open(path, "w") as file:
         file.truncate(1 << 40)  # a hole of 1 TiB
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="more than"):
-        Manifest.read(saved)
+        Manifest.read(directory)
 
 
-def test_places_of_lists(saved):
-    edit_index(saved, lambda index: index["planner"].update({"list.0": ["list", 150_000_000]}))
+def test_places_of_lists(directory):
+    edit_index(directory, lambda index: index["planner"].update({"list.0": ["list", 150_000_000]}))
     for target in ({}, state()):
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"place 150000000 of a list.*"):
-            dsq_ckpt.load(target, saved)
+            dsq_ckpt.load(target, directory)
 
 
-def test_two_names_with_one_path(saved):
-    edit_index(saved, lambda index: index["planner"].update({"list.0": index["planner"]["w"]}))
+def test_two_names_with_one_path(directory):
+    edit_index(directory, lambda index: index["planner"].update({"list.0": index["planner"]["w"]}))
     for target in ({}, state()):
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"'list\.0' has the path of 'w'"):
-            dsq_ckpt.load(target, saved)
+            dsq_ckpt.load(target, directory)
 
 
-def test_a_value_above_other_values(saved):
+def test_a_value_above_other_values(directory):
     """Ranks may have a list without tensors, which is one object, where others have tensors in it."""
-    edit_index(saved, lambda index: index["planner"].update(n=["list"]))
-    for read in (lambda: dsq_ckpt.load({}, saved), lambda: export_torch(saved, saved.parent / "out.pt")):
+    edit_index(directory, lambda index: index["planner"].update(n=["list"]))
+    for read in (lambda: dsq_ckpt.load({}, directory), lambda: export_torch(directory, directory.parent / "out.pt")):
         with pytest.raises(dsq_ckpt.LoadFailed, match=r"'n' and 'list\.0' cannot both be in one state dict"):
             read()
-    dsq_ckpt.load(found := {"w": torch.zeros(40, 60)}, saved)
-    assert is_equal(found["w"], load_copy(saved, {"w": torch.zeros(40, 60)})["w"])
+    dsq_ckpt.load(target := {"w": torch.zeros(40, 60)}, directory)
+    assert is_equal(target["w"], load_copy(directory, {"w": torch.zeros(40, 60)})["w"])
 
 
-def test_a_name_without_a_value_is_reported(saved):
-    edit_index(saved, lambda index: index["tensors"].pop("list.0"))
-    assert export_torch(saved, saved.parent / "out.pt").left_out == ["list.0"]
+def test_a_name_without_a_value_is_reported(directory):
+    edit_index(directory, lambda index: index["tensors"].pop("list.0"))
+    assert export_torch(directory, directory.parent / "out.pt").left_out == ["list.0"]
     with pytest.raises(dsq_ckpt.DSQError, match="no 'list"):
-        dsq_ckpt.load({}, saved)
+        dsq_ckpt.load({}, directory)
 
 
 @pytest.mark.parametrize("change", [
     lambda book, record: book["levels"].__setitem__(1, "0000"), lambda book, record: record.update(exponent="2"),
     lambda book, record: record.update(exponent=True),
 ], ids=["level", "exponent", "boolean"])
-def test_numbers_are_numbers(saved, change):
+def test_numbers_are_numbers(directory, change):
     """Python and NumPy would make numbers of strings."""
     def edit(contents):
         (record,) = (record for record in contents["records"] if record["fqn"] == "w")
         change(contents["groups"][record["group"]]["codebook"], record)
 
-    edit_contents(saved, edit)
+    edit_contents(directory, edit)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq|'w'"):
-        dsq_ckpt.load(state(), saved)
+        dsq_ckpt.load(state(), directory)
 
 
-def _with(saved, **changes):
+def _with(directory, **changes):
     """Write a manifest with other values and a right checksum."""
-    Manifest.read(saved).model_copy(update=changes).write(saved, exclusive=False, fsync=False)
+    Manifest.read(directory).model_copy(update=changes).write(directory, exclusive=False, fsync=False)
 
 
 SEARCH = {"metric": 2.0, "degradation": 0.01, "evaluations": 3, "seconds": 1.0, "chosen": {"step": 2.0}}
@@ -142,48 +142,51 @@ SEARCH = {"metric": 2.0, "degradation": 0.01, "evaluations": 3, "seconds": 1.0, 
     {}, {"quantize": [], "search": 3, "delta": "x", "system": []}, {"quantize": {"weights": [], "groups": 7}},
     {"quantize": {"weights": {"codebook": "x", "refinement_bits": {}}, "groups": {"other": {"codebook": 1}}}},
 ], ids=["empty", "no objects", "no kinds", "no codebooks"])
-def test_commands_and_loads_do_without_the_configuration(saved, config):
+def test_commands_and_loads_do_without_the_configuration(directory, config):
     for quality in (
         None, SEARCH, {**SEARCH, "chosen": None}, {**SEARCH, "chosen": {"variant": 5}},
         {"degradation": None, "seconds": None},
     ):
-        _with(saved, config=config, quality=quality)
-        for command in (["inspect", saved], ["inspect", saved, "--tensors"], ["log", saved.parent], ["verify", saved]):
+        _with(directory, config=config, quality=quality)
+        for command in (
+            ["inspect", directory], ["inspect", directory, "--tensors"], ["log", directory.parent],
+            ["verify", directory],
+        ):
             dsq_stdout(*command)
-        found = state(1)
-        dsq_ckpt.load(found, saved)
-        assert found["n"] == 5
+        target = state(1)
+        dsq_ckpt.load(target, directory)
+        assert target["n"] == 5
 
 
 @pytest.mark.parametrize(
     "quality", [{"degradation": "x"}, {"seconds": []}, {"metric": {}}, {"metric": 10**400}, {"chosen": "step"}],
     ids=lambda quality: str(quality)[:30],
 )
-def test_what_a_search_measured_are_numbers(saved, quality):
-    _with(saved, quality={**SEARCH, **quality})
+def test_what_a_search_measured_are_numbers(directory, quality):
+    _with(directory, quality={**SEARCH, **quality})
     (name,) = quality
-    assert f"'{name}' is " in dsq_error("inspect", saved)
+    assert f"'{name}' is " in dsq_error("inspect", directory)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"manifest.json.*'{name}' is "):
-        dsq_ckpt.load(state(), saved)
+        dsq_ckpt.load(state(), directory)
 
 
 @pytest.mark.parametrize("record", ["w", "list.0", "n"])
-def test_sizes_that_no_file_can_hold(saved, record):
+def test_sizes_that_no_file_can_hold(directory, record):
     """Nothing is allocated for them."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def claim(contents):
         for pack in contents["packs"]:
             pack[2] = 1 << 40
-        for one in contents["records"]:
-            if one["fqn"] == record and "size" in one:
-                one["size"] = 1 << 40
-            elif one["fqn"] == record:
-                one.update(protected_count=1 << 40, protected=one["blocks"][0])
+        for entry in contents["records"]:
+            if entry["fqn"] == record and "size" in entry:
+                entry["size"] = 1 << 40
+            elif entry["fqn"] == record:
+                entry.update(protected_count=1 << 40, protected=entry["blocks"][0])
 
-    edit_contents(saved, claim)
+    edit_contents(directory, claim)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq"):
-        load_copy(saved, state())
+        load_copy(directory, state())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)
 
 
@@ -229,41 +232,41 @@ def test_few_files_are_open_at_a_time(tmp_path):
             os.close(descriptor)
 
 
-def test_descriptors_are_given_back(saved):
+def test_descriptors_are_given_back(directory):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        load_copy(saved, state())
-    with Checkpoint(saved) as checkpoint, Workers(2, 1 << 10) as workers:
+        load_copy(directory, state())
+    with Checkpoint(directory) as checkpoint, Workers(2, 1 << 10) as workers:
         for _, ref in checkpoint.iter_chunks():
             checkpoint.decode_tensor(ref, True, workers)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
+def test_a_checkpoint_that_is_overwritten_meanwhile(directory, monkeypatch):
     """A load that finds the files of another save is told to load again, not that anything is damaged."""
     original, calls = Checkpoint.prepare_load, []
 
     def overwriting(self, ref, *args, **kwargs):
         if not calls:
             calls.append(ref)
-            dsq_ckpt.save(state(1), saved, config=CONFIG, overwrite=True)
+            dsq_ckpt.save(state(1), directory, config=CONFIG, overwrite=True)
             for name in list(self._readers):
                 self._readers.pop(name).close()
         return original(self, ref, *args, **kwargs)
 
     monkeypatch.setattr(Checkpoint, "prepare_load", overwriting)
     with pytest.raises(dsq_ckpt.LoadFailed, match="load again"):
-        load_copy(saved, state())
-    assert is_equal(load_copy(saved, state())["list"][0], torch.ones(3))
+        load_copy(directory, state())
+    assert is_equal(load_copy(directory, state())["list"][0], torch.ones(3))
 
 
-def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch):
+def test_a_load_that_fails_before_it_begins_is_a_failed_load(directory, monkeypatch):
     def fail(directory):
         raise ValueError("something")
 
     monkeypatch.setattr(dsq_ckpt.api.loading, "require_checkpoint_path", fail)
     with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as caught:
-        dsq_ckpt.load(state(), saved)
+        dsq_ckpt.load(state(), directory)
     assert not isinstance(caught.value, dsq_ckpt.SaveFailed)
 
 
@@ -277,30 +280,30 @@ def test_every_name_has_a_path_or_none_has(tmp_path):
         assert checkpoint.index["planner"] is None
     with pytest.raises(dsq_ckpt.LoadFailed, match="does not tell how"):
         dsq_ckpt.load({}, tmp_path / "a")
-    dsq_ckpt.load(found := {"w": torch.zeros(3)}, tmp_path / "a")
-    assert is_equal(found["w"], torch.ones(3))
+    dsq_ckpt.load(target := {"w": torch.zeros(3)}, tmp_path / "a")
+    assert is_equal(target["w"], torch.ones(3))
 
 
-def test_copies_and_fixtures_stay_readable(saved, tmp_path):
-    values = load_copy(saved, state())
-    shutil.copytree(saved, tmp_path / "copy")
+def test_copies_and_fixtures_stay_readable(directory, tmp_path):
+    values = load_copy(directory, state())
+    shutil.copytree(directory, tmp_path / "copy")
     assert find_differences(load_copy(tmp_path / "copy", state()), values) == []
-    assert all(entry["contents"] for entry in json.loads((saved / "manifest.json").read_text())["files"]
+    assert all(entry["contents"] for entry in json.loads((directory / "manifest.json").read_text())["files"]
                if entry["role"] in ("own", "refinement"))
 
 
-def test_a_parent_that_cannot_be_coded_against_is_named(saved):
+def test_a_parent_that_cannot_be_coded_against_is_named(directory):
     def change(index):
         next(iter(index["codebooks"].values()))["levels"].pop()
 
-    edit_index(saved, change)
+    edit_index(directory, change)
     dsq_ckpt.forget()
-    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"{saved}.*index.*codebook"):
-        dsq_ckpt.save(state(), saved.parent / "b", config=CONFIG, parent=saved)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"{directory}.*index.*codebook"):
+        dsq_ckpt.save(state(), directory.parent / "b", config=CONFIG, parent=directory)
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4x", b"\x80\x04.", b"."])
-def test_an_object_that_does_not_unpickle_is_named(saved, data):
+def test_an_object_that_does_not_unpickle_is_named(directory, data):
     """Unpicklers raise IndexError, RuntimeError, EOFError and others."""
     def change(contents):
         (record,) = (record for record in contents["records"] if record["fqn"] == "n")
@@ -308,12 +311,12 @@ def test_an_object_that_does_not_unpickle_is_named(saved, data):
         record.update(size=len(data), packs=[len(contents["packs"])])
         contents["packs"].append([contents.pop("place"), 1, len(data)])
 
-    with_object(saved, data, change)
+    with_object(directory, data, change)
     dsq_ckpt.forget()
     with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
-        export_torch(saved, saved.parent / "out.pt")
+        export_torch(directory, directory.parent / "out.pt")
     with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
-        dsq_ckpt.load({}, saved)
+        dsq_ckpt.load({}, directory)
 
 
 def with_object(path, data, change):

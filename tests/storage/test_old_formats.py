@@ -206,10 +206,10 @@ def test_version_2_is_a_parent(tmp_path):
 def test_what_made_the_fixtures_still_works(tmp_path, version):
     """The generator itself; its bytes may differ from version to version, what they hold may not differ much."""
     version.make(tmp_path)
-    made, expected = (json.loads((path / "expected.json").read_text()) for path in (tmp_path, version.HERE))
-    assert made.keys() == expected.keys()
-    for number in made:
-        assert made[number]["full"].keys() == expected[number]["full"].keys()
+    digests, expected = (json.loads((path / "expected.json").read_text()) for path in (tmp_path, version.HERE))
+    assert digests.keys() == expected.keys()
+    for number in digests:
+        assert digests[number]["full"].keys() == expected[number]["full"].keys()
 
 
 @pytest.mark.parametrize("version", [v1, v2, v3, v4, v5])

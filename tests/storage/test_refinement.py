@@ -33,8 +33,8 @@ def test_other_values_are_refused(weights, tmp_path, asked):
 
 def test_exact_tensors_need_no_refinement(weights, tmp_path):
     dsq_ckpt.save(weights, tmp_path / "exact", config=EXACT)
-    found = read_checkpoint(tmp_path / "exact", refinement=True)
-    assert torch.equal(found["model"]["weight"], weights["model"]["weight"])
+    loaded = read_checkpoint(tmp_path / "exact", refinement=True)
+    assert torch.equal(loaded["model"]["weight"], weights["model"]["weight"])
 
 
 def test_lossy_tensors_saved_without_are_told_apart(weights, tmp_path):

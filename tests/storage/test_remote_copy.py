@@ -33,8 +33,10 @@ def _size(run) -> int:
             entry.size for path in [entry.name for entry in get_storage(run).list_entries(run)]
             for entry in get_storage(run).list_entries(run / path) if entry.name != MANIFEST
         )
-    found = {one.stat().st_ino: one.stat().st_size for one in run.rglob("*") if one.is_file() and one.name != MANIFEST}
-    return sum(found.values())
+    sizes = {
+        file.stat().st_ino: file.stat().st_size for file in run.rglob("*") if file.is_file() and file.name != MANIFEST
+    }
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
@@ -46,9 +48,9 @@ def test_a_run_is_copied_as_it_is(place, kinds):
     assert done.links == 1 + 2 + 3
     assert _size(source) == _size(target) == done.bytes
     for path in paths:
-        ours, other = Manifest.read(target / path.name), Manifest.read(path)
+        manifest, other = Manifest.read(target / path.name), Manifest.read(path)
         assert torch.equal(loaded(target / path.name)["w"], loaded(path)["w"])
-        assert ours.model_dump(exclude={"files", "checksum"}) == other.model_dump(exclude={"files", "checksum"})
+        assert manifest.model_dump(exclude={"files", "checksum"}) == other.model_dump(exclude={"files", "checksum"})
     assert [path.name for path, _ in iter_checkpoints(target)] == [path.name for path in paths]
     result = CliRunner().invoke(app, ["verify", str(target)])
     assert result.exit_code == 0, result.output

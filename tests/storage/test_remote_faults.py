@@ -41,9 +41,9 @@ def state_of(step: int, rows: int = 256) -> dict:
 
 
 def loaded(path) -> dict:
-    found: dict = {}
-    dsq_ckpt.load(found, path)
-    return found
+    target: dict = {}
+    dsq_ckpt.load(target, path)
+    return target
 
 
 def large(step: int) -> dict:

@@ -35,9 +35,9 @@ def chain(run: str, length: int) -> list:
 
 
 def loaded(path) -> dict:
-    found: dict = {}
-    dsq_ckpt.load(found, path, refinement=False)
-    return found
+    target: dict = {}
+    dsq_ckpt.load(target, path, refinement=False)
+    return target
 
 
 def names_in(path) -> set[str]:
@@ -214,13 +214,13 @@ def test_a_bucket_is_no_checkpoint(store):
 def test_a_removal_of_what_a_save_is_replacing(store, monkeypatch):
     """The removal deletes nothing that the new checkpoint needs, which took over files of the one that it replaces."""
     (path,) = chain(f"{store}/run", 1)
-    kept = references.select_needed_files
+    select_needed_files = references.select_needed_files
 
     def saved_first(*arguments, **options):
-        monkeypatch.setattr(references, "select_needed_files", kept)
+        monkeypatch.setattr(references, "select_needed_files", select_needed_files)
         get_storage(path).remove(path / MANIFEST)
         before.write(path, exclusive=True, fsync=False)
-        return kept(*arguments, **options)
+        return select_needed_files(*arguments, **options)
 
     dsq_ckpt.save(state_of(2), path, overwrite=True)
     before = Manifest.read(path)
@@ -306,5 +306,5 @@ def test_a_dry_run_of_several_says_what_a_removal_does(store, order, tmp_path):
         tried, done = (
             json.loads(CliRunner().invoke(app, ["rm", "--json", *more, *chosen]).stdout) for more in (["--dry-run"], [])
         )
-        assert [{**one, "dry_run": False} for one in tried] == done
-        assert sum(one["bytes"] for one in done) > 0
+        assert [{**entry, "dry_run": False} for entry in tried] == done
+        assert sum(entry["bytes"] for entry in done) > 0

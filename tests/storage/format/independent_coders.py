@@ -166,15 +166,15 @@ def token_row(rate: int) -> tuple[int, Row]:
     shares = [stay[j] - stay[j + 1] for j in range(limit)] + [stay[limit]]
     chosen: tuple[int, list[int]] = (0, [])
     for bits in range(10, 16):
-        found = [max(1, (2 * share + (1 << (32 - bits))) // (1 << (33 - bits))) for share in shares]
-        if sum(found) - max(found) > 4095:
+        frequencies = [max(1, (2 * share + (1 << (32 - bits))) // (1 << (33 - bits))) for share in shares]
+        if sum(frequencies) - max(frequencies) > 4095:
             break
-        chosen = bits, found
-        if min(found) >= 4:
+        chosen = bits, frequencies
+        if min(frequencies) >= 4:
             break
-    bits, found = chosen
-    first = found.index(max(found))
-    ranges = [(token, f) for token, f in enumerate(found) if token != first]
+    bits, frequencies = chosen
+    first = frequencies.index(max(frequencies))
+    ranges = [(token, f) for token, f in enumerate(frequencies) if token != first]
     ranges.append((first, (1 << bits) - sum(f for _, f in ranges)))
     return limit, Row(bits, [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, [])
 
@@ -242,7 +242,7 @@ class Changes:  # section 10
 
     def _listed(self, tokens: list[int], counts: list[int], previous: Sequence[int]) -> list[int]:
         """The elements that tokens list, ascending."""
-        found = [i for i, code in enumerate(previous) if self.kinds[code] == len(counts)]
+        indices = [i for i, code in enumerate(previous) if self.kinds[code] == len(counts)]
         for k, count in enumerate(counts):
             own, at = [i for i, code in enumerate(previous) if self.kinds[code] == k], 0
             require(count == 0 or tokens[count - 1] < self.limits[k], "the last token of a class")
@@ -250,10 +250,10 @@ class Changes:  # section 10
                 at += token
                 if token < self.limits[k]:
                     require(at < len(own), "changes within a class")
-                    found.append(own[at])
+                    indices.append(own[at])
                     at += 1
             tokens = tokens[count:]
-        return sorted(found)
+        return sorted(indices)
 
 
 class Huffman:  # section 11

@@ -89,8 +89,8 @@ def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt
 
 def product(values: npt.NDArray[np.float32], factors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):
-        found = values * factors
-    return np.where(np.isinf(found), np.copysign(np.finfo(np.float32).max, found), found)
+        products = values * factors
+    return np.where(np.isinf(products), np.copysign(np.finfo(np.float32).max, products), products)
 
 
 def check_book(book: Tree) -> None:
@@ -304,15 +304,15 @@ class Reader:  # a checkpoint directory
         return np.array([2.0 ** (n / 8 - 127) for n in np.clip(total, 8, 2039).reshape(-1)], np.float32)
 
     def _times_roots(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
-        fqn, found = record["root" if "root" in record else "unit"], None
+        fqn, location = record["root" if "root" in record else "unit"], None
         for offsets, shape, number, place in self.index["tensors"][fqn]["chunks"]:
             if [offsets, shape] == [record["offsets"], record["shape"]]:
-                found = self.index["files"][number], place
-        require(found is not None, "a chunk that measures this one")
-        assert found is not None
-        other = self._record(*found)
+                location = self.index["files"][number], place
+        require(location is not None, "a chunk that measures this one")
+        assert location is not None
+        other = self._record(*location)
         require({"unit", "root"}.isdisjoint(other), "units are not measured")
-        squares = self._sum(*found, record["shape"], False)
+        squares = self._sum(*location, record["shape"], False)
         exponents = squares.view(np.uint32) >> 23 & 0xFF
         units = np.array([2.0 ** ((e - 126.5) / 2) for e in range(256)], np.float32)
         if "unit" in record:

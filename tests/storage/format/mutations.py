@@ -78,14 +78,14 @@ class Outcome(NamedTuple):
 def outcome(original: Original, path: Path) -> Outcome:
     """Load a changed copy of a checkpoint."""
     try:
-        found = load(path, original.like)
+        loaded = load(path, original.like)
     except dsq_ckpt.DSQError as error:
         # Of saving nothing can have failed; and the file is named by its path, or the directory where it is about all.
         named = str(path) in str(error) and not isinstance(error, dsq_ckpt.SaveFailed)
         return Outcome("refused" if named else "crashed", error)
     except Exception as error:
         return Outcome("crashed", error)
-    return Outcome("other" if find_differences(found, original.values) else "same")
+    return Outcome("other" if find_differences(loaded, original.values) else "same")
 
 
 def commands(path: Path) -> Outcome:
@@ -94,8 +94,8 @@ def commands(path: Path) -> Outcome:
         result = CliRunner().invoke(app, [*command, str(path)])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             return Outcome("crashed", result.exception)
-        if found := [letter for letter in result.output if letter < " " and letter != "\n"]:
-            return Outcome("crashed", ValueError(f"{command} prints {found[0]!r}: {result.output}"))
+        if characters := [letter for letter in result.output if letter < " " and letter != "\n"]:
+            return Outcome("crashed", ValueError(f"{command} prints {characters[0]!r}: {result.output}"))
     return Outcome("same")
 
 
@@ -113,7 +113,7 @@ def accident(path: Path, rng: random.Random) -> str:
     elif kind == "device":
         file.symlink_to(rng.choice(["/dev/zero", "/dev/tty", "/nowhere", file.name]))
     elif kind == "other":
-        file.write_bytes(rng.choice([one for one in sorted(path.iterdir())]).read_bytes())
+        file.write_bytes(rng.choice([entry for entry in sorted(path.iterdir())]).read_bytes())
     elif kind != "gone":
         changed = bytearray(data)
         if kind == "bit":

@@ -105,10 +105,10 @@ def state(large: bool) -> Tree:
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        entries |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return entries
 
 
 def stepped(tree: Tree) -> Tree:

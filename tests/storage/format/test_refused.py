@@ -186,7 +186,7 @@ def test_other_contents_under_the_right_name_are_refused(small: Path, suffix: st
     tree = json.loads((small / "manifest.json").read_bytes())
     (entry,) = (entry for entry in tree["files"] if entry["name"] == file.name)
     assert read_by_both(small) == [None, None]
-    entry["contents"] = next(one["contents"] for one in json.loads(manifest)["files"] if one["name"] == file.name)
+    entry["contents"] = next(item["contents"] for item in json.loads(manifest)["files"] if item["name"] == file.name)
     rewrite(small, tree)
     errors = read_by_both(small)
     assert None not in errors and file.name in str(errors[1])
