@@ -40,21 +40,21 @@ print(dsq_ckpt.__file__, *_native.available())
 
 def required(names: Iterable[str]) -> set[str]:
     """Return the distributions that these ones need, and themselves, as installed here; extras are nobody's."""
-    found: set[str] = set()
+    requirements: set[str] = set()
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in requirements:
             continue
         try:
             needs = distribution(name).requires or []
         except PackageNotFoundError:  # of another system, or one that this torch does not use
             continue
-        found.add(name)
+        requirements.add(name)
         for need in map(Requirement, needs):
             if need.marker is None or need.marker.evaluate({"extra": ""}):
                 waiting.append(re.sub(r"[-_.]+", "-", need.name).lower())
-    return found
+    return requirements
 
 
 @pytest.fixture(scope="module")
@@ -120,5 +120,5 @@ def test_it_works_with_what_it_requires_alone(environment, tmp_path):
     place, *paths = run("python", "-c", PROGRAM).split()
     assert Path(place).is_relative_to(environment)
     assert paths[0] == "numba" and (not shutil.which("gcc") or paths[1] == "c")
-    assert [found["ok"] for found in json.loads(run("dsq", "verify", "run", "--json"))["checkpoints"]] == [True, True]
+    assert [entry["ok"] for entry in json.loads(run("dsq", "verify", "run", "--json"))["checkpoints"]] == [True, True]
     assert "lattice" in run("dsq", "inspect", "run/default", "--json")
