@@ -50,7 +50,7 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
     encode = _least(lambda: coder.encode(codes, parent), repeats)
     decode = _least(lambda: coder.decode(data, parent, out), repeats)
     assert np.array_equal(out, codes)
-    found = {
+    figures = {
         "lanes": {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size},
     }
     if importlib.util.find_spec("dsq_ckpt.coding.decoding_tasks"):  # former versions have none
@@ -58,10 +58,10 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
 
         wanted = [decoding_tasks.BlockRequest(coder, data, parent, np.empty_like(codes)) for _ in range(2)]
         decode = _least(lambda: decoding_tasks.decode_blocks(wanted), repeats)
-        assert all(np.array_equal(one.out, codes) for one in wanted)
-        found["two"] = {**found["lanes"], "decode": decode / codes.size / 2}
+        assert all(np.array_equal(request.out, codes) for request in wanted)
+        figures["two"] = {**figures["lanes"], "decode": decode / codes.size / 2}
     if parent is None or not hasattr(coding, "fit_fastest"):
-        return found
+        return figures
     lists = coding.fit_fastest(counts.astype(np.int64))
     if lists.name == "changes":
         own, seconds = lists.encode(codes, parent), []
@@ -72,10 +72,10 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
             lists.update(own, out)
             seconds.append(time.perf_counter() - started)
         assert np.array_equal(out, codes)
-        found["lists"] = {
+        figures["lists"] = {
             "encode": encode / codes.size, "decode": 1e9 * min(seconds) / codes.size, "bits": 8 * len(own) / codes.size,
         }
-    return found
+    return figures
 
 
 def measure_htscodecs(codes: np.ndarray, library: Any, repeats: int = 5) -> dict[str, float]:
@@ -117,10 +117,10 @@ def recorded(workload: str, saves: int, directory: Path) -> Iterator[tuple[str, 
     import dsq_ckpt
 
     torch.set_num_threads(1)
-    made = create(workload)
-    with dsq_ckpt.Compressor(made.model, made.optimizer, evaluate=made.evaluate) as compressor:
+    training = create(workload)
+    with dsq_ckpt.Compressor(training.model, training.optimizer, evaluate=training.evaluate) as compressor:
         for number in range(saves):
-            made.train(number * made.checkpoint_every, (number + 1) * made.checkpoint_every)
+            training.train(number * training.checkpoint_every, (number + 1) * training.checkpoint_every)
             compressor.save(directory / f"{number:03d}")
     for number, when in ((0, "keyframe"), (saves - 1, "delta")):
         for kind, (codes, parent) in _groups(directory / f"{number:03d}").items():
@@ -132,7 +132,7 @@ def _groups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
     from dsq_ckpt.core.workers import Workers
     from dsq_ckpt.storage.checkpoint import Checkpoint
 
-    found: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {}
+    groups: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {}
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
         for _, ref in checkpoint.iter_chunks():
             record = checkpoint.read_record(ref)
@@ -140,9 +140,9 @@ def _groups(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
                 continue
             links = checkpoint.follow_chain(ref, "parent", ("coded",))
             parent = checkpoint.decode_codes(links[1], workers) if len(links) > 1 else None
-            found.setdefault(record["group"], []).append((checkpoint.decode_codes(ref, workers), parent))
+            groups.setdefault(record["group"], []).append((checkpoint.decode_codes(ref, workers), parent))
     largest: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
-    for group, parts in sorted(found.items(), key=lambda item: sum(len(codes) for codes, _ in item[1])):
+    for group, parts in sorted(groups.items(), key=lambda item: sum(len(codes) for codes, _ in item[1])):
         codes = np.concatenate([codes for codes, _ in parts])[:_BLOCK]
         before = [parent for _, parent in parts if parent is not None]
         largest[group.partition("/")[0]] = codes, np.concatenate(before)[:_BLOCK] if len(before) == len(parts) else None
@@ -207,15 +207,15 @@ def main() -> None:
         timings: dict[tuple[str, str], list[dict[str, float]]] = {}
         library = ctypes.CDLL(arguments.htscodecs) if arguments.htscodecs else None
         for _ in range(_ROUNDS):
-            found = {path: _run(own, file, {_native.VARIABLE: path}) for path in paths}
+            measurements = {path: _run(own, file, {_native.VARIABLE: path}) for path in paths}
             if arguments.former:
-                found["former"] = _run(arguments.former, file, {})
+                measurements["former"] = _run(arguments.former, file, {})
             if library is not None:
-                found["htscodecs"] = {name: measure_htscodecs(codes, library) for name, codes, _ in streams}
-            for who, measured in found.items():
+                measurements["htscodecs"] = {name: measure_htscodecs(codes, library) for name, codes, _ in streams}
+            for who, measured in measurements.items():
                 for name, row in measured.items():
-                    for kind, one in row.items() if who != "htscodecs" else (("lanes", row),):
-                        timings.setdefault((name, who if kind == "lanes" else f"{who}, {kind}"), []).append(one)
+                    for kind, figures in row.items() if who != "htscodecs" else (("lanes", row),):
+                        timings.setdefault((name, who if kind == "lanes" else f"{who}, {kind}"), []).append(figures)
     rows = [
         {"stream": name, "codes": codes.size, "coder": who,
          "encode_ns": round(statistics.median(row["encode"] for row in timings[name, who]), 4),

@@ -124,7 +124,7 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: Rows) -> No
     counts = torch.zeros(FULL.size, dtype=torch.int64, device=where)
     joint = torch.zeros(second.table.shape, dtype=torch.int64, device=where)
     halves = [x.bfloat16() for x in after]
-    kept = torch.empty(0, dtype=torch.float32, device=where)
+    protected = torch.empty(0, dtype=torch.float32, device=where)
 
     def place(i: int) -> Refinement:
         return _refinement(second, symbols[i])
@@ -146,9 +146,9 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: Rows) -> No
             halves[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i])),
         "quantize and refine, joint table, fp32": (7, lambda i: backend.quantize(
             after[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i], place(i))),
-        "dequantize, fp32": (5, lambda i: backend.dequantize(codes[i], levels, 1.0, -1, kept, floats[i])),
+        "dequantize, fp32": (5, lambda i: backend.dequantize(codes[i], levels, 1.0, -1, protected, floats[i])),
         "dequantize, 4 refinement bits, fp32": (6, lambda i: backend.dequantize_refined(
-            codes[i], symbol_mask[i], 4, low, width, sign, levels, 1.0, -1, kept, False, floats[i])),
+            codes[i], symbol_mask[i], 4, low, width, sign, levels, 1.0, -1, protected, False, floats[i])),
         "pack, 4 bits": (1.5, lambda i: backend.pack(symbol_mask[i], 4)),
         "changed_codes": (2, lambda i: backend.find_changes(codes[i], previous[i], n // 8)),
     }
@@ -170,9 +170,9 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: Rows) -> No
     backend.check()
     ceiling = statistics.median(bandwidth["copy"])
     rows["device copy, GB/s read and written"] = summary(bandwidth.pop("copy"))
-    for key, found in bandwidth.items():
-        rows[key] = summary([value / ceiling for value in found])
-        rows[f"{key}, GB/s"] = summary(found)
+    for key, values in bandwidth.items():
+        rows[key] = summary([value / ceiling for value in values])
+        rows[f"{key}, GB/s"] = summary(values)
 
 
 def measure_small(where: torch.device, chunks: int, repeats: int, rows: Rows) -> None:
@@ -211,7 +211,7 @@ def measure_small(where: torch.device, chunks: int, repeats: int, rows: Rows) ->
     for key, run in work.items():
         run(0)  # compiled now
         seconds = [clock.time(lambda: [run(i) for i in range(chunks)]) for _ in range(repeats)]  # noqa: B023
-        rows[f"{key}, µs for each of {chunks} small chunks"] = summary([one * 1e6 / chunks for one in seconds])
+        rows[f"{key}, µs for each of {chunks} small chunks"] = summary([value * 1e6 / chunks for value in seconds])
     backend.check()
 
 

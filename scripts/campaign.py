@@ -62,11 +62,11 @@ def main(
             raise typer.Exit(calls.run_under_shim(words, Path(temporary)))
     good = True
     for name in chosen:
-        good &= one(CAMPAIGNS[name], seed, trials, only, lanes, json_directory, keep, short)
+        good &= run_campaign(CAMPAIGNS[name], seed, trials, only, lanes, json_directory, keep, short)
     raise typer.Exit(0 if good else 1)
 
 
-def one(
+def run_campaign(
     kind: type[Campaign], seed: int, trials: int | None, only: list[int] | None, lanes: int, results: Path | None,
     keep: Path | None, short: bool,
 ) -> bool:

@@ -145,7 +145,7 @@ def bytes_on_disk(directory: Path) -> int:
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
 
 
-def size_figures(saves: list[Event], kept: int) -> dict[str, Any]:
+def size_figures(saves: list[Event], bytes_kept: int) -> dict[str, Any]:
     """Sum up what the saves reported: the base over the whole run, and the newest one with its refinement."""
     reports = [save["report"] for save in saves]
     kinds: dict[str, tuple[str, ...]] = {"weights": ("weights",), "moments": MOMENTS}
@@ -175,9 +175,9 @@ def size_figures(saves: list[Event], kept: int) -> dict[str, Any]:
         "keyframes": sum(report["keyframe"] for report in reports),
         "bytes_logical": logical,
         "bytes_written": written,
-        "bytes_kept": kept,
+        "bytes_kept": bytes_kept,
         "ratio_written": logical / written,
-        "ratio_kept": logical / kept,
+        "ratio_kept": logical / bytes_kept,
         "by_kind": rows,
     }
 
@@ -227,8 +227,8 @@ def run_demo(directory: Path, steps: int, save_every: int, console: Console) -> 
     losses_after = {event["step"]: event["loss"] for event in of(resumed, "step")}
     replayed = sorted(losses_before.keys() & losses_after.keys())
     rise = max(
-        loss / saved - 1
-        for loss, saved in (
+        loss / saved_loss - 1
+        for loss, saved_loss in (
             (restored["validation_loss"], before["validation_loss"]),
             (loaded[2], last["validation_loss"]),
         )
@@ -360,8 +360,8 @@ def run_command(
         if arguments.out:
             arguments.out.mkdir(parents=True)
         console.print(f"the default of {steps} steps takes {TAKES}")
-        kept = "" if arguments.out else " (gone at the end; --out keeps them)"
-        console.print(f"logs and checkpoints: {directory}{kept}", soft_wrap=True)
+        remark = "" if arguments.out else " (gone at the end; --out keeps them)"
+        console.print(f"logs and checkpoints: {directory}{remark}", soft_wrap=True)
         try:
             figures = run(directory, arguments.steps, arguments.save_every, console)
         except DemoError as error:

@@ -89,15 +89,15 @@ def size_figures(saves: list[Event], run: Path, parameters: int) -> dict[str, An
         return {"newest": newest / parameters, "older": older / parameters}
 
     logical = BYTES_OWN * parameters * len(saves)
-    kept = bytes_on_disk(run)
+    bytes_kept = bytes_on_disk(run)
     return {
         "parameters": parameters,
         "tags": len(saves),
         "keyframe": per_parameter([save for save in saves if save["report"]["keyframe"]]),
         "delta": per_parameter([save for save in saves if not save["report"]["keyframe"]]),
         "bytes_own": logical,
-        "bytes_kept": kept,
-        "ratio_kept": logical / kept,
+        "bytes_kept": bytes_kept,
+        "ratio_kept": logical / bytes_kept,
     }
 
 
@@ -235,8 +235,8 @@ def show(figures: dict[str, Any], console: Console) -> None:
         newest, older = (f"{row[field]:.2f}" for field in ("newest", "older"))
         table.add_row(name, newest, ratio(own / row["newest"]), older, ratio(own / row["older"]))
     console.print(table)
-    kept = ratio(sizes["ratio_kept"])
-    console.print(f"all {sizes['tags']} tags on disk are {kept} smaller than as many of DeepSpeed's own\n")
+    ratio_text = ratio(sizes["ratio_kept"])
+    console.print(f"all {sizes['tags']} tags on disk are {ratio_text} smaller than as many of DeepSpeed's own\n")
 
     table = Table(title=f"Seconds ({times['parameters'] / 1e6:.0f} M parameters, medians of pairs in one run)")
     for heading in ("", "compressed", "DeepSpeed's own", "ratio"):
@@ -256,7 +256,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     for heading in ("", "expected", "found"):
         table.add_column(heading, justify="right" if heading else "left")
     final = losses["final_validation"]
-    for name, expected, found in (
+    for name, expected, value in (
         (
             f"validation at step {losses['restored_step']}: saved, loaded",
             losses["restored_validation_saved"], losses["restored_validation_loaded"],
@@ -267,7 +267,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
         ),
         ("the same: saved, converted by zero_to_fp32.py", final, losses["final_validation_converted"]),
     ):
-        table.add_row(name, f"{expected:.5f}", f"{found:.5f}")
+        table.add_row(name, f"{expected:.5f}", f"{value:.5f}")
     console.print(table)
     console.print(
         f"after the resume, training losses differ by {losses['training_difference_after_resume']:.5f} of "

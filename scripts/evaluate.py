@@ -216,7 +216,7 @@ def online(
     _known([workload], names())
     chosen = _known(_named(systems), ONLINE)
     bounds = [float(bound) for bound in epsilons.split(",")]
-    kept = _rows_in(json_path, "online", {
+    store = _rows_in(json_path, "online", {
         "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
         "systems": chosen, **({} if config == ["{}"] else {"config": config}),
     }, lambda rows: {"versus": online_runs.versus(rows)})
@@ -226,7 +226,7 @@ def online(
     for system in chosen:
         try:
             rows += online_runs.run_system(
-                workload, seed, system, bounds, kept, exact, failures, per_failure, console.print, config
+                workload, seed, system, bounds, store, exact, failures, per_failure, console.print, config
             )
         except DSQError as error:  # one system that fails does not take the hours of others with it
             failed = True
@@ -252,14 +252,14 @@ def resume(
     """Continue runs from checkpoints and from the exact state with the same batches: the steps that a restart costs."""
     chosen = _known(workload, names())
     configs = {text: json.loads(text) if text.startswith("{") else text for text in config}
-    kept = _rows_in(json_path, "resume", {"workload": chosen, "config": config, "seed": seed, "share": share})
+    store = _rows_in(json_path, "resume", {"workload": chosen, "config": config, "seed": seed, "share": share})
 
     def compared(name: str, number: int) -> list[results.Row]:
         plan = create(name, number).plan
         points = {round(part * plan.steps / plan.checkpoint_every) * plan.checkpoint_every for part in share}
         return resumed.compare(name, number, configs, sorted(points), console.print)
 
-    rows = kept.of_each_run(chosen, seed, {"config": config, "share": share}, compared)
+    rows = store.of_each_run(chosen, seed, {"config": config, "share": share}, compared)
     results.show("restarts, against the exact state", resumed.COLUMNS, resumed.summary(rows), resumed.NOTES)
 
 
@@ -273,8 +273,8 @@ def oneshot(
 ) -> None:
     """Compress trained models, or shipped ones, by themselves with every system: the size at a bound on the loss."""
     chosen, own = _known(workload, one_shot.MODELS), _known(_named(systems), one_shot.SYSTEMS)
-    kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
-    rows = kept.of_each_run(
+    store = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
+    rows = store.of_each_run(
         chosen, seed, {"bound": bound, "systems": own},
         lambda name, number: one_shot.compare(name, number, bound, own, console.print),
     )
@@ -291,8 +291,8 @@ def transfer(
 ) -> None:
     """Fine-tune on another task from what every system's compressed checkpoint gives back, at several bounds."""
     chosen, own = _known(workload, transferred.TASKS), _known(_named(systems), transferred.SYSTEMS)
-    kept = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
-    rows = kept.of_each_run(
+    store = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
+    rows = store.of_each_run(
         chosen, seed, {"bounds": bound, "systems": own},
         lambda name, number: transferred.compare(name, number, bound, own, console.print),
     )
@@ -306,15 +306,15 @@ def resume_deepspeed(
     json_path: Path | None = ROWS,
 ) -> None:
     """Restart a DeepSpeed run (ZeRO-2, bf16, two ranks) from compressed tags and from its own."""
-    kept = _rows_in(json_path, "resume-deepspeed", {"seed": seed, "at": at})
+    store = _rows_in(json_path, "resume-deepspeed", {"seed": seed, "at": at})
     for number in seed:
         for point in at:
             settings = {"seed": number, "step": point}
-            if kept.find(settings) is None:
+            if store.find(settings) is None:
                 with tempfile.TemporaryDirectory(prefix="dsq-resume-") as directory:
                     rows = restarted_tags.compare(Path(directory), number, point, console.print)
-                kept.add(settings, {"rows": rows})
-    rows = [row for part in kept.rows for row in part["rows"]]
+                store.add(settings, {"rows": rows})
+    rows = [row for part in store.rows for row in part["rows"]]
     results.show("restarts under DeepSpeed", restarted_tags.COLUMNS, restarted_tags.summary(rows), resumed.NOTES)
 
 
@@ -335,12 +335,12 @@ def rework(
     _known([workload], names())
     plan = rework_runs.Experiment(workload, seed, every, trials, limit, rate)
     methods = rework_runs.methods(_known(_named(systems), SYSTEMS), [int(count) for count in bits.split(",")], coded)
-    kept = _rows_in(json_path, "rework", {
+    store = _rows_in(json_path, "rework", {
         "workload": workload, "seed": seed, "every": every, "trials": trials, "limit": limit, "rate": rate,
         "systems": systems, "bits": bits, **({"coded": True} if coded else {}),
     })
     curve = rework_runs.loss_curve(plan)
-    rows = [rework_runs.run_method(plan, method, curve, kept, console.print) for method in methods]
+    rows = [rework_runs.run_method(plan, method, curve, store, console.print) for method in methods]
     steps = ", ".join(str(trial["step"]) for trial in rows[0]["trials"])
     title = f"{workload}, seed {seed}: a checkpoint every {every}, {trials} failures after steps {steps}"
     results.show(title, rework_runs.COLUMNS, rows, rework_runs.NOTES)
@@ -385,15 +385,15 @@ def _rows_in(
 
 def _recordings(workload: str, seeds: list[int], directories: list[Path]) -> list[Path]:
     """Return the directories of complete recordings of a workload."""
-    found = directories or [default_directory(workload, seed) for seed in seeds]
-    for directory in found:
+    recordings = directories or [default_directory(workload, seed) for seed in seeds]
+    for directory in recordings:
         try:
             recorded = load_recording(directory).info["settings"]["workload"]
         except FileNotFoundError as error:
             raise typer.BadParameter(str(error)) from error
         if recorded != workload:
             raise typer.BadParameter(f"{directory} is a recording of {recorded}, not of {workload}")
-    return found
+    return recordings
 
 
 if __name__ == "__main__":

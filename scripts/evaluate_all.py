@@ -313,14 +313,14 @@ class Step(NamedTuple):
 
 def steps(table: str, directory: Path) -> list[Step]:
     """Return the commands of a table, `QUICK` or `FULL`, in their order; the directory is for the files."""
-    found = []
+    result = []
     for line in re.split(r"\n(?=\S)", table.strip()):
         name, command = line.split(maxsplit=1)
         file = None if name == "-" else directory / f"{name}.json"
         words = [word.replace("{}", str(directory), 1) if word.startswith("{}") else word
                  for word in shlex.split(command)]
-        found.append(Step(words if file is None else [*words, "--json", str(file)], file))
-    return found
+        result.append(Step(words if file is None else [*words, "--json", str(file)], file))
+    return result
 
 
 def program(words: list[str]) -> list[str]:

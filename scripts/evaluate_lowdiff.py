@@ -232,8 +232,8 @@ def report(
     for picture in results.plot_each(files, directory):
         console.print(picture)
     for file in files:
-        made = json.loads(file.read_text())
-        _print_targets(made["measured"], made["rows"])
+        document = json.loads(file.read_text())
+        _print_targets(document["measured"], document["rows"])
 
 
 @contextmanager
@@ -245,9 +245,9 @@ def _bench(
     given = Cores(*(int(core) for core in cores.split(","))) if cores else Cores.available()
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lowdiff-", dir=directory) as made:
+    with tempfile.TemporaryDirectory(prefix="lowdiff-", dir=directory) as path:
         try:
-            yield training.Bench(setting, Path(made), given, Plan(rounds, lead, steps), console.print)
+            yield training.Bench(setting, Path(path), given, Plan(rounds, lead, steps), console.print)
         except WorkerError as error:
             console.print(f"error: {error}", markup=False)
             raise typer.Exit(1) from None
@@ -272,19 +272,19 @@ def _simulated(
     measured: str, source: Path, cases: Sequence[Failures], count: int, restart: float, overheads: Sequence[Path],
     json_path: Path,
 ) -> None:
-    made = json.loads(source.read_text())
-    if made.get("measured") != aims.CONSTANTS:
-        raise typer.BadParameter(f"{source} holds no constants (measured: {made.get('measured')!r})")
+    content = json.loads(source.read_text())
+    if content.get("measured") != aims.CONSTANTS:
+        raise typer.BadParameter(f"{source} holds no constants (measured: {content.get('measured')!r})")
     times = [json.loads(path.read_text()) for path in overheads]
     if wrong := [path for path, time in zip(overheads, times, strict=True) if time["measured"] not in aims.TIMES]:
         raise typer.BadParameter(f"{wrong[0]} holds no training times")
-    made["rows"] = wasted.with_overheads(made["rows"], [row for time in times for row in time["rows"]])
-    rows = wasted.compare(made["rows"], cases, count, restart)
+    content["rows"] = wasted.with_overheads(content["rows"], [row for time in times for row in time["rows"]])
+    rows = wasted.compare(content["rows"], cases, count, restart)
     settings = {
         "constants": source.name, "overheads": [path.name for path in overheads], "failures": count,
         "restart": restart, "seed": cases[0].seed,
     }
-    document = results.document(measured, settings, rows, constants=made)
+    document = results.document(measured, settings, rows, constants=content)
     json_files.write(json_path, document)
     results.show(measured, wasted.COLUMNS, document["rows"], wasted.NOTES)
     _print_targets(measured, document["rows"])

@@ -170,11 +170,11 @@ class StdlibText:
 
 def stdlib_files() -> list[Path]:
     """Return the standard library's `*.py` files in sorted order, without tests and installed packages."""
-    found: list[Path] = []
+    files: list[Path] = []
     for directory, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
         below[:] = set(below) - SKIPPED_DIRECTORIES  # there may be a hundred thousand files in these
-        found += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(files)
 
 
 @torch.no_grad()

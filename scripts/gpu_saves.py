@@ -43,9 +43,9 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-def summary(found: list[float]) -> dict[str, float]:
+def summary(values: list[float]) -> dict[str, float]:
     """Return median and range of what was measured."""
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def whole_layers(parameters: int) -> list[tuple[int, ...]]:
@@ -130,42 +130,42 @@ def measure_peers(
         if where.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
-        found = call()
-        if where.type == "cuda" and not isinstance(found, Future):
+        result = call()
+        if where.type == "cuda" and not isinstance(result, Future):
             torch.cuda.synchronize()
         seconds.setdefault(name, []).append(time.perf_counter() - started)
-        return found
+        return result
 
     with tempfile.TemporaryDirectory() as directory:
         dsq_ckpt.forget()
         for number in range(saves + 2):
             plain, own = Path(directory) / "plain", Path(directory) / "run" / f"step-{number:06d}"
             shutil.rmtree(plain, ignore_errors=True)
-            theirs = timed("stall of dcp.async_save, s", partial(
+            dcp_result = timed("stall of dcp.async_save, s", partial(
                 dcp.async_save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=False), no_dist=True
             ))
-            timed("dcp.async_save after it, s", theirs.result)
-            ours = timed("stall of async_save, s", partial(dsq_ckpt.async_save, state, own, no_dist=True))
-            timed("async_save after it, s", ours.result)
+            timed("dcp.async_save after it, s", dcp_result.result)
+            dsq_result = timed("stall of async_save, s", partial(dsq_ckpt.async_save, state, own, no_dist=True))
+            timed("async_save after it, s", dsq_result.result)
             _step(state, generator)
         for _ in range(saves + 2):
             timed("dcp.load, s", partial(
                 dcp.load, state, storage_reader=dcp.FileSystemReader(plain), no_dist=True
             ))
             timed("load, s", partial(dsq_ckpt.load, state, own, no_dist=True))
-    kept = {name: values[2:] for name, values in seconds.items()}
-    rows.update({name: summary(values) for name, values in kept.items()})
+    measured = {name: values[2:] for name, values in seconds.items()}
+    rows.update({name: summary(values) for name, values in measured.items()})
     whole = {
-        name: [a + b for a, b in zip(kept[f"stall of {name}, s"], kept[f"{name} after it, s"], strict=True)]
+        name: [a + b for a, b in zip(measured[f"stall of {name}, s"], measured[f"{name} after it, s"], strict=True)]
         for name in ("async_save", "dcp.async_save")
     }
     ratios = {
-        "stall / of dcp.async_save": (kept["stall of async_save, s"], kept["stall of dcp.async_save, s"]),
+        "stall / of dcp.async_save": (measured["stall of async_save, s"], measured["stall of dcp.async_save, s"]),
         "save in the background / by dcp.async_save": (whole["async_save"], whole["dcp.async_save"]),
-        f"load / dcp.load, after {saves + 1} deltas": (kept["load, s"], kept["dcp.load, s"]),
+        f"load / dcp.load, after {saves + 1} deltas": (measured["load, s"], measured["dcp.load, s"]),
     }
-    for name, (ours, theirs) in ratios.items():
-        rows[name] = summary([a / b for a, b in zip(ours, theirs, strict=True)])
+    for name, (dsq_result, dcp_result) in ratios.items():
+        rows[name] = summary([a / b for a, b in zip(dsq_result, dcp_result, strict=True)])
 
 
 def _weights(shapes: list[tuple[int, ...]], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -116,11 +116,11 @@ def measure(layers: int, saves: int, directory: Path) -> dict[str, Any]:
 
 def spent(run: Path) -> dict[str, int]:
     """Return the bytes of all files of a run by what they were spent on."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for path in sorted(run.iterdir()):
         manifest = Manifest.read(path)
-        found["manifests"] += (path / "manifest.json").stat().st_size
-        found["indices"] += manifest.sum_bytes("index")
+        sizes["manifests"] += (path / "manifest.json").stat().st_size
+        sizes["indices"] += manifest.sum_bytes("index")
         when = "deltas" if manifest.depth else "keyframes"
         for own in manifest.files:
             if own.role != "own":
@@ -140,8 +140,8 @@ def spent(run: Path) -> dict[str, int]:
                 parts["tables of refinement files"] += layer.stat().st_size - sum(
                     size for cause, size in parts.items() if cause.endswith("newest")
                 )
-            found.update(parts)
-    return dict(sorted(found.items()))
+            sizes.update(parts)
+    return dict(sorted(sizes.items()))
 
 
 def _contents(path: Path) -> dict[str, Any]:
@@ -173,11 +173,11 @@ def train(workload: str, saves: int, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     for how in ("bf16", "exact"):
-        made, run = create(workload), directory / how
+        training, run = create(workload), directory / how
         config = {"quantize": {"small_moments": how}}
-        with dsq_ckpt.Compressor(made.model, made.optimizer, config, made.evaluate) as compressor:
+        with dsq_ckpt.Compressor(training.model, training.optimizer, config, training.evaluate) as compressor:
             for number in range(saves):
-                made.train(number * made.checkpoint_every, (number + 1) * made.checkpoint_every)
+                training.train(number * training.checkpoint_every, (number + 1) * training.checkpoint_every)
                 compressor.save(run / f"{number:03d}")
         reports = [dsq_ckpt.describe(path) for path in sorted(run.iterdir())]
         logical = sum(report["bytes_logical"] for report in reports)
@@ -194,16 +194,16 @@ def grow(workload: str, saves: int, every: int, directory: Path) -> dict[str, An
     from evaluation.report import document
 
     torch.set_num_threads(1)
-    made = create(workload)
-    settings = {"workload": workload, "seed": made.seed, "saves": saves, "every": every, "run": made.settings()}
+    training = create(workload)
+    settings = {"workload": workload, "seed": training.seed, "saves": saves, "every": every, "run": training.settings()}
     rows: list[dict[str, Any]] = []
     plain = written = 0
-    with dsq_ckpt.Compressor(made.model, made.optimizer, evaluate=made.evaluate) as compressor:
+    with dsq_ckpt.Compressor(training.model, training.optimizer, evaluate=training.evaluate) as compressor:
         for step in range(every, saves * every + 1, every):
-            made.train(step - every, step)
+            training.train(step - every, step)
             compressor.save(directory / f"{step:06d}")
-            saved = dsq_ckpt.describe(directory / f"{step:06d}")
-            plain, written = plain + saved["bytes_logical"], written + saved["bytes_written"]
+            description = dsq_ckpt.describe(directory / f"{step:06d}")
+            plain, written = plain + description["bytes_logical"], written + description["bytes_written"]
             rows.append({"step": step, "plain": plain, "written": written, "kept": on_device(directory)})
             print(rows[-1], flush=True)
     return document("growth", settings, rows)
@@ -255,20 +255,20 @@ def compare_rules(workload: str, saves: int, directory: Path) -> dict[str, Any]:
     from evaluation import create
 
     torch.set_num_threads(1)
-    made = create(workload)
-    every = made.steps // saves
+    training = create(workload)
+    every = training.steps // saves
     histories = {name: dsq_ckpt.SaveHistory() for name in RULES}
     config = {"delta": {"max_chain": 1000}, "storage": {"fsync": False}}
     for number in range(saves):
-        made.train(number * every, (number + 1) * every)
-        state = made.state()
+        training.train(number * every, (number + 1) * every)
+        state = training.state()
         for name, rule in RULES.items():
             before = rule(number)
             dsq_ckpt.save(
                 state, directory / name / f"{number:03d}", config=config, history=histories[name],
                 parent=None if before is None else directory / name / f"{before:03d}",
             )
-    return {"workload": workload, "saves": saves, "every": every, "run": made.settings(), "rules": {
+    return {"workload": workload, "saves": saves, "every": every, "run": training.settings(), "rules": {
         name: _of_rule(directory / name) for name in RULES
     }}
 
@@ -285,9 +285,9 @@ def _of_rule(run: Path) -> dict[str, Any]:
         kinds.update({kind: sizes.base for kind, sizes in known.items()})
         refined.append(sum(sizes.refinement for sizes in known.values()))
     # As a run keeps it: here, checkpoints that share a named parent do not drop the refinement of each other.
-    kept = written - sum(refined[: -RefinementConfig().keep_last])
+    bytes_kept = written - sum(refined[: -RefinementConfig().keep_last])
     return {
-        "ratio_kept": logical / kept, "bytes_kept": kept, "ratio_written": logical / written,
+        "ratio_kept": logical / bytes_kept, "bytes_kept": bytes_kept, "ratio_written": logical / written,
         "layers": statistics.mean(decoded), "layers_most": max(decoded), "bytes_base": dict(sorted(kinds.items())),
     }
 

@@ -199,7 +199,7 @@ def _restore_row(
 ) -> dict[str, Any]:
     training = Run(steps, seed)
     every = steps // (failures + 1)
-    written = kept = logical = 0
+    written = kept_bytes = logical = 0
     with tempfile.TemporaryDirectory() as directory, _quiet():
         dsq_ckpt.forget()
         for number in range(failures):
@@ -214,11 +214,11 @@ def _restore_row(
             training.restore(state)
             written += dsq_ckpt.describe(target)["bytes_written"]
             logical += dsq_ckpt.describe(target)["bytes_logical"]
-        kept = sum(dsq_ckpt.describe(path)["bytes_kept"] for path in Path(directory).iterdir())
+        kept_bytes = sum(dsq_ckpt.describe(path)["bytes_kept"] for path in Path(directory).iterdir())
         training.train(failures * every, steps)
     row: dict[str, Any] = {"name": name, "final_loss": training.loss()}
     if values is not None:
-        row |= {"ratio_written": logical / written, "ratio_kept": logical / kept}
+        row |= {"ratio_written": logical / written, "ratio_kept": logical / kept_bytes}
     console.print(row)
     return row
 
@@ -250,24 +250,24 @@ def _point(recording: Path, strength: float, step: float) -> dict[str, Any]:
         **{f"quantize.weights.codebook.{key}": value for key, value in values.items()}
     )
     with _quiet():
-        found = summary(replay(recording, config, choices={}))
+        figures = summary(replay(recording, config, choices={}))
     return {"step": step} | {
-        key: found[key] for key in ("ratio_weights", "ratio_weights_deltas", "degradation_mean", "degradation_final")
+        key: figures[key] for key in ("ratio_weights", "ratio_weights_deltas", "degradation_mean", "degradation_final")
     }
 
 
 def _at_equal_harm(points: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the ratio where each of `HARMS` is first passed, linear in logarithms between steps; None beyond them."""
-    found: dict[str, float | None] = {}
+    row: dict[str, float | None] = {}
     for harm in HARMS:
-        found[f"ratio_at_{harm:g}"] = None
+        row[f"ratio_at_{harm:g}"] = None
         for finer, coarser in itertools.pairwise(points):
             low, high = (max(point["degradation_mean"], 1e-5) for point in (finer, coarser))
-            if found[f"ratio_at_{harm:g}"] is None and low <= harm < high:
+            if row[f"ratio_at_{harm:g}"] is None and low <= harm < high:
                 part = math.log(harm / low) / math.log(high / low)
                 ratios = [math.log(point["ratio_weights"]) for point in (finer, coarser)]
-                found[f"ratio_at_{harm:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))
-    return found
+                row[f"ratio_at_{harm:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))
+    return row
 
 
 @contextmanager

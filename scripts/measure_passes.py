@@ -97,12 +97,12 @@ def whole(work: Callable[[], Any]) -> float:
 def copy_seconds(count: int) -> float:
     """Return the least seconds of a copy of fp32 numbers from memory to memory, of ten."""
     source, target = torch.randn(count), torch.empty(count)
-    found = []
+    times = []
     for _ in range(10):
         started = time.thread_time()
         target.copy_(source)
-        found.append(time.thread_time() - started)
-    return min(found)
+        times.append(time.thread_time() - started)
+    return min(times)
 
 
 def measure(parameters: int, moments: bool, rounds: int, directory: Path) -> list[dict[str, Any]]:
@@ -113,23 +113,23 @@ def measure(parameters: int, moments: bool, rounds: int, directory: Path) -> lis
     into = {name: torch.empty_like(tensor) for name, tensor in states[0].items()}
 
     def chain(number: int, clock: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
-        run, history, found = directory / str(number), SaveHistory(), {}
+        run, history, times = directory / str(number), SaveHistory(), {}
         for name, state in zip(("keyframe", "delta"), states, strict=True):
             save = partial(dsq_ckpt.save, state, run / name, no_dist=True, history=history)
-            found[f"save of a {name}"] = clock(save)
+            times[f"save of a {name}"] = clock(save)
         for name in ("keyframe", "delta"):
             load = partial(dsq_ckpt.load, into, run / name, no_dist=True, history=SaveHistory())
-            found[f"load of a {name}"] = clock(load)
+            times[f"load of a {name}"] = clock(load)
         shutil.rmtree(run)
-        return found
+        return times
 
     chain(0, whole)  # compiles, imports and finds pages
     passes = [chain(number, by_pass) for number in range(rounds)]
     totals = [chain(number, whole) for number in range(rounds)]
     rows = []
     for work in passes[0]:
-        spent = {part: statistics.median(one[work][part] for one in passes) for part in PASSES}
-        spent[REST] = statistics.median(one[work] for one in totals) - sum(spent.values())
+        spent = {part: statistics.median(times[work][part] for times in passes) for part in PASSES}
+        spent[REST] = statistics.median(times[work] for times in totals) - sum(spent.values())
         rows += [{"state": "with moments" if moments else "weights", "work": work, "pass": part,
                   "ns": seconds / elements * 1e9} for part, seconds in spent.items() if seconds]
     return rows

@@ -48,7 +48,7 @@ def one_width() -> Iterator[None]:
         yield
 
 
-def saved(workload: Workload, path: Path, restores: bool) -> tuple[int, Workload, float]:
+def save_and_restore(workload: Workload, path: Path, restores: bool) -> tuple[int, Workload, float]:
     """Save, and maybe restore into a workload made anew: bytes written, what to go on with, loss over that before."""
     state = workload.state()
     result = dsq_ckpt.save(state, path, model=workload.model)
@@ -68,7 +68,7 @@ def run(name: str, seed: int, restores: bool, directory: Path) -> dict[str, Any]
     for part in range(PARTS):
         workload.train(part * workload.steps // PARTS, (part + 1) * workload.steps // PARTS)
         again = restores and PARTS // 2 <= part < PARTS - 1
-        count, workload, cost = saved(workload, directory / f"{part:02d}", again)
+        count, workload, cost = save_and_restore(workload, directory / f"{part:02d}", again)
         written += count
         costs += [cost - 1] if again else []
     return {"costs": costs, "final": workload.evaluate(), "bytes_written": written}
@@ -82,11 +82,11 @@ def measure(names: list[str], seeds: int) -> list[Mapping[str, Any]]:
             exact = 0.0
             for rule in ("no restores", "now", "before"):
                 with tempfile.TemporaryDirectory() as directory, one_width() if rule == "before" else nullcontext():
-                    found = run(name, seed, rule != "no restores", Path(directory))
-                exact = exact or found["final"]
-                rows.append({"workload": name, "seed": seed, "rule": rule, **found, "ends": found["final"] / exact - 1})
-                costs = " ".join(f"{100 * cost:+.2f}" for cost in found["costs"])
-                print(f"{name} {seed} {rule}: ends {100 * rows[-1]['ends']:+.2f} %, wrote {found['bytes_written']:,}; "
+                    row = run(name, seed, rule != "no restores", Path(directory))
+                exact = exact or row["final"]
+                rows.append({"workload": name, "seed": seed, "rule": rule, **row, "ends": row["final"] / exact - 1})
+                costs = " ".join(f"{100 * cost:+.2f}" for cost in row["costs"])
+                print(f"{name} {seed} {rule}: ends {100 * rows[-1]['ends']:+.2f} %, wrote {row['bytes_written']:,}; "
                       f"restores {costs} %", flush=True)
     return rows
 
@@ -125,14 +125,14 @@ class Small:
 
     def state(self) -> dict[str, Any]:
         """Return what is saved, and loaded into."""
-        found: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        return found if self.schedule is None else found | {"schedule": self.schedule}
+        tree: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        return tree if self.schedule is None else tree | {"schedule": self.schedule}
 
     def restored(self, path: Path) -> Small:
         """Return what a restore makes of a checkpoint."""
-        made = Small(*self.settings)
-        dsq_ckpt.load(made.state(), path)
-        return made
+        small = Small(*self.settings)
+        dsq_ckpt.load(small.state(), path)
+        return small
 
 
 def twice(seed: int, directory: Path, steps: int) -> dict[str, Any]:
@@ -157,15 +157,15 @@ def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]
     run = Small(seed, 1e-3)
     run.train(0, 90)
     exact = copy.deepcopy(run)
-    for one in (run, exact):
-        one.settings = (seed, rate, 0, 0.0)
-        one.optimizer = torch.optim.AdamW(one.model.parameters(), rate)
+    for training in (run, exact):
+        training.settings = (seed, rate, 0, 0.0)
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), rate)
     for number in range(8):
-        for one in (run, exact):
-            one.train(100 + steps * number, 100 + steps * (number + 1))
+        for training in (run, exact):
+            training.train(100 + steps * number, 100 + steps * (number + 1))
         dsq_ckpt.save(run.state(), directory / str(number))
         run = run.restored(directory / str(number))
-    own, true = (one.model.get_parameter("4.weight").detach() for one in (run, exact))
+    own, true = (training.model.get_parameter("4.weight").detach() for training in (run, exact))
     return {"ends": run.loss() / exact.loss() - 1, "error": float((own - true).norm() / true.norm())}
 
 
@@ -177,13 +177,13 @@ def later(seed: int, directory: Path, momentum: float, rests: bool) -> dict[str,
     """
     rate = 0.5 * (1 - momentum)
     exact, run = Small(seed, rate, 0, momentum), Small(seed, rate, 0, momentum)
-    for one in (exact, run):
-        one.train(0, 30)
+    for training in (exact, run):
+        training.train(0, 30)
     for number in range(36):
-        for one in (exact, run):
+        for training in (exact, run):
             for layer in (0, 1):
-                one.model[layer].requires_grad_(not rests)
-            one.train(30 + 10 * number, 40 + 10 * number)
+                training.model[layer].requires_grad_(not rests)
+            training.train(30 + 10 * number, 40 + 10 * number)
         dsq_ckpt.save(run.state(), directory / f"{number:02d}")
         if number % 3 == 2:
             run = run.restored(directory / f"{number:02d}")
@@ -191,9 +191,9 @@ def later(seed: int, directory: Path, momentum: float, rests: bool) -> dict[str,
         float(sum(own["momentum_buffer"].square().sum() for own in one.optimizer.state.values()) ** 0.5)
         for one in (run, exact)
     ]
-    for one in (exact, run):
-        one.model.requires_grad_(True)
-        one.train(390, 400)
+    for training in (exact, run):
+        training.model.requires_grad_(True)
+        training.train(390, 400)
     return {"ends": run.loss() / exact.loss() - 1, "length": lengths[0] / lengths[1]}
 
 
@@ -216,16 +216,16 @@ def short(seeds: int) -> list[Mapping[str, Any]]:
 
 
 def _experiments() -> dict[str, Callable[[int, Path], dict[str, Any]]]:
-    found: dict[str, Callable[[int, Path], dict[str, Any]]] = {}
+    experiments: dict[str, Callable[[int, Path], dict[str, Any]]] = {}
     for steps in (60, 120, 240):
-        found[f"two restores in a schedule of {steps} steps"] = partial(twice, steps=steps)
+        experiments[f"two restores in a schedule of {steps} steps"] = partial(twice, steps=steps)
     for rate in (1e-6, 1e-5, 1e-4, 1e-3):
-        found[f"eight restores, 20 steps of {rate:g} apart"] = partial(often, rate=rate, steps=20)
-    found["eight restores, no step between"] = partial(often, rate=1e-3, steps=0)
+        experiments[f"eight restores, 20 steps of {rate:g} apart"] = partial(often, rate=rate, steps=20)
+    experiments["eight restores, no step between"] = partial(often, rate=1e-3, steps=0)
     for momentum in (0.9, 0.99):
-        found[f"twelve restores of SGD, momentum {momentum}"] = partial(later, momentum=momentum, rests=False)
-    found["twelve restores of SGD, layers that rest"] = partial(later, momentum=0.9, rests=True)
-    return found
+        experiments[f"twelve restores of SGD, momentum {momentum}"] = partial(later, momentum=momentum, rests=False)
+    experiments["twelve restores of SGD, layers that rest"] = partial(later, momentum=0.9, rests=True)
+    return experiments
 
 
 def main() -> None:

@@ -65,12 +65,12 @@ def start(system: str, directory: Path, tensors: int) -> dict[str, tuple[float, 
     Raises:
         subprocess.CalledProcessError: the process failed.
     """
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROCESS, system, str(directory), str(tensors)],
         stdout=subprocess.PIPE, check=True,
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
-    times = json.loads(found.stdout.splitlines()[-1])
+    times = json.loads(process.stdout.splitlines()[-1])
     return {part: (times[end][0] - times[begin][0], times[end][1] - times[begin][1])
             for part, (begin, end) in INTERVALS.items()}
 
@@ -88,8 +88,9 @@ def measure(rounds: int, tensors: int) -> list[dict[str, Any]]:
             (first[0] - second[0], first[1] - second[1])
             for first, second in zip(parts["first save"], parts["second save"], strict=True)
         ]
-        rows += [{"system": system, "part": part, "seconds": statistics.median(one[0] for one in found),
-                  "processor_seconds": statistics.median(one[1] for one in found)} for part, found in parts.items()]
+        rows += [{"system": system, "part": part, "seconds": statistics.median(sample[0] for sample in samples),
+                  "processor_seconds": statistics.median(sample[1] for sample in samples)}
+                 for part, samples in parts.items()]
     return rows
 
 

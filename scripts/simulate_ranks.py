@@ -69,9 +69,9 @@ class Shard(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, ranks: int) -> Shard:
         whole = (_ROWS * ranks, _COLUMNS)
-        made = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
-        made.local = local
-        return made
+        shard = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
+        shard.local = local
+        return shard
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         chunk = ChunkStorageMetadata(torch.Size((0, 0)), self.local.size())
@@ -159,16 +159,16 @@ class SimulatedRanks(_DistWrapper):
         """Return the messages of all ranks; counts what arrives, and the seconds to unpickle it."""
         self._check(object)
         step = "plans" if isinstance(object, SavePlan) else "results"
-        found = [
+        gathered = [
             plan_of(rank, object) if step == "plans" else results_of(rank, object, self.directory)
             for rank in range(self.ranks)
         ]
-        some = [pickle.dumps(made) for made in found[1 : 1 + _MEASURED]]  # all others are alike
+        some = [pickle.dumps(plan) for plan in gathered[1 : 1 + _MEASURED]]  # all others are alike
         with self.ledger.timed(f"{step} unpickled", (self.ranks - 1) / len(some)):
             for data in some:
                 pickle.loads(data)
         self.ledger.bytes[f"{step} gathered"] += (self.ranks - 1) * sum(map(len, some)) // len(some)
-        return found
+        return gathered
 
     def scatter_object(self, object_list: list[Any] | None) -> Any:
         assert object_list is not None and len(object_list) == self.ranks
@@ -235,7 +235,7 @@ def results_of(rank: int, results: list[WriteResult], directory: Path) -> list[W
     """Return what another rank wrote; its files are made, though not with what they would hold."""
     if not rank:
         return results
-    offsets, found = torch.Size((rank * _ROWS, 0)), []
+    offsets, write_results = torch.Size((rank * _ROWS, 0)), []
     for result in results:
         if result.index.offset is None:  # objects are written by rank 0
             continue
@@ -244,8 +244,8 @@ def results_of(rank: int, results: list[WriteResult], directory: Path) -> list[W
             data = {"rank": rank_result(rank, data["rank"], directory)}
         elif hasattr(data, "relative_path"):
             data = replace(data, relative_path=f"__{rank}_0.distcp")
-        found.append(replace(result, index=MetadataIndex(result.index.fqn, offsets), storage_data=data))
-    return found
+        write_results.append(replace(result, index=MetadataIndex(result.index.fqn, offsets), storage_data=data))
+    return write_results
 
 
 def rank_result(rank: int, own: RankResult, directory: Path) -> RankResult:

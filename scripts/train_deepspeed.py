@@ -203,14 +203,14 @@ class Training:
 
     def timed_both(self, job: Callable[[], object], own: Callable[[], object]) -> dict[str, float]:
         """Measure the seconds of a job, and of DeepSpeed's own with the same engine if it is to be compared."""
-        ours = self.engine.checkpoint_engine
+        dsq_engine = self.engine.checkpoint_engine
 
         def as_deepspeed_does() -> None:
-            self.engine.checkpoint_engine = ours.inner
+            self.engine.checkpoint_engine = dsq_engine.inner
             try:
                 own()
             finally:
-                self.engine.checkpoint_engine = ours
+                self.engine.checkpoint_engine = dsq_engine
 
         jobs: list[tuple[str, Callable[[], object]]] = [("seconds", job)]
         if self.arguments.compare_deepspeed:

@@ -73,16 +73,16 @@ class Run:
         """Continue from the newest complete checkpoint, if there is one."""
         # One rank looks for all of them: directories are not equally fresh on all clients of a network file system,
         # and ranks that disagreed would wait for each other in different collectives.
-        found = [dsq_ckpt.latest(self.arguments.out) if self.rank == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        if found[0] is not None:
+        newest = [dsq_ckpt.latest(self.arguments.out) if self.rank == 0 else None]
+        dist.broadcast_object_list(newest, src=0)
+        if newest[0] is not None:
             state = self.state()
-            dsq_ckpt.load(state, found[0])
+            dsq_ckpt.load(state, newest[0])
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
             self.step = int(state["progress"]["step"])
-        self.log("start", resumed_from=found[0])
+        self.log("start", resumed_from=newest[0])
 
     def save(self) -> None:
         """Save a checkpoint named after the step."""

@@ -22,7 +22,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def parser(description: str, *names: str) -> argparse.ArgumentParser:
     """Return a parser with these of the shared options, beside `--out`, `--steps` and `--save-every`."""
-    made = argparse.ArgumentParser(description=description)
+    argument_parser = argparse.ArgumentParser(description=description)
     for name in ("--out", "--steps", "--save-every", *names):
-        made.add_argument(name, **_OPTIONS[name])
-    return made
+        argument_parser.add_argument(name, **_OPTIONS[name])
+    return argument_parser

@@ -153,8 +153,8 @@ class Accidents(Campaign):
         for name in SUBJECTS:
             for way in WAYS:
                 shutil.copytree(self.base / name, self.work / "run")
-                found = self.judge(name, way, self.work / "run" / "step-3")
-                assert found.outcome in ("unchanged", "accepted"), (name, way, found)
+                verdict = self.judge(name, way, self.work / "run" / "step-3")
+                assert verdict.outcome in ("unchanged", "accepted"), (name, way, verdict)
                 shutil.rmtree(self.work)
 
     def drawn(self, number: int) -> tuple[random.Random, str, str, Callable[[Path, random.Random], None]]:
@@ -180,20 +180,20 @@ class Accidents(Campaign):
             entry.name: entry.read_bytes() if entry.is_file() else None for entry in path.iterdir()
         } != before
         with subjects.watched(self.work) as seen:
-            found = self.judge(name, way, path, altered)
+            verdict = self.judge(name, way, path, altered)
         if seen:
             return Found("wrong", f"{way}, {file.name}: {seen[:3]}")
-        return Found(found.outcome, found.what and f"{name}, {way}, {file.name}: {found.what}")
+        return Found(verdict.outcome, verdict.what and f"{name}, {way}, {file.name}: {verdict.what}")
 
     def judge(self, name: str, way: str, path: Path, altered: bool = False) -> Found:
         """Read a checkpoint in one way."""
         dsq_ckpt.forget()
         if way in ("load", "load all", "export"):
-            found = self.read(way, path)
-            if isinstance(found, Found):
-                return found
+            result = self.read(way, path)
+            if isinstance(result, Found):
+                return result
             expected = self.expected[name]["like" if way == "load" else "all"]
-            return Found("unchanged") if same(found, expected) else self.other(path, found)
+            return Found("unchanged") if same(result, expected) else self.other(path, result)
         if way == "verify":
             status, output = command("verify", str(path))
             if status:

@@ -93,13 +93,13 @@ def recording(directory: Path, log: Path) -> Iterator[None]:
 
 def recorded(log: Path) -> list[Operation]:
     """Return the recorded calls, in order."""
-    data, place, found = log.read_bytes(), 0, []
+    data, place, operations = log.read_bytes(), 0, []
     while place < len(data):
         inode, offset, size, one, two, what = _HEAD.unpack_from(data, place)
         place += _HEAD.size
         first = os.fsdecode(data[place : place + one])
         second = os.fsdecode(data[place + one : place + one + two])
         place += one + two
-        found.append(Operation(what.decode(), inode, offset, first, second, data[place : place + size]))
+        operations.append(Operation(what.decode(), inode, offset, first, second, data[place : place + size]))
         place += size
-    return found
+    return operations

@@ -63,10 +63,10 @@ class Crowds(Campaign):
                 heard += [Found(*json.loads(line)) for line in stream]
             if os.waitpid(pid, 0)[1]:
                 heard.append(Found("crashed", "a process of it failed"))
-        counts = Counter(found.outcome for found in heard)
-        for found in heard:
-            if found.outcome in BAD:
-                return found
+        counts = Counter(verdict.outcome for verdict in heard)
+        for verdict in heard:
+            if verdict.outcome in BAD:
+                return verdict
         shutil.rmtree(run)
         return Found("detected" if counts["detected"] else "unchanged", json.dumps(counts))
 
@@ -76,8 +76,8 @@ def _started(job: Callable[[], Iterator[Found]]) -> tuple[int, int]:
 
     def work() -> None:
         torch.set_num_threads(1)
-        for found in job():
-            os.write(writer, json.dumps(found).encode() + b"\n")
+        for verdict in job():
+            os.write(writer, json.dumps(verdict).encode() + b"\n")
 
     pid = forked(work)
     os.close(writer)

@@ -52,14 +52,14 @@ class Forged(Accidents):
         path, victim = self.work / name / "step-3", self.work / f"{name}-victim"
         what = forge(path, rng)
         with subjects.watched(self.work) as seen:
-            found = self.judge(name, way, path)
+            verdict = self.judge(name, way, path)
         if (self.work / "executed").exists():
             seen.append("a pickle was executed")
         if _listing(victim) != _listing(self.base / victim.name):
             seen.append("files of another run were changed")
         if seen:
             return Found("wrong", f"{name}, {way}, {what}: {seen[:3]}")
-        return Found(found.outcome, found.what and f"{name}, {way}, {what}: {found.what}")
+        return Found(verdict.outcome, verdict.what and f"{name}, {way}, {what}: {verdict.what}")
 
     def judge(self, name: str, way: str, path: Path, altered: bool = False) -> Found:
         """Read a checkpoint in one way; what commands are content with may state other values."""
@@ -103,8 +103,8 @@ def stated(path: Path, state: State) -> str | None:
                 continue
             if fqn in reader.index["tensors"]:
                 tensor = reader.index["tensors"][fqn]
-                found = (str(value.dtype).removeprefix("torch."), list(value.shape))
-                if found != (tensor["dtype"], tensor["shape"]) or not _equal(value, fqn, reader):
+                description = (str(value.dtype).removeprefix("torch."), list(value.shape))
+                if description != (tensor["dtype"], tensor["shape"]) or not _equal(value, fqn, reader):
                     return f"'{fqn}' is not as the file states"
         missing = [fqn for fqn in (*reader.index["tensors"], *reader.index["objects"])
                    if fqn not in reader.index["planner"]]

@@ -24,8 +24,8 @@ from campaigns.forging import Container
 def zeros() -> bytes:
     """Return a frame of 900 MiB."""
     size = 900 << 20
-    made = zstandard.ZstdCompressor().compressobj(size=size)
-    return b"".join([made.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + made.flush()
+    compressor = zstandard.ZstdCompressor().compressobj(size=size)
+    return b"".join([compressor.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + compressor.flush()
 
 
 class _Runs:

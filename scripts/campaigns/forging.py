@@ -112,12 +112,12 @@ def places(tree: Any) -> Iterator[list[Any]]:
 
 def nodes(tree: Any) -> list[tuple[Any, Any]]:
     """Yield every (container, key) below a tree."""
-    found = []
+    locations = []
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
-        found.append((tree, key))
+        locations.append((tree, key))
         if isinstance(tree[key], (dict, list)):
-            found += nodes(tree[key])
-    return found
+            locations += nodes(tree[key])
+    return locations
 
 
 NAMES = (

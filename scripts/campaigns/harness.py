@@ -110,13 +110,13 @@ class Tally:
     failures: list[dict[str, Any]] = field(default_factory=list)
     measured: dict[str, str] = field(default_factory=dict)
 
-    def add(self, kind: str, number: int, found: Found) -> None:
+    def add(self, kind: str, number: int, verdict: Found) -> None:
         """Count a trial."""
-        self.rows.setdefault(kind, Counter())[found.outcome] += 1
-        if found.what and found.outcome not in BAD:
-            self.measured[kind] = found.what
-        if found.outcome in BAD:
-            self.failures.append({"number": number, "kind": kind, "outcome": found.outcome, "what": found.what})
+        self.rows.setdefault(kind, Counter())[verdict.outcome] += 1
+        if verdict.what and verdict.outcome not in BAD:
+            self.measured[kind] = verdict.what
+        if verdict.outcome in BAD:
+            self.failures.append({"number": number, "kind": kind, "outcome": verdict.outcome, "what": verdict.what})
 
     @property
     def total(self) -> Counter[str]:
@@ -213,10 +213,10 @@ def _work(campaign: Campaign, numbers: Sequence[int], writer: int) -> None:
     for number in numbers:
         say(begins=number)
         try:
-            found = campaign.trial(number)
+            verdict = campaign.trial(number)
         except BaseException as error:
-            found = Found("crashed", told(error))
-        say(ended=number, found=[found.outcome, found.what[:2000]])
+            verdict = Found("crashed", told(error))
+        say(ended=number, found=[verdict.outcome, verdict.what[:2000]])
 
 
 def told(error: BaseException) -> str:
@@ -242,12 +242,12 @@ def run(campaign: Campaign, numbers: Sequence[int], lanes: int, say: Callable[[s
     parts = [list(numbers)[start::lanes] for start in range(lanes)]
     running = [_Lane(campaign, part) for part in parts if part]
 
-    def count(number: int, found: Found) -> None:
+    def count(number: int, verdict: Found) -> None:
         kind = campaign.kind(number)
-        tally.add(kind, number, found)
-        if found.outcome in BAD:
+        tally.add(kind, number, verdict)
+        if verdict.outcome in BAD:
             again = f"{campaign.name} --seed {campaign.seed} --only {number}"
-            say(f"{found.outcome.upper()} {again} ({kind}): {found.what}")
+            say(f"{verdict.outcome.upper()} {again} ({kind}): {verdict.what}")
 
     try:
         while running:

@@ -142,8 +142,8 @@ class Logs(Campaign):
             self.tables[spec] = json.loads((base / "table.json").read_text())
             shutil.rmtree(self.work, ignore_errors=True)
             shutil.copytree(base, self.work)
-            found = self._judge(spec, forged=False)
-            assert found.outcome == "unchanged", found
+            verdict = self._judge(spec, forged=False)
+            assert verdict.outcome == "unchanged", verdict
 
     def _drawn(self, number: int) -> tuple[random.Random, str, bool]:
         rng = self.rng(number)
@@ -167,10 +167,10 @@ class Logs(Campaign):
             what = f"{alter.__name__} {file.relative_to(run)}"
             alter(file, rng)
         with subjects.watched(self.work) as seen:
-            found = self._judge(spec, forged)
+            verdict = self._judge(spec, forged)
         if seen:
             return Found("wrong", f"{what}: {seen[:3]}")
-        return Found(found.outcome, found.what and f"{spec}, {what}: {found.what}")
+        return Found(verdict.outcome, verdict.what and f"{spec}, {what}: {verdict.what}")
 
     def _judge(self, spec: str, forged: bool) -> Found:
         table, loop = self.tables[spec], Loop(_case(spec), seed=9)
@@ -178,24 +178,24 @@ class Logs(Campaign):
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             try:
-                found = loop.recover(self.work / "run", timeout=5)
+                recovery = loop.recover(self.work / "run", timeout=5)
             except dsq_ckpt.DSQError as error:
                 if str(self.work) not in str(error):
                     return Found("wrong", f"the error names no file: {told(error)}")
                 if digest(loop.state()) not in (before, *table):
                     return Found("wrong", f"model and optimizer were left changed by {told(error)}")
                 return Found("detected")
-        if found is None:
+        if recovery is None:
             return Found("wrong", "nothing was recovered, no error")
         now = digest(loop.state())
-        if now != table[found.step] if found.step < len(table) else True:
+        if now != table[recovery.step] if recovery.step < len(table) else True:
             if not forged:
-                return Found("wrong", f"the state is not that after step {found.step}")
+                return Found("wrong", f"the state is not that after step {recovery.step}")
             again = Loop(_case(spec), seed=9)
             again.recover(self.work / "run", timeout=5)
             return Found("accepted") if digest(again.state()) == now else Found("wrong", "two recoveries differ")
-        if found.step == STEPS:
+        if recovery.step == STEPS:
             return Found("unchanged")
-        if found.ended is None and not heard:
-            return Found("wrong", f"recovered to step {found.step} of {STEPS}, nothing was said")
+        if recovery.ended is None and not heard:
+            return Found("wrong", f"recovered to step {recovery.step} of {STEPS}, nothing was said")
         return Found("detected")

@@ -40,13 +40,13 @@ class Long(Campaign):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + _FILES, limit[1]))
         if "checkpoints" in kind:
-            found = self._chain(run, 300 if "one chain" in kind else None)
+            verdict = self._chain(run, 300 if "one chain" in kind else None)
         elif kind == "small tensors":
-            found = self._tensors(run)
+            verdict = self._tensors(run)
         else:
-            found = self._object(run)
+            verdict = self._object(run)
         shutil.rmtree(run)
-        return found
+        return verdict
 
     def _chain(self, run: Path, longest: int | None) -> Found:
         count = 16 if self.short else 300

@@ -219,18 +219,18 @@ class Power(Campaign):
     def _problem(self, scene: Scene, cut: int) -> tuple[str | None, bool]:
         """Return the problem, and whether a checkpoint is missing."""
         run = self.work / "deep" / "run"
-        found: dict[str, State | None] = {}
+        states: dict[str, State | None] = {}
         for name, right in scene.right.items():
             dsq_ckpt.forget()
             try:
-                found[name] = subjects.read_all(run / name)
+                states[name] = subjects.read_all(run / name)
             except dsq_ckpt.CheckpointNotFound:
-                found[name] = None
+                states[name] = None
             except dsq_ckpt.DSQError as error:
                 return f"{name}: {told(error)}", False
             allowed: list[Any] = right if cut < scene.returned else [scene.final[name]]
-            if not any(_alike(found[name], state) for state in allowed):
-                return f"{name} {'is not there' if found[name] is None else 'has other values'}", False
+            if not any(_alike(states[name], state) for state in allowed):
+                return f"{name} {'is not there' if states[name] is None else 'has other values'}", False
         if run.exists():
             dsq_ckpt.save(state_at(4), run / "step-4", config=_CONFIG, no_dist=True)
             if wrong := subjects.far(subjects.read_all(run / "step-4"), state_at(4)):
@@ -239,7 +239,7 @@ class Power(Campaign):
             left = [file.name for file in run.rglob("*") if file.name.endswith((".tmp", ".old"))]
             if left:
                 return f"left behind after gc: {left}", False
-        return None, None in found.values()
+        return None, None in states.values()
 
 
 def _alike(one: State | None, other: State | None) -> bool:

@@ -119,11 +119,11 @@ def config_of(name: str) -> State:
 def far(state: State, truth: State, refined: bool = True) -> str | None:
     """Return the name of a value that is not close to the saved one, or not equal where required; None: all are."""
     near = 0.2 if refined else 0.9
-    found, wanted = flatten(state), flatten(truth)
-    if found.keys() != wanted.keys():
-        return f"names {sorted(found.keys() ^ wanted.keys())}"
+    tensors, wanted = flatten(state), flatten(truth)
+    if tensors.keys() != wanted.keys():
+        return f"names {sorted(tensors.keys() ^ wanted.keys())}"
     for name, value in wanted.items():
-        other = found[name]
+        other = tensors[name]
         if not isinstance(value, torch.Tensor):
             if type(other) is not type(value) or other != value:
                 return name

@@ -89,16 +89,16 @@ CODERS: dict[str, dict[str, Any]] = {
 
 def coders(directory: Path, epsilon: float, report: Report) -> list[Row]:
     """Encode Inshrinkerator's codes, of the configuration that its search chose, by each coder."""
-    found: dict[int, DSQConfig] | None = None
+    choices: dict[int, DSQConfig] | None = None
     rows = []
     for name, values in CODERS.items():
         report(f"coders: {name}")
         config = system_config(RIVAL, epsilon).with_values(**values)
-        chosen = None if found is None else {step: one.with_values(**values) for step, one in found.items()}
-        made = replay(directory, config, choices=chosen, report=report)
-        if found is None:
-            found = {point.step: DSQConfig.create(point.config) for point in made.checkpoints}
-        rows.append({"part": "coders", "name": name, "skipped": None} | summary(made))
+        chosen = None if choices is None else {step: choice.with_values(**values) for step, choice in choices.items()}
+        result = replay(directory, config, choices=chosen, report=report)
+        if choices is None:
+            choices = {point.step: DSQConfig.create(point.config) for point in result.checkpoints}
+        rows.append({"part": "coders", "name": name, "skipped": None} | summary(result))
     # An assumption of this table, not a result of it: what differs is the coder alone.
     if len({row["degradation_mean"] for row in rows}) != 1:
         raise RuntimeError(f"the codes differ: mean degradations {[row['degradation_mean'] for row in rows]}")
@@ -121,7 +121,7 @@ def without(*names: str) -> Callable[[Space], Space]:
 
 def only(*names: str) -> Callable[[Space], Space]:
     """Return a space with these variants alone."""
-    return lambda space: replace(space, variants=tuple(one for one in space.variants if one.name in names))
+    return lambda space: replace(space, variants=tuple(variant for variant in space.variants if variant.name in names))
 
 
 _KMEANS = {"fit": "kmeans", "bins": 16, "rate_distortion": 0.05}
@@ -264,11 +264,11 @@ class Bisection:
 
 def _size(analysis: Analysis) -> tuple[int, float]:
     """Return the largest number of codes that a group uses, without that of protected elements, and bits per weight."""
-    fitted = [one for group, one in analysis.fitted.items() if group.startswith("weights/")]
-    levels = max(int(np.count_nonzero(one.counts.sum(0)[: one.codebook.protected])) for one in fitted)
-    protected = sum(16 * int(one.counts[:, one.codebook.protected].sum()) for one in fitted)
-    elements = sum(int(one.counts.sum()) for one in fitted)
-    return levels, (sum(one.bits for one in fitted) + protected) / max(elements, 1)
+    fitted = [fit for group, fit in analysis.fitted.items() if group.startswith("weights/")]
+    levels = max(int(np.count_nonzero(fit.counts.sum(0)[: fit.codebook.protected])) for fit in fitted)
+    protected = sum(16 * int(fit.counts[:, fit.codebook.protected].sum()) for fit in fitted)
+    elements = sum(int(fit.counts.sum()) for fit in fitted)
+    return levels, (sum(fit.bits for fit in fitted) + protected) / max(elements, 1)
 
 
 def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
@@ -291,11 +291,11 @@ def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
                     probes.append(probe)
         dsq_ckpt.forget()
         for bound in BOUNDS:
-            found = [hit for probe in probes if (hit := probe.found[bound]) is not None]
+            hits = [hit for probe in probes if (hit := probe.found[bound]) is not None]
             rows.append({
-                "part": "bins", "name": name, "bound": bound, "found": len(found), "checkpoints_tried": len(probes),
-                "bins": _mean([_BINS[place] for place, _ in found] if system != OURS else []),
-                "levels": _mean([one.levels for _, one in found]), "bits": _mean([one.bits for _, one in found]),
+                "part": "bins", "name": name, "bound": bound, "found": len(hits), "checkpoints_tried": len(probes),
+                "bins": _mean([_BINS[place] for place, _ in hits] if system != OURS else []),
+                "levels": _mean([point.levels for _, point in hits]), "bits": _mean([point.bits for _, point in hits]),
                 "evaluations": _mean([probe.evaluations for probe in probes]), "skipped": None,
             })
     return rows

@@ -32,10 +32,10 @@ def panels(rows: Sequence[Row]) -> list[Callable[[Axes], None]]:
         {**row, "label": f"{row['name']}, {row['failures']} restores" if names[row["name"]] > 1 else row["name"]}
         for row in known
     ]
-    found: list[Callable[[Axes], None]] = [partial(_losses, rows=known), partial(_differences, rows=known)]
-    if saved := [row for row in known if "ratio_written" in row]:
-        found += [partial(_sizes, rows=saved), partial(_bytes, rows=saved)]
-    return found
+    drawings: list[Callable[[Axes], None]] = [partial(_losses, rows=known), partial(_differences, rows=known)]
+    if save_rows := [row for row in known if "ratio_written" in row]:
+        drawings += [partial(_sizes, rows=save_rows), partial(_bytes, rows=save_rows)]
+    return drawings
 
 
 def _reference(row: Row) -> dict[int, float]:
@@ -56,8 +56,8 @@ def _losses(axis: Axes, rows: Sequence[Row]) -> None:
         axis.plot(steps, losses, color=_colour(row, number), linewidth=0.9, label=row["label"])
         if row["name"] != NOISE_FLOOR:
             axis.plot(
-                [one["step"] for one in row["restores"]], [one["after"] for one in row["restores"]], linestyle="",
-                marker="v", markersize=5, color=_colour(row, number), label=f"{row['label']}, restored",
+                [restore["step"] for restore in row["restores"]], [restore["after"] for restore in row["restores"]],
+                linestyle="", marker="v", markersize=5, color=_colour(row, number), label=f"{row['label']}, restored",
             )
     axis.set(xlabel="step", ylabel="held-out loss", title="{workload}, seed {seed}: loss".format(**rows[0]))
     axis.legend(fontsize=7)

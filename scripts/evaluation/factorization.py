@@ -45,12 +45,12 @@ def load_entries() -> tuple[Entries, Entries]:
         (first * WORDS + second)[(first >= 0) & (second >= 0)]
         for first, second in ((text[:-apart], text[apart:]) for apart in range(1, NEAR + 1))
     ]
-    found, counts = np.unique(np.concatenate(pairs), return_counts=True)
-    order = np.random.default_rng(0).permutation(len(found))
-    places = np.stack(np.divmod(found[order], WORDS), axis=1)
+    unique_pairs, counts = np.unique(np.concatenate(pairs), return_counts=True)
+    order = np.random.default_rng(0).permutation(len(unique_pairs))
+    places = np.stack(np.divmod(unique_pairs[order], WORDS), axis=1)
     values = np.log(counts[order]).astype(np.float32)
     values -= values.mean()
-    held_out = np.arange(len(found)) % HELD_OUT_EVERY == 0
+    held_out = np.arange(len(unique_pairs)) % HELD_OUT_EVERY == 0
     return Entries(places[~held_out], values[~held_out]), Entries(places[held_out], values[held_out])
 
 

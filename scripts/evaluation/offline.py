@@ -86,26 +86,26 @@ def compare(
             report(f"{run['run']}: {system}, epsilon {bound:g}")
             row: Row = run | {"system": system, "epsilon": bound, "name": _name(system, bound, epsilon)}
             try:
-                made = replay(directory, system_config(system, bound), report=report)
+                result = replay(directory, system_config(system, bound), report=report)
             except DSQError as error:
                 report(f"  skipped: {error}")
                 yield row | {"skipped": " ".join(str(error).split())}
                 continue
-            yield row | {"skipped": None} | summary(made)
+            yield row | {"skipped": None} | summary(result)
 
 
-def summary(made: Replay) -> Row:
+def summary(result: Replay) -> Row:
     """Return the figures of a replay, for a table and for JSON."""
-    points, harm, refined = made.measured, made.degradations(), made.refined_degradations()
-    elements = sum(point.codes.elements for point in made.checkpoints)
+    points, harm, refined = result.measured, result.degradations(), result.refined_degradations()
+    elements = sum(point.codes.elements for point in result.checkpoints)
     bits = {
-        name: sum(getattr(point.codes, name) for point in made.checkpoints) / elements if elements else math.nan
+        name: sum(getattr(point.codes, name) for point in result.checkpoints) / elements if elements else math.nan
         for name in ("stored", "codes", "entropy")
     }
-    deltas = [point.ratio() for point in made.checkpoints if not point.keyframe]
+    deltas = [point.ratio() for point in result.checkpoints if not point.keyframe]
     return {
-        "ratio_weights": made.ratio(), "ratio_weights_deltas": _known(made.ratio(deltas_only=True)),
-        "ratio_moments": made.ratio(MOMENTS), "ratio_files": made.ratio_files,
+        "ratio_weights": result.ratio(), "ratio_weights_deltas": _known(result.ratio(deltas_only=True)),
+        "ratio_moments": result.ratio(MOMENTS), "ratio_files": result.ratio_files,
         "best_delta": max(deltas, default=None),
         "degradation_mean": statistics.mean(harm), "degradation_final": harm[-1], "degradation_max": max(harm),
         "refined_mean": statistics.mean(refined), "refined_max": max(refined),
@@ -114,15 +114,15 @@ def summary(made: Replay) -> Row:
         "seconds_search": statistics.mean(point.seconds_search for point in points),
         "seconds_save": statistics.mean(point.seconds_save for point in points),
         # Medians: compiled kernels are loaded in the first save, and machines have slow moments.
-        "encode": made.elements / 1e6 / statistics.median(p.seconds_save - p.seconds_search for p in points),
-        "decode": made.elements / 1e6 / points[-1].seconds_load,
+        "encode": result.elements / 1e6 / statistics.median(p.seconds_save - p.seconds_search for p in points),
+        "decode": result.elements / 1e6 / points[-1].seconds_load,
         **{f"bits_{name}": _known(value) for name, value in bits.items()},
-        "elements": made.elements, "checkpoints": [_point(made, point) for point in made.checkpoints],
-        "warnings": made.warnings,
+        "elements": result.elements, "checkpoints": [_point(result, point) for point in result.checkpoints],
+        "warnings": result.warnings,
     }
 
 
-def _point(made: Replay, point: Replayed) -> Row:
+def _point(result: Replay, point: Replayed) -> Row:
     quality = point.quality or {}
     harm = point.base_loss / point.loss - 1
     return {
@@ -140,13 +140,13 @@ def versus(rows: Sequence[Row]) -> list[Row]:
 
     No more harm: neither the mean nor the final degradation is greater than that of the other system.
     """
-    found = []
+    comparisons = []
     for run in dict.fromkeys(row["run"] for row in rows):
         usable = [row for row in rows if row["run"] == run and row["skipped"] is None]
         own = sorted((row for row in usable if row["system"] == OURS), key=lambda row: -row["epsilon"])
         lossy = [row for row in usable if row["system"] != OURS and SYSTEMS[row["system"]].space is not None]
-        found += [_against(own, other) for other in lossy]
-    return found
+        comparisons += [_against(own, other) for other in lossy]
+    return comparisons
 
 
 def _against(own: Sequence[Row], other: Row) -> Row:

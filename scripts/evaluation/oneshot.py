@@ -86,7 +86,7 @@ class Trained:
         exact = _loss(self.model, self.unseen)
         with tempfile.TemporaryDirectory() as directory:
             path, started = Path(directory) / "compressed", time.perf_counter()
-            found = dsq_ckpt.compress(
+            result = dsq_ckpt.compress(
                 self.model, path, config={"system": system.split(",")[0]},
                 evaluate=lambda: _loss(self.model, self.seen),
                 check=(lambda: _loss(self.model, self.confirming)) if system == CHECKED else None,
@@ -96,9 +96,9 @@ class Trained:
             read: dict[str, Any] = {key: torch.zeros_like(value) for key, value in self.weights.items()}
             dsq_ckpt.load(read, path)
         self.model.load_state_dict(read)
-        quality = found["quality"]
+        quality = result["quality"]
         return {
-            "run": self.run, "name": system, "bound": bound, "ratio": found["bytes_logical"] / found["bytes_kept"],
+            "run": self.run, "name": system, "bound": bound, "ratio": result["bytes_logical"] / result["bytes_kept"],
             "degradation": quality.get("degradation"), "satisfied": quality["satisfied"],
             "other": _loss(self.model, self.unseen) / exact - 1, "evaluations": quality["evaluations"],
             "seconds": seconds, "steps": quality.get("steps"),

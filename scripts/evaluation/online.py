@@ -65,12 +65,12 @@ def reference(name: str, seed: int, directory: Path | None = None, report: Repor
         for step in range(0, workload.steps, every):
             workload.train(step, step + every)
             losses.append(workload.evaluate())
-        found = {
+        figures = {
             "settings": settings, "loss": losses[-1], "accuracy": workload.accuracy(),
             "losses": {"every": every, "values": losses},
         }
-    json_files.write(path, found)
-    return found
+    json_files.write(path, figures)
+    return figures
 
 
 def train_with_failures(
@@ -226,24 +226,24 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     count at their uncompressed size, since manifests do not tell them from other exact tensors. A delta whose codes
     are all those of its parent has no bytes of weights; the best delta is one that changes something.
     """
-    found = list(iter_checkpoints(run))
-    weights = [manifest.kinds.get("weights") for _, manifest in found]
+    checkpoints = list(iter_checkpoints(run))
+    weights = [manifest.kinds.get("weights") for _, manifest in checkpoints]
     whole = max((sizes.logical for sizes in weights if sizes), default=0)
     bases = [sizes.base + whole - sizes.logical if sizes else whole for sizes in weights]
-    about = [dsq_ckpt.describe(path) for path, _ in found]
+    about = [dsq_ckpt.describe(path) for path, _ in checkpoints]
     logical, written, kept = (sum(row[f"bytes_{name}"] for row in about) for name in ("logical", "written", "kept"))
-    refined = sum(sizes.refinement for (_, manifest), sizes in zip(found, weights, strict=True)
+    refined = sum(sizes.refinement for (_, manifest), sizes in zip(checkpoints, weights, strict=True)
                   if sizes and manifest.refinement == "kept")
     deltas = [base for base, row in zip(bases, about, strict=True) if whole and not row["keyframe"]]
     changes = [base for base in deltas if base]
     ratios: Row = {
         "ratio_state_kept": logical / kept, "ratio_written": logical / written,
-        "ratio_weights_kept": whole * len(found) / (sum(bases) + refined) if whole else None,
-        "ratio_weights_base": whole * len(found) / sum(bases) if whole else None,
+        "ratio_weights_kept": whole * len(checkpoints) / (sum(bases) + refined) if whole else None,
+        "ratio_weights_base": whole * len(checkpoints) / sum(bases) if whole else None,
         "best_delta": whole / min(changes) if changes else None, "unchanged_deltas": len(deltas) - len(changes),
-        "bytes": {"logical": logical, "written": written, "kept": kept, "weights_logical": whole * len(found),
+        "bytes": {"logical": logical, "written": written, "kept": kept, "weights_logical": whole * len(checkpoints),
                   "weights_base": sum(bases) if whole else None, "weights_refinements_kept": refined},
-        "lossy_resumes": found[-1][1].lossy_resumes,
+        "lossy_resumes": checkpoints[-1][1].lossy_resumes,
     }
     each: list[Row] = [
         {"keyframe": row["keyframe"], "ratio_written": row["bytes_logical"] / row["bytes_written"],
@@ -325,20 +325,20 @@ def versus(rows: Sequence[Row]) -> list[Row]:
     Only where ours has no greater final loss, which `harmless` tells; else there are no `times`. `times_weights` is of
     all that is kept, `times_base` without the refinement of the newest checkpoints, as in a run of very many.
     """
-    found: list[Row] = []
+    comparisons: list[Row] = []
     own = {_run(row): row for row in rows if row["name"] == OURS}
     for row in rows:
         mine = own.get(_run(row))
         if mine is None or mine is row or not row.get("ratio_weights_kept") or mine["loss"] is None:
             continue
         harmless = row["loss"] is None or mine["loss"] <= row["loss"]  # None: theirs diverged
-        found.append({
+        comparisons.append({
             **{key: row[key] for key in ("workload", "seed", "failures", "name", "bound")},
             "worse_by": row["worse_by"], "ours_worse_by": mine["worse_by"], "harmless": harmless,
             **{f"times_{short}": mine[key] / row[key] if harmless else None
                for short, key in (("weights", "ratio_weights_kept"), ("base", "ratio_weights_base"))},
         })
-    return found
+    return comparisons
 
 
 def _run(row: Row) -> tuple[Any, ...]:
@@ -353,9 +353,9 @@ def targets(row: Row) -> list[tuple[str, bool]]:
     ]
     if row["workload"].startswith("gpt"):  # two moments per weight; SGD has one or none
         limits.insert(1, ("everything, kept", "ratio_state_kept", 40))
-    found = [(f"{text}: {ratio(row[key] or 0.0)}, target {limit}x", (row[key] or 0) >= limit)
+    outcomes = [(f"{text}: {ratio(row[key] or 0.0)}, target {limit}x", (row[key] or 0) >= limit)
              for text, key, limit in limits]
-    return [("final loss worse by at most 1 %", bool(row["within"])), *found]
+    return [("final loss worse by at most 1 %", bool(row["within"])), *outcomes]
 
 
 NOTES = """\

@@ -50,33 +50,33 @@ class Point(NamedTuple):
 
 def points(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return what `offline` and `peers` measured on fp32 tensors; documents of other commands have nothing here."""
-    found: list[Point] = []
-    for number, made in enumerate(documents):
-        for row in made["rows"]:
+    result: list[Point] = []
+    for number, document in enumerate(documents):
+        for row in document["rows"]:
             if row.get("degradation_mean") is None:
                 continue
             run = (number, row["run"])
-            if made["measured"] == "offline":
+            if document["measured"] == "offline":
                 for part, key in ((WEIGHTS, "ratio_weights"), (STATE, "ratio_files")):
-                    found.append(Point(part, run, row["workload"], row["system"], row["degradation_mean"], row[key]))
+                    result.append(Point(part, run, row["workload"], row["system"], row["degradation_mean"], row[key]))
             elif row.get("sensitivity") is not None:  # another configuration of ours, which the tables have
                 continue
-            elif made["measured"] == "peers" and row["part"] in (WEIGHTS, STATE) and not row["lossless"]:
+            elif document["measured"] == "peers" and row["part"] in (WEIGHTS, STATE) and not row["lossless"]:
                 system = REFINED if row["name"].startswith("dsq, refined") else row["peer"]
-                found.append(Point(row["part"], run, row["workload"], system, row["degradation_mean"], row["ratio"]))
-    return found
+                result.append(Point(row["part"], run, row["workload"], system, row["degradation_mean"], row["ratio"]))
+    return result
 
 
-def draw(figure: Figure, found: Sequence[Point]) -> None:
+def draw(figure: Figure, all_points: Sequence[Point]) -> None:
     """Draw a panel of weights and one of the whole state, with one legend below."""
     from matplotlib.lines import Line2D
 
     axes = figure.subplots(1, 2, sharey=True)
     titles = ("weights", "weights and moments (published systems but ExCP keep moments bit for bit)")
     for axis, part, title in zip(axes, (WEIGHTS, STATE), titles, strict=True):
-        _panel(axis, found, part, title)
+        _panel(axis, all_points, part, title)
     axes[0].set_ylabel("times smaller than fp32, whole run")
-    colours, markers = _colours(found), _markers(found)
+    colours, markers = _colours(all_points), _markers(all_points)
     handles = [Line2D([], [], marker="o", linestyle="", color=colour, label=PUBLISHED.get(name, name))
                for name, colour in colours.items()]
     handles += [Line2D([], [], marker=marker, linestyle="", color="black", fillstyle="none", label=f"on {name}")
@@ -84,14 +84,14 @@ def draw(figure: Figure, found: Sequence[Point]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
-def _colours(found: Sequence[Point]) -> dict[str, str]:
+def _colours(all_points: Sequence[Point]) -> dict[str, str]:
     """Return the colour of each system that there is; those that are not known here come last."""
-    return _styles([point.system for point in found], COLOURS, ("#b59a00", "#5a3fb5", "#3fb58c"))
+    return _styles([point.system for point in all_points], COLOURS, ("#b59a00", "#5a3fb5", "#3fb58c"))
 
 
-def _markers(found: Sequence[Point]) -> dict[str, str]:
+def _markers(all_points: Sequence[Point]) -> dict[str, str]:
     """Return the marker of each workload that there is."""
-    return _styles([point.workload for point in found], MODELS, (">", "p", "h", "8", "d"))
+    return _styles([point.workload for point in all_points], MODELS, (">", "p", "h", "8", "d"))
 
 
 def _styles(names: Iterable[str], known: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
@@ -100,13 +100,13 @@ def _styles(names: Iterable[str], known: Mapping[str, str], more: Sequence[str])
     return {name: style for name, style in known.items() if name in there} | dict(others)
 
 
-def _panel(axis: Axes, found: Sequence[Point], part: str, title: str) -> None:
+def _panel(axis: Axes, all_points: Sequence[Point], part: str, title: str) -> None:
     """Draw each system's points; those of ours, with several bounds, joined within a run."""
     from matplotlib.ticker import FixedLocator
 
-    markers = _markers(found)
-    for name, colour in _colours(found).items():
-        own = [point for point in found if point.system == name and point.part == part]
+    markers = _markers(all_points)
+    for name, colour in _colours(all_points).items():
+        own = [point for point in all_points if point.system == name and point.part == part]
         for run in dict.fromkeys(point.run for point in own):
             curve = sorted((100 * point.harm, point.ratio) for point in own if point.run == run)
             workload = next(point.workload for point in own if point.run == run)

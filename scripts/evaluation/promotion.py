@@ -98,9 +98,9 @@ def exponents_of(values: F32, bits: int) -> list[Row]:
     _, codes = exponent_buckets(ascending, ascending, ascending, counts, bits)
     exponent = _exponents(ascending)
     return [
-        {"exponent": int(one) if one > ZERO else None, "share": float(counts[same].sum() / len(values)),
+        {"exponent": int(power) if power > ZERO else None, "share": float(counts[same].sum() / len(values)),
          "promoted": float(counts[same & (codes > 0)].sum() / len(values))}
-        for one in np.unique(exponent)[::-1] for same in [exponent == one]
+        for power in np.unique(exponent)[::-1] for same in [exponent == power]
     ]
 
 
@@ -141,21 +141,21 @@ class Loss:
 
 def _deletions(difference: F32, loss: Callable[[F32], float]) -> Row:
     """Return the loss, and by bucket and by number of bits the relative error without what is deleted."""
-    exact, found = loss(difference), buckets_of(difference)
+    exact, buckets = loss(difference), buckets_of(difference)
 
     def error(gone: Mask) -> float:
         return float(((exact - loss(np.where(gone, np.float32(0), difference))) / exact) ** 2)
 
-    errors = [error(found.members == place) for place in range(len(found.counts))]
+    errors = [error(buckets.members == place) for place in range(len(buckets.counts))]
     promoted = {f"kept_{bits}": sum(errors[: 2**bits - 1]) / sum(errors) for bits in PROMOTED}
-    few = {f"elements_{bits}": int(found.counts[: 2**bits - 1].sum()) / len(difference) for bits in PROMOTED}
-    dropped = {f"without_rest_{bits}": error(found.members >= 2**bits - 1) for bits in PROMOTED}
+    few = {f"elements_{bits}": int(buckets.counts[: 2**bits - 1].sum()) / len(difference) for bits in PROMOTED}
+    dropped = {f"without_rest_{bits}": error(buckets.members >= 2**bits - 1) for bits in PROMOTED}
     return {
         "loss": exact, "positive": float((difference > 0).mean()), "largest": int(np.argmax(errors)) + 1,
         **promoted, **few, **dropped,
         "buckets": [
-            {"bucket": place + 1, "exponent": int(found.exponents[place]) if found.signs[place] else None,
-             "sign": int(found.signs[place]), "count": int(found.counts[place]), "error": errors[place]}
+            {"bucket": place + 1, "exponent": int(buckets.exponents[place]) if buckets.signs[place] else None,
+             "sign": int(buckets.signs[place]), "count": int(buckets.counts[place]), "error": errors[place]}
             for place in range(len(errors))
         ],
     }
@@ -190,8 +190,8 @@ def _compressed(model: nn.Module, config: dsq_ckpt.DSQConfig) -> list[str]:
     """Return the names of the parameters that a configuration does not leave exact."""
     types = layer_types(model)
     return [
-        name for name, one in model.named_parameters()
-        if assign(f"model.{name}", one.shape, one.dtype, config.quantize, types).config is not None
+        name for name, parameter in model.named_parameters()
+        if assign(f"model.{name}", parameter.shape, parameter.dtype, config.quantize, types).config is not None
     ]
 
 

@@ -180,7 +180,7 @@ def replay(
     settings = recording.info["settings"]
     run = create(settings["workload"], settings["seed"])
     manager = ConfigManager(run.model, run.evaluate)
-    made = Replay(config, elements=sum(t.numel() for t in _tensors(run.state())))
+    result = Replay(config, elements=sum(t.numel() for t in _tensors(run.state())))
     dsq_ckpt.forget()
     try:
         with tempfile.TemporaryDirectory(prefix="dsq-replay-") as name, warnings.catch_warnings(record=True) as caught:
@@ -196,14 +196,14 @@ def replay(
                 chosen = config if choices is None else choices.get(step, config)
                 fractions = fractions_of(config)
                 point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions, parts)
-                made.checkpoints.append(point)
+                result.checkpoints.append(point)
                 report(_line(point))
-            for point in made.checkpoints:
+            for point in result.checkpoints:
                 _evaluate(run, Path(name) / f"{point.step:06d}", point, parts, visit)
-            made.warnings = sorted({str(warning.message) for warning in caught})
+            result.warnings = sorted({str(warning.message) for warning in caught})
     finally:
         dsq_ckpt.forget()
-    return made
+    return result
 
 
 def save_recorded(

@@ -55,12 +55,12 @@ def digits(places: int) -> Callable[[Any], str]:
 
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> Table:
     """Format rows as a table; a value that is missing or None is a dash."""
-    made = output.table(*(column.head for column in columns))
+    rich_table = output.table(*(column.head for column in columns))
     for row in rows:
         values = [row.get(column.key) for column in columns]
         cells = ["-" if v is None else column.show(v) for v, column in zip(values, columns, strict=True)]
-        made.add_row(*cells)
-    return made
+        rich_table.add_row(*cells)
+    return rich_table
 
 
 def show(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], legend: str = "") -> None:
@@ -74,12 +74,12 @@ def show(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]
 
 def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> dict[str, Any]:
     """Return the results of a command, with all that is needed to repeat it."""
-    made = {
+    content = {
         "measured": measured, "command": command_line(), "settings": dict(settings), "rows": list(rows), **more,
         "machine": machine(), "torch": torch.__version__, "python": platform.python_version(),
         "dsq_ckpt": dsq_ckpt.__version__, "date": time.strftime("%Y-%m-%d"),
     }
-    plain: dict[str, Any] = json_files.replace_nonfinite(made)
+    plain: dict[str, Any] = json_files.replace_nonfinite(content)
     return plain
 
 
@@ -111,15 +111,15 @@ def plot(source: Path, target: Path) -> None:
     Raises:
         PlotError: matplotlib is not there, or nothing knows how to draw this.
     """
-    made = json.loads(source.read_text())
-    panels = _panels(made, source)
+    content = json.loads(source.read_text())
+    panels = _panels(content, source)
     with _figure((6.5 * min(len(panels), 2), 4.6 * math.ceil(len(panels) / 2)), target) as figure:
         axes = list(figure.subplots(math.ceil(len(panels) / 2), min(len(panels), 2), squeeze=False).flat)
         for axis, panel in zip(axes, panels, strict=False):
             panel(axis)
         for axis in axes[len(panels):]:
             axis.remove()
-        figure.suptitle(f"{_heading(made)}\n{made['machine']['processor']}, {made['date']}", fontsize=8)
+        figure.suptitle(f"{_heading(content)}\n{content['machine']['processor']}, {content['date']}", fontsize=8)
 
 
 def plot_side_by_side(sources: Sequence[Path], target: Path) -> None:
@@ -156,16 +156,16 @@ def plot_together(sources: Sequence[Path], target: Path) -> None:
     Raises:
         PlotError: matplotlib is not there, or none of the files holds such figures.
     """
-    found = overview.points(json.loads(source.read_text()) for source in sources)
-    if not found:
+    points = overview.points(json.loads(source.read_text()) for source in sources)
+    if not points:
         raise PlotError("none of these files holds results of offline or peers")
     with _figure((13.0, 6.2), target) as figure:
-        overview.draw(figure, found)
+        overview.draw(figure, points)
 
 
-def _panels(made: Any, source: Path) -> list[Panel]:
-    measured = made.get("measured") if isinstance(made, dict) else None
-    panels = PANELS[measured](made["rows"]) if measured in PANELS else []
+def _panels(content: Any, source: Path) -> list[Panel]:
+    measured = content.get("measured") if isinstance(content, dict) else None
+    panels = PANELS[measured](content["rows"]) if measured in PANELS else []
     if not panels:
         raise PlotError(f"{source} holds nothing that can be drawn (measured: {measured!r})")
     return panels
@@ -190,9 +190,9 @@ def _figure(size: tuple[float, float], target: Path) -> Iterator[Figure]:
         figure.savefig(target, dpi=150)
 
 
-def _heading(made: Mapping[str, Any]) -> str:
-    named = (f"{key} {value}" for key, value in made["settings"].items() if isinstance(value, str | int | float))
-    return f"{made['measured']}: {', '.join(named)}"
+def _heading(content: Mapping[str, Any]) -> str:
+    named = (f"{key} {value}" for key, value in content["settings"].items() if isinstance(value, str | int | float))
+    return f"{content['measured']}: {', '.join(named)}"
 
 
 Panel = Callable[["Axes"], None]
@@ -214,8 +214,8 @@ def _online(rows: Sequence[Row]) -> list[Panel]:
 
     One run alone, of systems at one bound each, is drawn along its steps.
     """
-    if len({(row["workload"], row["seed"]) for row in rows}) == 1 and (found := along.panels(rows)):
-        return found
+    if len({(row["workload"], row["seed"]) for row in rows}) == 1 and (panels := along.panels(rows)):
+        return panels
     runs: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row["loss"] is not None and "ratio_state_kept" in row:  # else the run diverged, or is the noise floor

@@ -49,10 +49,10 @@ class Results:
     def add(self, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> Row:
         """Take in a row and write the file; returns the row as it is there, without NaN."""
         self.rows.append({**figures, "settings": settings})
-        made = self._document()
-        self.rows = made["rows"]
+        content = self._document()
+        self.rows = content["rows"]
         if self._path is not None:
-            json_files.write(self._path, made)
+            json_files.write(self._path, content)
         return self.rows[-1]
 
     def of_each_run(

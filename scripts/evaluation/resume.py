@@ -192,11 +192,11 @@ def _update(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Tenso
 
 def summary(rows: Sequence[Row]) -> list[Row]:
     """Return a row for each workload and system: medians and the worst over points and seeds."""
-    made: list[Row] = []
+    summaries: list[Row] = []
     for workload, system in dict.fromkeys((row["workload"], row["system"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["system"]) == (workload, system)]
         lost = [row["lost_steps"] for row in own if row["lost_steps"] is not None]
-        made.append({
+        summaries.append({
             "workload": workload, "system": system, "points": len(own),
             "lost_steps": statistics.median(lost) if lost else None, "worst": max(lost, default=None),
             "behind": statistics.median(row["behind"] for row in own),
@@ -204,7 +204,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
             "update_cosine_worst": min(row["update_cosine_worst"] for row in own),
             "written": statistics.median(row["written"] for row in own) if "written" in own[0] else None,
         })
-    return made
+    return summaries
 
 
 COLUMNS = (

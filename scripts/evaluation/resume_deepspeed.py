@@ -58,7 +58,7 @@ def compare(directory: Path, seed: int, point: int, report: Report = lambda line
             whole = trained("without a restart", config, point + STEPS)
         made.clear()
         trained(name, config, point)
-        saved = made[0].get("report", {})
+        save_report = made[0].get("report", {})
         own = trained(name, config, point + STEPS)
         losses = [whole[step] for step in range(point + 1, point + STEPS + 1)]
         slope = -float(np.polyfit(np.arange(STEPS), losses, 1)[0])
@@ -69,7 +69,7 @@ def compare(directory: Path, seed: int, point: int, report: Report = lambda line
             "seed": seed, "step": point, "system": name, "slope": slope, "lost_steps": lost,
             "behind": statistics.mean(behind[:COUNTED]) / losses[0],
             "behind_at_end": statistics.mean(behind[-10:]) / losses[-1],
-            "written": saved["bytes_logical"] / saved["bytes_written"] if saved else None,
+            "written": save_report["bytes_logical"] / save_report["bytes_written"] if save_report else None,
             "losses": [round(own[step], 5) for step in sorted(own) if step > point],
             "exact_losses": [round(loss, 5) for loss in losses],
         })
@@ -79,15 +79,15 @@ def compare(directory: Path, seed: int, point: int, report: Report = lambda line
 
 def summary(rows: list[Row]) -> list[Row]:
     """Return a row for each kind of tag: medians and the worst over points and seeds."""
-    made: list[Row] = []
+    summaries: list[Row] = []
     for system in FORMATS:
         own = [row for row in rows if row["system"] == system]
-        made.append({
+        summaries.append({
             "system": system, "points": len(own), "worst": max(row["lost_steps"] for row in own),
             **{key: statistics.median(row[key] for row in own) for key in ("lost_steps", "behind", "behind_at_end")},
             "written": own[0]["written"] and statistics.median(row["written"] for row in own),
         })
-    return made
+    return summaries
 
 
 COLUMNS = (

@@ -153,7 +153,7 @@ def methods(systems: Sequence[str], bits: Sequence[int], coded: bool = False) ->
         bits: Of LC-Checkpoint.
         coded: Whether top-n and SCAR are as large in files, all coded by rANS, instead of as the paper counts.
     """
-    made: list[Method] = []
+    result: list[Method] = []
     how, coder = (", rANS", "rans") if coded else ("", None)
     for count in bits:
         lc = Method(f"lc{how}, {count} bits", "lc", {"bits": count}, coder=coder)
@@ -163,8 +163,8 @@ def methods(systems: Sequence[str], bits: Sequence[int], coded: bool = False) ->
                 f"{name}{how}, as lc {count}", name, sized=setting, like=lc,
                 counted=None if coded else counted, coder=coder,
             )
-        made += [sized[system] for system in systems if system in sized]
-    return made + [Method(f"{system}, base", system) for system in systems if system not in ("lc", "topn", "scar")]
+        result += [sized[system] for system in systems if system in sized]
+    return result + [Method(f"{system}, base", system) for system in systems if system not in ("lc", "topn", "scar")]
 
 
 def loss_curve(plan: Experiment) -> list[float]:
@@ -246,13 +246,13 @@ def checkpoints(
 
 def _train(plan: Experiment, config: dsq_ckpt.DSQConfig, run: Path, failures: Sequence[int]) -> Row:
     """Train to the last failure with checkpoints on the way, keep those that a failure goes back to; their size."""
-    kept = {_directory(run, step - step % plan.every) for step in failures}
+    needed = {_directory(run, step - step % plan.every) for step in failures}
     weights: list[int] = []
     written: list[int] = []
     full = 0
     previous: Path | None = None
     for step, path in checkpoints(plan.workload(), plan.every, config, run, max(failures)):
-        if previous is not None and previous not in kept:
+        if previous is not None and previous not in needed:
             shutil.rmtree(previous)  # checkpoints are self-contained; thousands of links add up
         previous = path
         if step:
@@ -309,8 +309,8 @@ def _train_counted(plan: Experiment, method: Method, share: float, run: Path, fa
         The setting, and the size as it is counted with that: SCAR's parts are a whole number, so not quite the share.
     """
     assert method.sized is not None and method.counted is not None
-    kept = share * FP32 / method.counted
-    setting = round(1 / kept) if method.sized == "parts" else kept
+    fraction = share * FP32 / method.counted
+    setting = round(1 / fraction) if method.sized == "parts" else fraction
     sizes = _train(plan, method.config(**{method.sized: setting}), run, failures)
     counted = method.counted / FP32 * (1 / setting if method.sized == "parts" else setting)
     return {method.sized: setting, **sizes, "bytes": sizes["bytes"] / sizes["share"] * counted, "share": counted}
@@ -348,12 +348,12 @@ def _train_sized(
 def _next_fraction(tried: Sequence[tuple[float, float]], target: float) -> float:
     """Return the next fraction to try, by linear interpolation, since elements that are left out have codes too."""
     fraction, size = tried[-1]
-    found = fraction * target / size
+    next_fraction = fraction * target / size
     others = [(other, bytes_) for other, bytes_ in tried if other != fraction and bytes_ != size]
     if others:
         other, bytes_ = others[-1]
-        found = fraction + (target - size) * (fraction - other) / (size - bytes_)
-    return min(1.0, max(found, fraction / 4), 4 * fraction)
+        next_fraction = fraction + (target - size) * (fraction - other) / (size - bytes_)
+    return min(1.0, max(next_fraction, fraction / 4), 4 * fraction)
 
 
 def _directory(run: Path, step: int) -> Path:

@@ -212,7 +212,7 @@ def simulate(system: System, failures: Failures, count: int = 2000) -> Outcome:
         count: how many failures; the figures are uncertain by about ``1 / sqrt(count)`` of the wasted time.
     """
     disk, memory = system.disk, system.memory
-    kept = 0.0  # steps that are done and need not be done again
+    kept_steps = 0.0  # steps that are done and need not be done again
     behind = 0.0  # of them, those after the newest checkpoint on disk
     recovery = lost = recovering = wall = 0.0
     for failure in failures.trace(count):
@@ -231,9 +231,9 @@ def simulate(system: System, failures: Failures, count: int = 2000) -> Outcome:
             restored = run.on_disk(time) if disk.batch else from_checkpoint
             recovery = disk.load + (restored - from_checkpoint) * disk.replay
         lost += done - restored
-        kept += restored
+        kept_steps += restored
         behind = restored - from_checkpoint
-    useful = kept * system.iteration
+    useful = kept_steps * system.iteration
     lost *= system.iteration
     return Outcome(wall, useful, lost, recovering, wall - useful - lost - recovering, count)
 

@@ -96,25 +96,25 @@ def timings(report: Report, elements: int = ELEMENTS, repeats: int = 3) -> list[
     x = np.random.default_rng(0).standard_normal(elements, np.float32)
     exact = numpy_quantiles(x)
     thresholds = _timed(THRESHOLDS, x, repeats, report)
-    for row, (_, found) in thresholds:
-        row["off_by"] = float(np.abs(found / exact - 1).max())
+    for row, (_, result) in thresholds:
+        row["off_by"] = float(np.abs(result / exact - 1).max())
     levels = _timed(CLUSTERING, x, repeats, report)
-    for row, (_, found) in levels:
-        row["error"] = _squared_error(x, found)
+    for row, (_, result) in levels:
+        row["error"] = _squared_error(x, result)
     return [row for row, _ in (*thresholds, *levels)]
 
 
 def _timed(ways: Sequence[Way], x: F32, repeats: int, report: Report) -> list[tuple[Row, tuple[Way, F64]]]:
     """Return rows with times, and the result of each method; methods alternate, so that a slow moment affects all."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    found: dict[str, F64] = {}
+    results: dict[str, F64] = {}
     for way in ways:
         if not way.naive:
             way.run(x[:4096])  # compiles kernels
     for number in range(repeats):
         for way in ways:
             started = time.perf_counter()
-            found[way.name] = way.run(x)
+            results[way.name] = way.run(x)
             seconds[way.name].append(time.perf_counter() - started)
             report(f"timings: {way.name}, {number + 1} of {repeats}: {seconds[way.name][-1]:.3f} s")
     medians = {way.name: statistics.median(seconds[way.name]) for way in ways}
@@ -123,7 +123,7 @@ def _timed(ways: Sequence[Way], x: F32, repeats: int, report: Report) -> list[tu
         "part": "timings", "name": way.name, "seconds": medians[way.name], "fastest": min(seconds[way.name]),
         "slowest": max(seconds[way.name]), "repeats": repeats, "elements": len(x),
         "speedup": None if way.naive else slowest / medians[way.name],
-    }, (way, found[way.name])) for way in ways]
+    }, (way, results[way.name])) for way in ways]
 
 
 def _occupied(sketch: Sketch) -> tuple[F64, F64]:

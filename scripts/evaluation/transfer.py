@@ -54,11 +54,11 @@ def compare(
         task = create(TASKS[name], seed)
         _take(task, weights)
         task.train(0, task.steps)
-        made = {"run": trained.run, "task": task.name, **about, "loss": task.evaluate(), "accuracy": task.accuracy()}
-        made["worse_by"] = made["loss"] / exact.get("loss", made["loss"]) - 1
+        figures = {"run": trained.run, "task": task.name, **about, "loss": task.evaluate(), "accuracy": task.accuracy()}
+        figures["worse_by"] = figures["loss"] / exact.get("loss", figures["loss"]) - 1
         bound = f", {about['bound']:.1%}" if "bound" in about else ""
-        report(f"  {about['name']}{bound}: {made['loss']:.4f}, {made['worse_by']:+.2%}")
-        return made
+        report(f"  {about['name']}{bound}: {figures['loss']:.4f}, {figures['worse_by']:+.2%}")
+        return figures
 
     exact |= row({"name": EXACT}, trained.weights)
     yield exact

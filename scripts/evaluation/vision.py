@@ -145,11 +145,11 @@ class VisionWorkload(Workload):
     ) -> None:
         with seeded(seed):
             model = build()
-        made = optimizer(model.parameters(), lr=plan.rate)
+        own_optimizer = optimizer(model.parameters(), lr=plan.rate)
         self.images, test = load_data()
         self.test = Images(test.images[:held_out], test.labels[:held_out])
         self.augment = augment
-        super().__init__(name, plan, seed, model, made)
+        super().__init__(name, plan, seed, model, own_optimizer)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return images drawn from the training split, flipped and shifted if the workload augments."""

@@ -224,5 +224,5 @@ def with_noise(state: dict[str, Any], seed: int) -> dict[str, Any]:
             return value * (1 + NOISE * torch.randn(value.shape, generator=generator)).to(value.device)
         return copy.deepcopy(value)
 
-    made: dict[str, Any] = noisy(state)
-    return made
+    noisy_state: dict[str, Any] = noisy(state)
+    return noisy_state

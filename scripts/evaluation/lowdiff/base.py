@@ -109,14 +109,14 @@ def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         ValueError: The optimizer has no state yet: it could not be restored in place.
     """
     plain = unwrapped(model)
-    found: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in plain.named_parameters()}
-    found |= {f"buffer.{name}": tensor for name, tensor in plain.named_buffers()}
+    tensors: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in plain.named_parameters()}
+    tensors |= {f"buffer.{name}": tensor for name, tensor in plain.named_buffers()}
     for name, parameter in plain.named_parameters():
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         if parameter.requires_grad and not state:
             raise ValueError(f"the optimizer has no state of {name} yet")
-        found |= {f"{kind}.{name}": value for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
-    return found
+        tensors |= {f"{kind}.{name}": value for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
+    return tensors
 
 
 class Layout:

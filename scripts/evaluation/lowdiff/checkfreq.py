@@ -150,10 +150,10 @@ class CheckFreq(OnDisk):
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Read the newest file."""
-        found = steps_in(self._directory)
-        if not found:
+        by_step = steps_in(self._directory)
+        if not by_step:
             return 0
-        return read_state(found[max(found)], list(live_tensors(model, optimizer).values()))
+        return read_state(by_step[max(by_step)], list(live_tensors(model, optimizer).values()))
 
     def _begin(self, step: int) -> None:
         # There is one snapshot: the last one has to be persisted before it is overwritten.

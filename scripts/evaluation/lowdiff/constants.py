@@ -31,37 +31,37 @@ def constants(bench: Bench, systems: Sequence[str], repeats: int) -> list[Row]:
     the interval that it chose by itself, and its overhead per step; of LowDiff `tuner` is what it measured of itself;
     of LowDiff+ `persist` is the time to write a state.
     """
-    found: dict[str, Row] = {system: {"name": system} for system in systems if system != WITHOUT}
-    every_step = {system: bench.job(system, "-1", **_logged(system)) for system in found}
+    rows: dict[str, Row] = {system: {"name": system} for system in systems if system != WITHOUT}
+    every_step = {system: bench.job(system, "-1", **_logged(system)) for system in rows}
     for system, costs in measure(every_step, bench.plan, bench.report).items():
-        found[system] |= {
+        rows[system] |= {
             "iteration": statistics.median(costs.alone), "overhead": _per_step(costs), "about": costs.about,
             "measured_overhead": statistics.median(costs.overhead), "stalled": statistics.median(costs.stalls),
         }
-    sparse = {system: bench.job(system, "-sparse", every=SPARSE) for system in found if system in FULL}
+    sparse = {system: bench.job(system, "-sparse", every=SPARSE) for system in rows if system in FULL}
     for system, costs in measure(sparse, plan_for(bench.plan, SPARSE), bench.report).items() if sparse else ():
-        found[system]["stall"] = SPARSE * _per_step(costs)
-    if "checkfreq" in found:
+        rows[system]["stall"] = SPARSE * _per_step(costs)
+    if "checkfreq" in rows:
         chosen = own_policy(bench, BOUND)
-        found["checkfreq"]["policy"] = {
+        rows["checkfreq"]["policy"] = {
             "every": chosen["interval"], "overhead": max(chosen["overhead"], chosen["stall"]) * chosen["alone"]
         }
-    for system, row in found.items():
+    for system, row in rows.items():
         row |= _lag(bench, system, repeats)
-    for row in recovery_times(bench, list(found), (NEAR, FAR), repeats, again=False):
-        found[row["name"]].setdefault("recoveries", {})[row["interval"]] = row["cold"]
-    for row in persisted_times(bench, [system for system in IN_MEMORY if system in found], repeats):
-        found[row["name"].partition(",")[0]]["disk_load"] = row["cold"]
-    for system, row in found.items():
+    for row in recovery_times(bench, list(rows), (NEAR, FAR), repeats, again=False):
+        rows[row["name"]].setdefault("recoveries", {})[row["interval"]] = row["cold"]
+    for row in persisted_times(bench, [system for system in IN_MEMORY if system in rows], repeats):
+        rows[row["name"].partition(",")[0]]["disk_load"] = row["cold"]
+    for system, row in rows.items():
         near, far = row["recoveries"][NEAR], row["recoveries"][FAR]
         logged = system in ("naive", "lowdiff")
         row["replay"] = max(0.0, (far - near) / (FAR - NEAR)) if logged else 0.0
         row["load"] = max(0.0, near - NEAR * row["replay"])
-    if "lowdiff" in found:
-        found["lowdiff"]["tuner"] = tuner = _tuner(bench)
-        if "lowdiff+" in found:  # its states are written by the same engine
-            found["lowdiff+"]["persist"] = tuner["snapshot_bytes"] / tuner["bandwidth"]
-    return list(found.values())
+    if "lowdiff" in rows:
+        rows["lowdiff"]["tuner"] = tuner = _tuner(bench)
+        if "lowdiff+" in rows:  # its states are written by the same engine
+            rows["lowdiff+"]["persist"] = tuner["snapshot_bytes"] / tuner["bandwidth"]
+    return list(rows.values())
 
 
 def _per_step(costs: Costs) -> float:
@@ -100,8 +100,8 @@ def _tuner(bench: Bench) -> Row:
         worker.call("finish")
     with Worker(job) as worker:
         worker.call("recover")
-        found: Row = worker.call("costs")
-    return found
+        costs: Row = worker.call("costs")
+    return costs
 
 
 COLUMNS = (

@@ -85,9 +85,9 @@ class _Busy:
     def __init__(self, kind: str, source: Path, bench: Bench) -> None:
         target = bench.directory / f"busy-{kind.replace(' ', '-')}"
         context = processes()
-        self._connection, theirs = context.Pipe()
+        self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, kind, source, target, bench.cores.checkpointing), daemon=True
+            target=_work, args=(child_connection, kind, source, target, bench.cores.checkpointing), daemon=True
         )
         self.done, self.seconds = 0, 0.0
 

@@ -60,13 +60,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def bytes_below(directory: Path) -> int:
     """Return bytes of all files below a directory; one with several links counts once."""
-    found: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for path in directory.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the run that writes there removes files, too
             if path.is_file():
                 stat = path.stat()
-                found[stat.st_dev, stat.st_ino] = stat.st_size
-    return sum(found.values())
+                sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(sizes.values())
 
 
 def evict(directory: Path) -> None:

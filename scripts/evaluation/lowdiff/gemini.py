@@ -125,8 +125,8 @@ class Gemini(OnDisk):
                 start = _HEAD + newest * layout.size
                 copy_all(layout.views(arena.tensor[start : start + layout.size]), live)
                 return int(steps[newest])
-        found = steps_in(self._directory)
-        return read_state(found[max(found)], live) if found else 0
+        by_step = steps_in(self._directory)
+        return read_state(by_step[max(by_step)], live) if by_step else 0
 
     def _memories(self) -> Iterator[Tensor]:
         for number in range(_BUFFERS):
@@ -183,10 +183,10 @@ def copies(directory: Path) -> list[int]:
     """
     host = Host(_peer_of(directory))
     arena = Arena(host.descriptor, host.size)
-    found: list[int] = arena.tensor[: 8 * _BUFFERS].view(torch.int64).tolist()
+    steps: list[int] = arena.tensor[: 8 * _BUFFERS].view(torch.int64).tolist()
     arena.close()
     host.close()
-    return found
+    return steps
 
 
 def _peer_of(directory: Path) -> str:

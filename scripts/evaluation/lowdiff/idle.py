@@ -14,11 +14,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def children() -> list[int]:
     """Return the ids of the processes that this process started."""
-    found = []
+    processes = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and (fields := _fields(path / "stat")) and int(fields[_PARENT]) == os.getpid():
-            found.append(int(path.name))
-    return found
+            processes.append(int(path.name))
+    return processes
 
 
 def processor_seconds() -> float:

@@ -41,9 +41,9 @@ class _Difference(NamedTuple):
 
     @classmethod
     def empty(cls, weights: list[Tensor], others: list[Tensor], ratio: float) -> _Difference:
-        kept = [max(1, math.ceil(ratio * tensor.numel())) for tensor in weights]
-        parts = [torch.empty(count, dtype=torch.int32) for count in kept]
-        parts += [torch.empty(count, dtype=tensor.dtype) for count, tensor in zip(kept, weights, strict=True)]
+        counts = [max(1, math.ceil(ratio * tensor.numel())) for tensor in weights]
+        parts = [torch.empty(count, dtype=torch.int32) for count in counts]
+        parts += [torch.empty(count, dtype=tensor.dtype) for count, tensor in zip(counts, weights, strict=True)]
         layout = Layout([*parts, *others])
         memory = torch.zeros(layout.size, dtype=torch.uint8)
         views, count = layout.views(memory), len(weights)
@@ -89,11 +89,11 @@ class NaiveDifferences(OnDisk):
         if step % self._every:
             return
         # Two pieces of memory take turns: what was begun before the last write has to be there before they are reused.
-        made = self._made[step // self._every % 2]
-        self._take(made)
+        difference = self._made[step // self._every % 2]
+        self._take(difference)
         copy_all(self._live, self._before)
         self._wait_for_all_but(0)
-        self._submit(self._directory / _DIFFERENCES, step, made.memory)
+        self._submit(self._directory / _DIFFERENCES, step, difference.memory)
         if step % self._full_every == 0:
             self._write_full(step)
 

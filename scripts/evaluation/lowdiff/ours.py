@@ -98,8 +98,8 @@ class LowDiff(_Ours):
         """Return the measurements of the recovered log: fields of `tuning.Costs`."""
         if self._found is None or self._found.tuner is None:
             return None
-        found = Tuner.from_state(self._found.tuner).costs()
-        return None if found is None else asdict(found)
+        costs = Tuner.from_state(self._found.tuner).costs()
+        return None if costs is None else asdict(costs)
 
     @property
     def batch(self) -> int:

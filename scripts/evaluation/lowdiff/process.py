@@ -78,11 +78,11 @@ class Worker:
     def __init__(self, job: Job) -> None:
         context = processes()
         self.job = job
-        self._connection, theirs = context.Pipe()
+        self._connection, child_connection = context.Pipe()
         self._done = context.RawValue("q", 0)
-        self._process = context.Process(target=_serve, args=(theirs, self._connection, job, self._done))
+        self._process = context.Process(target=_serve, args=(child_connection, self._connection, job, self._done))
         self._process.start()
-        theirs.close()
+        child_connection.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -212,18 +212,18 @@ class _Service:
 
     def persisted(self, steps: int) -> list[int]:
         """Train; steps of the states that were found on disk, looking after every step."""
-        found: list[int] = []
+        persisted_steps: list[int] = []
         for _ in range(steps):
             self.train(1)
             newest = getattr(self._system, "persisted", 0)
-            if newest not in found:
-                found.append(newest)
-        return found
+            if newest not in persisted_steps:
+                persisted_steps.append(newest)
+        return persisted_steps
 
     def costs(self) -> dict[str, Any] | None:
         """Return LowDiff's own measurements, after a recovery."""
-        found: dict[str, Any] | None = getattr(self._system, "costs", lambda: None)()
-        return found
+        costs: dict[str, Any] | None = getattr(self._system, "costs", lambda: None)()
+        return costs
 
     def wait(self) -> None:
         """Wait for the system's work, if it began."""
@@ -266,11 +266,11 @@ class _Service:
 
     def digests(self, steps: int) -> list[str]:
         """Train step by step; checksums before the first and after each."""
-        found = [self.digest()]
+        digests = [self.digest()]
         for _ in range(steps):
             self.train(1)
-            found.append(self.digest())
-        return found
+            digests.append(self.digest())
+        return digests
 
     def tensors(self) -> dict[str, Any]:
         """Yield all state that a step changes, as arrays."""

@@ -76,11 +76,11 @@ def _recovery(
             warm.append(_recover(job, known, redone, dropped=False))
             cold.append(_recover(job, known, redone, dropped=True))
     retraining = statistics.median(sample.again for sample in (*warm, *cold))
-    found, last = statistics.median(sample.seconds for sample in cold), cold[-1]
-    total = found + retraining * last.lost_steps / interval
+    seconds, last = statistics.median(sample.seconds for sample in cold), cold[-1]
+    total = seconds + retraining * last.lost_steps / interval
     return {
         "name": f"{system}, from disk" if from_disk else system, "interval": interval,
-        "warm": statistics.median(sample.seconds for sample in warm), "cold": found,
+        "warm": statistics.median(sample.seconds for sample in warm), "cold": seconds,
         "cold_min": min(sample.seconds for sample in cold), "cold_max": max(sample.seconds for sample in cold),
         "lost_steps": last.lost_steps, "again": retraining, "total": total, "speedup": retraining / total,
         "exact": last.exact, "error": last.error, "repeats": repeats,
@@ -135,10 +135,10 @@ def _recover(job: Job, known: _Known, again: int, dropped: bool, last: bool = Fa
     return sample
 
 
-def _error(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def _error(recovered: dict[str, Any], expected: dict[str, Any]) -> float:
     """Return the relative difference of all weights, by the Euclidean norm."""
     names = [name for name in expected if name.startswith("model.")]
-    difference = sum(float(np.sum(np.square(found[name] - expected[name], dtype=np.float64))) for name in names)
+    difference = sum(float(np.sum(np.square(recovered[name] - expected[name], dtype=np.float64))) for name in names)
     return float(np.sqrt(difference / sum(float(np.sum(np.square(expected[n], dtype=np.float64))) for n in names)))
 
 

@@ -92,10 +92,10 @@ def measure(jobs: Mapping[str, Job], plan: Plan, report: Report = lambda line: N
     Raises:
         WorkerError: A process failed.
     """
-    found: dict[str, Costs] = {}
+    costs: dict[str, Costs] = {}
     for setting in dict.fromkeys(job.setting for job in jobs.values()):
-        found |= _measure({name: job for name, job in jobs.items() if job.setting == setting}, plan, report)
-    return {name: found[name] for name in jobs}
+        costs |= _measure({name: job for name, job in jobs.items() if job.setting == setting}, plan, report)
+    return {name: costs[name] for name in jobs}
 
 
 def _measure(jobs: Mapping[str, Job], plan: Plan, report: Report) -> dict[str, Costs]:
@@ -112,12 +112,12 @@ def _measure(jobs: Mapping[str, Job], plan: Plan, report: Report) -> dict[str, C
             worker.call("train", 0, plan.warm_up)
             worker.call("wait")
         written = {name: worker.call("bytes")["written"] for name, worker in workers.items()}
-        found = _rounds(reference, workers, plan, report)
+        rounds = _rounds(reference, workers, plan, report)
         about = {name: worker.call("about") for name, worker in workers.items()}
         steps = plan.rounds * (plan.lead + plan.steps)
         sizes = {name: worker.call("finish")["written"] - written[name] for name, worker in workers.items()}
     costs = {}
-    for name, blocks in found.items():
+    for name, blocks in rounds.items():
         own = statistics.median(_mean(block.seconds) / alone for alone, block in before[name])
         costs[name] = Costs(
             [_mean(block.seconds) for _, block in blocks],
@@ -133,7 +133,7 @@ def _rounds(
     reference: Worker, workers: Mapping[str, Worker], plan: Plan, report: Report
 ) -> dict[str, list[tuple[float, Block]]]:
     """Return the blocks of each system, with the seconds of an iteration of the reference around them."""
-    found: dict[str, list[tuple[float, Block]]] = {name: [] for name in workers}
+    blocks: dict[str, list[tuple[float, Block]]] = {name: [] for name in workers}
     names = list(workers)
     before = block(reference, plan)
     for number in range(plan.rounds):
@@ -142,11 +142,11 @@ def _rounds(
             own = block(workers[name], plan)
             after = block(reference, plan)
             neighbours = (_mean(before.seconds) + _mean(after.seconds)) / 2
-            found[name].append((neighbours, own))
+            blocks[name].append((neighbours, own))
             report(f"round {number + 1} of {plan.rounds}, {name}: "
                    f"{1e3 * _mean(own.seconds):.1f} ms, {1e3 * neighbours:.1f} without")
             before = after
-    return found
+    return blocks
 
 
 def quartile(values: list[float], number: int) -> float:

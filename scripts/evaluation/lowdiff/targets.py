@@ -47,10 +47,10 @@ def _overhead(name: str, limit: float) -> Callable[[Sequence[Row]], Iterator[Tar
     def read(rows: Sequence[Row]) -> Iterator[Target]:
         for row in rows:
             if row["name"] == name:
-                found = row["overhead"]
+                overhead = row["overhead"]
                 yield Target(
-                    f"{name}, every step: {percent(found)} over training without checkpoints, at most {limit:.0%}",
-                    found <= limit,
+                    f"{name}, every step: {percent(overhead)} over training without checkpoints, at most {limit:.0%}",
+                    overhead <= limit,
                 )
 
     return read
@@ -76,19 +76,19 @@ def _recovery(rows: Sequence[Row]) -> Iterator[Target]:
             yield Target(f"that recovery is exact: {bool(row['exact'])}", bool(row["exact"]))
     memory = [row["warm"] for row in rows if row["name"] == "lowdiff+"]
     for name, load in loads.items() if memory else ():
-        found = load / max(memory)  # the slowest from memory
+        speedup = load / max(memory)  # the slowest from memory
         yield Target(
-            f"LowDiff+ from memory: {ratio(found)} as fast as loading from disk ({name}), at least {LOAD_SPEEDUP:g}x",
-            found >= LOAD_SPEEDUP,
+            f"LowDiff+ from memory: {ratio(speedup)} as fast as loading from disk ({name}), at least {LOAD_SPEEDUP:g}x",
+            speedup >= LOAD_SPEEDUP,
         )
 
 
 def _wasted(rows: Sequence[Row]) -> Iterator[Target]:
     for best, settings in ((False, "as their papers set them"), (True, "at their best intervals")):
-        for ours in OURS:
-            for mtbf, (own, other) in below_all(rows, ours, best).items():
+        for system in OURS:
+            for mtbf, (own, other) in below_all(rows, system, best).items():
                 yield Target(
-                    f"{ours} at {mtbf / HOUR:g} h between failures: {percent(own)} wasted, below all comparison "
+                    f"{system} at {mtbf / HOUR:g} h between failures: {percent(own)} wasted, below all comparison "
                     f"systems {settings} ({other['name'].removesuffix(BEST)}: {percent(other['wasted'])})",
                     own < other["wasted"],
                 )

@@ -59,8 +59,8 @@ def options_of(system: str, every: int = 1) -> dict[str, Any]:
 def training_time(bench: Bench, systems: Sequence[str]) -> list[Row]:
     """Measure the seconds of an iteration with a checkpoint in each (experiments 1 and 2)."""
     jobs = {system: bench.job(system, **options_of(system)) for system in systems}
-    found = measure(jobs, bench.plan, bench.report)
-    return [{"name": name, **costs.row()} for name, costs in found.items()]
+    all_costs = measure(jobs, bench.plan, bench.report)
+    return [{"name": name, **costs.row()} for name, costs in all_costs.items()]
 
 
 def shortest_intervals(bench: Bench, systems: Sequence[str], bound: float = BOUND) -> list[Row]:
@@ -109,8 +109,8 @@ def ratios(bench: Bench, values: Sequence[float], bound: float = BOUND) -> list[
     for value in values:
         setting = replace(bench.setting, compressor=f"topk:{value:g}")
         of_value = replace(bench, setting=setting, directory=bench.directory / f"ratio-{value:g}")
-        found = measure({"lowdiff": of_value.job("lowdiff", snapshot_every=NEVER)}, bench.plan, bench.report)
-        row = found["lowdiff"].row()
+        all_costs = measure({"lowdiff": of_value.job("lowdiff", snapshot_every=NEVER)}, bench.plan, bench.report)
+        row = all_costs["lowdiff"].row()
         rows.append({"name": setting.compressor, "ratio": value, **row, "within": row["overhead"] <= bound})
     return rows
 
@@ -139,9 +139,9 @@ def _persisted(bench: Bench, row: Row) -> Row:
     """Measure the steps between states that LowDiff+ saves to disk while it follows every step."""
     with Worker(bench.job(PLUS, "-persisted")) as worker:
         worker.call("prepare")
-        found = worker.call("persisted", bench.plan.rounds * bench.plan.steps)
+        steps = worker.call("persisted", bench.plan.rounds * bench.plan.steps)
         worker.call("finish")
-    between = [after - before for before, after in pairwise(found)]
+    between = [after - before for before, after in pairwise(steps)]
     return {**row, "name": f"{PLUS}, on disk", "interval": statistics.fmean(between) if between else None, "tried": {}}
 
 
@@ -160,7 +160,7 @@ INTERVAL_COLUMNS = (
     Column("<system", "name"), Column("interval", "interval", lambda value: f"{value:.3g}"),
     Column("overhead", "overhead", percent),
     Column("quartiles", "overhead_low", percent), Column("", "overhead_high", percent),
-    Column("<tried", "tried", lambda found: ", ".join(f"{k}: {100 * value:.1f} %" for k, value in found.items())),
+    Column("<tried", "tried", lambda shares: ", ".join(f"{k}: {100 * value:.1f} %" for k, value in shares.items())),
 )
 RATIO_COLUMNS = (
     Column("<compression", "name"), Column("kB / step", "bytes_per_step", lambda value: f"{value / 1e3:.1f}"),

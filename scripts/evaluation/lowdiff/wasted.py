@@ -63,7 +63,7 @@ def with_overheads(rows: Sequence[Row], measured: Iterable[Row]) -> list[Row]:
     ]
 
 
-def below_all(rows: Sequence[Row], ours: str, best: bool) -> dict[float, tuple[float, Row]]:
+def below_all(rows: Sequence[Row], system: str, best: bool) -> dict[float, tuple[float, Row]]:
     """Return a system's waste and the least of a comparison system, by the job's mean time between failures.
 
     Args:
@@ -71,14 +71,14 @@ def below_all(rows: Sequence[Row], ours: str, best: bool) -> dict[float, tuple[f
         ours: Name of the system.
         best: Whether those at their best intervals count, or those as their papers have them.
     """
-    found: dict[float, tuple[float, Row]] = {}
+    result: dict[float, tuple[float, Row]] = {}
     for case in sorted({row["job_mtbf"] for row in rows}):
         of_case = [row for row in rows if row["job_mtbf"] == case]
-        own = [row["wasted"] for row in of_case if row["name"] == ours]
+        own = [row["wasted"] for row in of_case if row["name"] == system]
         others = [row for row in of_case if row["name"] not in OURS and row["name"].endswith(BEST) == best]
         if own and others:
-            found[case] = own[0], min(others, key=lambda row: float(row["wasted"]))
-    return found
+            result[case] = own[0], min(others, key=lambda row: float(row["wasted"]))
+    return result
 
 
 def _systems(constants: Mapping[str, Row], failures: Failures) -> Iterator[System]:
@@ -100,12 +100,12 @@ def _systems(constants: Mapping[str, Row], failures: Failures) -> Iterator[Syste
 
 def _plausible(row: Row) -> Row:
     """Return costs without effects that only noise can have: fewer checkpoints do not make one more expensive."""
-    found = dict(row)
+    new_row = dict(row)
     if "stall" in row:
-        found["stall"] = min(row["stall"], row["overhead"])
+        new_row["stall"] = min(row["stall"], row["overhead"])
     if "policy" in row:
-        found["policy"] = {**row["policy"], "overhead": min(row["policy"]["overhead"], row["overhead"])}
-    return found
+        new_row["policy"] = {**row["policy"], "overhead": min(row["policy"]["overhead"], row["overhead"])}
+    return new_row
 
 
 def _restarted(row: Row, restart: float) -> Row:
@@ -113,26 +113,26 @@ def _restarted(row: Row, restart: float) -> Row:
     return {**row, "load": row["load"] + restart, **disk}
 
 
-def _best(made: Callable[[int], System], failures: Failures) -> System:
+def _best(make: Callable[[int], System], failures: Failures) -> System:
     other = replace(failures, seed=failures.seed + 1)
-    found = max((made(every) for every in INTERVALS), key=lambda system: simulate(system, other, TRIED).ratio)
-    return replace(found, name=f"{found.name}{BEST}")
+    best_system = max((make(every) for every in INTERVALS), key=lambda system: simulate(system, other, TRIED).ratio)
+    return replace(best_system, name=f"{best_system.name}{BEST}")
 
 
 def _saving(row: Row) -> Callable[[int], System]:
     """Simulate full checkpoints every so many steps; training waits if they cannot be written fast enough."""
-    def made(every: int) -> System:
+    def make(every: int) -> System:
         waits = max(0.0, row["lag"] - every * row["iteration"])
         stall = row["overhead"] if every == 1 else max(row["stall"], waits)
         return System(row["name"], row["iteration"], Disk(every, row["load"], stall=stall, lag=max(row["lag"], stall)))
 
-    return made
+    return make
 
 
 def _bounded(row: Row) -> System:
     """Simulate checkpoints as frequent as CheckFreq's bound allows."""
     tried = map(_saving(row), itertools.count(1))
-    return next(made for made in tried if made.disk.stall <= BOUND * made.disk.every * made.iteration)
+    return next(system for system in tried if system.disk.stall <= BOUND * system.disk.every * system.iteration)
 
 
 def _own_policy(row: Row) -> System:
@@ -142,19 +142,19 @@ def _own_policy(row: Row) -> System:
 
 
 def _naive(row: Row) -> Callable[[int], System]:
-    def made(every: int) -> System:
+    def make(every: int) -> System:
         full = simulation.naive(row["iteration"], every, row["lag"], row["load"], row["overhead"], row["replay"])
         return replace(full, name="naive")
 
-    return made
+    return make
 
 
 def _gemini(row: Row) -> System:
     """Simulate a copy to the peer in every step, which survives a failure of this machine."""
     memory = Memory(1, row["load"], lag=row["lag"], software=1.0, hardware=1.0)
     every = max(1, round(PERSIST_HOURS * HOUR / row["iteration"]))
-    made = simulation.gemini(row["iteration"], memory, row["overhead"], every, 0.0, row["disk_load"])
-    return replace(made, name="gemini")
+    system = simulation.gemini(row["iteration"], memory, row["overhead"], every, 0.0, row["disk_load"])
+    return replace(system, name="gemini")
 
 
 def _lowdiff(row: Row, failures: Failures) -> System:
@@ -166,14 +166,14 @@ def _lowdiff(row: Row, failures: Failures) -> System:
     }
     costs = Costs(**known)
     settings = CostModel(costs).best_settings(Bounds())
-    made = simulation.lowdiff(costs, settings.snapshot_every, settings.batch, row["overhead"])
-    return replace(made, name="LowDiff")
+    system = simulation.lowdiff(costs, settings.snapshot_every, settings.batch, row["overhead"])
+    return replace(system, name="LowDiff")
 
 
 def _lowdiff_plus(row: Row) -> System:
     memory = Memory(1, row["load"], lag=row["iteration"], software=1.0, hardware=0.0)
-    made = simulation.lowdiff_plus(row["iteration"], row["overhead"], memory, row["persist"], row["disk_load"])
-    return replace(made, name="LowDiff+")
+    system = simulation.lowdiff_plus(row["iteration"], row["overhead"], memory, row["persist"], row["disk_load"])
+    return replace(system, name="LowDiff+")
 
 
 COLUMNS = (

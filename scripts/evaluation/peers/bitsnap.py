@@ -42,14 +42,14 @@ class BitSnap:
         lengths = struct.unpack_from(f"<{count}I", data)
         for (name, value), length in zip(before.weights.items(), lengths, strict=True):
             stream, start = data[start : start + length], start + length
-            made = _bits(value).copy()
-            mask = -(-made.size // 8)
+            bits = _bits(value).copy()
+            mask = -(-bits.size // 8)
             if stream[0]:
-                changed = np.unpackbits(np.frombuffer(stream, np.uint8, mask, 1), count=made.size).astype(bool)
-                made[changed] = np.frombuffer(stream, np.int16, offset=1 + mask)
+                changed = np.unpackbits(np.frombuffer(stream, np.uint8, mask, 1), count=bits.size).astype(bool)
+                bits[changed] = np.frombuffer(stream, np.int16, offset=1 + mask)
             else:
-                made[:] = np.frombuffer(stream, np.int16, offset=1)
-            weights[name] = torch.from_numpy(made).view(torch.bfloat16).view(value.shape)
+                bits[:] = np.frombuffer(stream, np.int16, offset=1)
+            weights[name] = torch.from_numpy(bits).view(torch.bfloat16).view(value.shape)
         return replace(before, weights=weights)
 
 

@@ -166,7 +166,7 @@ def versus(rows: Sequence[Row]) -> list[Row]:
 
     There is one for each strength of the gradients in the steps of `dsq`.
     """
-    found = []
+    comparisons = []
     lossy = [row for row in rows if not row["lossless"]]
     strengths = dict.fromkeys(row.get("sensitivity") for row in lossy if row["peer"] == OURS)
     for sensitivity, other in itertools.product(strengths or [None], lossy):
@@ -181,20 +181,20 @@ def versus(rows: Sequence[Row]) -> list[Row]:
                 for which in ("mean", "final")
             )
         ]
-        made: dict[str, Any] = {key: other[key] for key in ("run", "part", "name", "epsilon")}
-        made["sensitivity"] = sensitivity
-        made["theirs"] = other["ratio"]
+        comparison: dict[str, Any] = {key: other[key] for key in ("run", "part", "name", "epsilon")}
+        comparison["sensitivity"] = sensitivity
+        comparison["theirs"] = other["ratio"]
         if harmless:
             best = max(harmless, key=lambda row: row["ratio"])
-            made |= {
+            comparison |= {
                 "ours": best["ratio"], "at": best["epsilon"], "layers": best["name"],
                 "times": best["ratio"] / other["ratio"],
                 "times_later": (best["ratio_later"] or 0.0) / (other["ratio_later"] or math.inf),
                 "faster": best["compress"] / other["compress"],
                 "faster_back": best["decompress"] / other["decompress"],
             }
-        found.append(made)
-    return found
+        comparisons.append(comparison)
+    return comparisons
 
 
 def print_comparison(rows: Sequence[Row], against: Sequence[Row]) -> None:

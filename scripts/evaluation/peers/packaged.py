@@ -54,8 +54,8 @@ class NNCodec:
         source, target = self._files("bitstream", "made.npz")
         source.write_bytes(data)
         self.seconds = self.worker(codec="nncodec", do="decode", source=str(source), target=str(target))
-        with np.load(target) as made:
-            weights = {name: value + torch.from_numpy(made[name]) for name, value in before.weights.items()}
+        with np.load(target) as residuals:
+            weights = {name: value + torch.from_numpy(residuals[name]) for name, value in before.weights.items()}
         return replace(before, weights=weights)
 
     def _files(self, *names: str) -> list[Path]:
@@ -77,18 +77,18 @@ class Lossless:
         data = _bytes(state)
         if self.difference:
             data = _xor(data, _bytes(before))
-        made, self.seconds = self.coder.compress(data, _dtype(state))
-        return made
+        stream, self.seconds = self.coder.compress(data, _dtype(state))
+        return stream
 
     def decode(self, data: bytes, before: State) -> State:
         """Return the state that `encode` was given, bit for bit."""
-        made, self.seconds = self.coder.decompress(data, _dtype(before))
+        decoded, self.seconds = self.coder.decompress(data, _dtype(before))
         if self.difference:
-            made = _xor(made, _bytes(before))
+            decoded = _xor(decoded, _bytes(before))
         parts, start = {}, 0
         for name, value in before.tensors().items():
             end = start + value.numel() * value.itemsize
-            parts[name] = torch.frombuffer(bytearray(made[start:end]), dtype=value.dtype).view(value.shape)
+            parts[name] = torch.frombuffer(bytearray(decoded[start:end]), dtype=value.dtype).view(value.shape)
             start = end
         return before.with_tensors(lambda name, _: parts[name])
 
@@ -172,11 +172,11 @@ class Exact:
 
     def decode(self, data: bytes, before: State) -> State:
         """Return the state of the checkpoint that `encode` wrote last."""
-        made = {name: torch.empty_like(value) for name, value in before.tensors().items()}
+        tensors = {name: torch.empty_like(value) for name, value in before.tensors().items()}
         started = time.perf_counter()
-        dsq_ckpt.load(made, self._path, history=dsq_ckpt.SaveHistory())
+        dsq_ckpt.load(tensors, self._path, history=dsq_ckpt.SaveHistory())
         self.seconds = time.perf_counter() - started
-        return before.with_tensors(lambda name, _: made[name])
+        return before.with_tensors(lambda name, _: tensors[name])
 
     @property
     def _path(self) -> Path:

@@ -75,16 +75,16 @@ def read(directory: Path, moments: bool, dtype: torch.dtype = torch.float32) -> 
             if value.data_ptr() not in seen:  # tied weights are stored once
                 weights[name] = value.to(dtype)
             seen.add(value.data_ptr())
-        found = {}
+        moments_found = {}
         if moments:
-            found = {
+            moments_found = {
                 kind: {name: optimizer[name][kind] for name in weights if kind in optimizer.get(name, {})}
                 for kind in MOMENTS
             }
-            if any(group.keys() != weights.keys() for group in found.values()):
+            if any(group.keys() != weights.keys() for group in moments_found.values()):
                 raise ValueError(f"{directory}: not every weight has Adam's moments; compare its weights alone")
         rest = {"model": model, "optimizer": checkpoint["optimizer"]}
-        yield State(checkpoint["step"], checkpoint["loss"], weights, found, rest)
+        yield State(checkpoint["step"], checkpoint["loss"], weights, moments_found, rest)
 
 
 def restore(run: Workload, state: State) -> None:

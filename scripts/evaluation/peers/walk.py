@@ -64,7 +64,7 @@ class Figures:
     def row(self) -> Row:
         """Return the row."""
         harm = [point["degradation"] for point in self.points]
-        made: Row = {
+        row: Row = {
             "bytes": sum(point["bytes"] for point in self.points), "raw_bytes": self.raw, "checkpoints": self.points,
             "degradation_mean": statistics.mean(harm), "degradation_final": harm[-1], "degradation_max": max(harm),
             "missed": sum(not point["satisfied"] for point in self.points),
@@ -73,10 +73,10 @@ class Figures:
         each = self.raw / len(self.points) / 1e6
         later = sum(point["bytes"] for point in self.points[1:])
         for which in ("compress", "decompress"):  # medians: machines have slow moments
-            made[which] = each / statistics.median(point[f"{which}_seconds"] for point in self.points)
-        made["ratio"] = self.raw / made["bytes"]
-        made["ratio_later"] = 1e6 * each * (len(self.points) - 1) / later if later else None
-        return made
+            row[which] = each / statistics.median(point[f"{which}_seconds"] for point in self.points)
+        row["ratio"] = self.raw / row["bytes"]
+        row["ratio_later"] = 1e6 * each * (len(self.points) - 1) / later if later else None
+        return row
 
 
 class Continuation:
@@ -122,7 +122,7 @@ def walk(
         ValueError: Something lossless gave other bits back.
     """
     run = _run(directory)
-    states, made = read(directory, moments, dtype), Figures()
+    states, figures = read(directory, moments, dtype), Figures()
     before, place = next(states), 0
     _tell(peer, "start")
     for state in states:
@@ -141,18 +141,18 @@ def walk(
         if list(tried)[-1] != place:  # `accept` is about what was decoded last
             peer.decode(data, before)
         _tell(peer, "accept")
-        made.raw += state.nbytes
-        made.points.append({
+        figures.raw += state.nbytes
+        figures.points.append({
             "step": state.step, "bytes": len(data), "degradation": harm, "knob": peer.knobs[place],
             "satisfied": epsilon is None or harm <= epsilon, "compress_seconds": compress,
             "decompress_seconds": decompress,
         })
         if continuation is not None and moments and not lossless and state.step in continuation.steps:
             restore(run, back)
-            made.continued.append(continuation.rise(run, state.step))
+            figures.continued.append(continuation.rise(run, state.step))
         before = back
         report(f"  step {state.step}: {state.nbytes / len(data):.1f}x, {harm:+.2%}, {peer.knobs[place]}")
-    return made.row()
+    return figures.row()
 
 
 def first_that(keeps: Callable[[int], bool], count: int, guess: int) -> int:
@@ -192,22 +192,22 @@ def walk_ours(
     def visit(run: Workload, point: Replayed, path: Path, refined: bool) -> None:
         harm = (point.refined_loss if refined else point.base_loss) / point.loss - 1
         refinement = Manifest.read(path).sum_bytes("refinement")
-        made = figures[refined]
-        made.raw += sizes[point.step]
-        made.points.append({
+        own_figures = figures[refined]
+        own_figures.raw += sizes[point.step]
+        own_figures.points.append({
             "step": point.step, "bytes": point.files + (refinement if refined else 0), "degradation": harm,
             "satisfied": harm <= epsilon, "knob": (point.quality or {}).get("chosen"),
             "compress_seconds": point.seconds_save - point.seconds_search, "decompress_seconds": point.seconds_load,
         })
         if continuation is not None and moments and point.step in continuation.steps:
-            made.continued.append(continuation.rise(run, point.step))
+            own_figures.continued.append(continuation.rise(run, point.step))
 
     parts = ("model", "optimizer") if moments else ("model",)
     replay(directory, system_config("dsq", epsilon, sensitivity), parts=parts, visit=visit, report=report)
     name = "dsq" if sensitivity is None else f"dsq, sensitivity {sensitivity:g}"
-    for refined, made in figures.items():
-        if made.points:
-            yield {"name": f"{name}, refined" if refined else name, "sensitivity": sensitivity} | made.row()
+    for refined, own_figures in figures.items():
+        if own_figures.points:
+            yield {"name": f"{name}, refined" if refined else name, "sensitivity": sensitivity} | own_figures.row()
 
 
 def _run(directory: Path) -> Workload:
@@ -218,8 +218,8 @@ def _run(directory: Path) -> Workload:
 def _timed(peer: Peer, call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     """Return what a call gives, and its seconds: those that the peer counted itself, where it did."""
     started = time.perf_counter()
-    made = call(*arguments)
-    return made, getattr(peer, "seconds", 0.0) or time.perf_counter() - started
+    result = call(*arguments)
+    return result, getattr(peer, "seconds", 0.0) or time.perf_counter() - started
 
 
 def _tell(peer: Peer, what: str) -> None:
@@ -235,8 +235,8 @@ def _harm(run: Workload, state: State, back: State) -> float:
 
 def _same(state: State, back: State) -> float:
     """Return no harm, if every tensor came back bit for bit."""
-    made = back.tensors()
+    tensors = back.tensors()
     for name, value in state.tensors().items():
-        if not torch.equal(value.flatten().view(torch.uint8), made[name].flatten().view(torch.uint8)):
+        if not torch.equal(value.flatten().view(torch.uint8), tensors[name].flatten().view(torch.uint8)):
             raise ValueError(f"step {state.step}: {name} came back with other bits from a lossless coder")
     return 0.0

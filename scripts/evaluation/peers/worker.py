@@ -70,18 +70,18 @@ class ZipNN:
         """Compress a file."""
         data = bytearray(Path(source).read_bytes())
         started = time.perf_counter()
-        made = self.package.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1).compress(data)
+        output = self.package.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1).compress(data)
         seconds = time.perf_counter() - started
-        Path(target).write_bytes(made)
+        Path(target).write_bytes(output)
         return seconds
 
     def decode(self, source: str, target: str, dtype: str) -> float:
         """Decompress a file."""
         data = Path(source).read_bytes()
         started = time.perf_counter()
-        made = self.package.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1).decompress(data)
+        output = self.package.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1).decompress(data)
         seconds = time.perf_counter() - started
-        Path(target).write_bytes(made)
+        Path(target).write_bytes(output)
         return seconds
 
 
@@ -92,14 +92,14 @@ def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    made: dict[str, Any] = {}
+    codecs: dict[str, Any] = {}
     for line in sys.stdin:
         request = json.loads(line)
         codec, do = request.pop("codec"), request.pop("do")
         try:
-            if codec not in made:
-                made[codec] = CODECS[codec]()
-            answer = {"seconds": getattr(made[codec], do)(**request) or 0.0}
+            if codec not in codecs:
+                codecs[codec] = CODECS[codec]()
+            answer = {"seconds": getattr(codecs[codec], do)(**request) or 0.0}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
