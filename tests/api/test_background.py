@@ -38,7 +38,7 @@ def test_a_save_that_is_cancelled_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(100)
-def test_what_fails_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save waited for it without end."""
     def fails(*_: object) -> None:
         raise ValueError("no such thing")
@@ -53,7 +53,7 @@ def test_what_fails_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("kind", ["save", "async_save"])
 @pytest.mark.parametrize("instead", ["other", "nothing"])
-def test_what_replaces_a_save_before_it_returns_is_not_its_result(
+def test_a_replacement_before_a_save_returns_is_not_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, instead: str
 ) -> None:
     """As a save of another thread to the same path, or a command that removes it."""

@@ -112,7 +112,7 @@ def test_resuming_continues_the_search(tmp_path):
     assert resumed.quality["search"] == "neighbourhood"
 
 
-def test_what_a_caller_changes_in_a_result_is_in_no_checkpoint(tmp_path):
+def test_changes_of_a_caller_in_a_result_are_in_no_checkpoint(tmp_path):
     """The second save writes the manifest of the first one again, which is kept parsed."""
     model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, lambda: compute_loss(model))
@@ -140,7 +140,7 @@ def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
         compressor.load(tmp_path / "a", refinement=True)
 
 
-def test_what_fails_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
+def test_a_failure_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
     model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     before = bits_of(model)

@@ -72,7 +72,7 @@ def on_host(tree: Any) -> Any:
     "stage, small", [("copy", device.HOST_BELOW), ("quantize", device.HOST_BELOW), ("quantize", 0)]
 )
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
-def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path, monkeypatch, options, stage, small):
+def test_a_save_while_training_goes_on_has_the_state_at_the_call(tmp_path, monkeypatch, options, stage, small):
     """Compared with saves of copies on the host: weights, moments and their scales, in a chain of six."""
     monkeypatch.setattr(device, "HOST_BELOW", small)
     run, copies = Run(**options), []

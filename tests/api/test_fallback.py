@@ -42,7 +42,7 @@ def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path
     ("failing", r"`evaluate` raised ValueError: step \d+"),
     ("noisy", "is not deterministic"),
 ])
-def test_what_every_save_would_say_is_reported_once(tmp_path, kind, says):
+def test_a_warning_of_every_save_is_reported_once(tmp_path, kind, says):
     """Numbers in it differ from save to save, by which Python takes them for different warnings."""
     model, optimizer = train_model()
     average, calls = {name: value.clone() for name, value in model.named_parameters()}, itertools.count()

@@ -83,7 +83,7 @@ def test_they_are_the_same_as_long_as_they_live_and_are_let_go():
     assert [reference() for reference in references[:-1]] == [None] * 3 and last is references[-1]()
 
 
-def test_what_is_left_of_them_is_not_taken_for_others():
+def test_a_join_of_deleted_models_is_not_taken_for_another():
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     several = join_models([("a", first), ("b", second)])
     del second

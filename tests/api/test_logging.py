@@ -37,7 +37,7 @@ class Talkative:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_others_log_during_a_load_is_left_alone(tmp_path, caplog):
+def test_messages_that_others_log_during_a_load_are_left_alone(tmp_path, caplog):
     """Only the traceback of an error that is raised anyway is kept back."""
     dsq_ckpt.save({"own": {"w": torch.ones(3)}}, tmp_path / "1")
     dsq_ckpt.load({"own": Talkative()}, tmp_path / "1")

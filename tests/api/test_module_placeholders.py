@@ -335,7 +335,7 @@ def hooked(layers: int) -> nn.Module:
 
 @pytest.mark.parametrize("way", ["module", "values"])
 @pytest.mark.parametrize("make", [hooked, lambda layers: nn.Sequential(nn.BatchNorm1d(4, affine=layers > 2))])
-def test_what_a_module_with_code_of_its_own_does_not_take_is_reported(tmp_path, way, make):
+def test_state_that_a_module_with_code_of_its_own_does_not_take_is_reported(tmp_path, way, make):
     source, target = make(3), make(2)
     save(way, source, tmp_path / "a")
     lacking = source.state_dict().keys() - target.state_dict().keys()

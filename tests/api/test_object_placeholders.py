@@ -213,7 +213,7 @@ def test_a_rate_is_not_left_at_zero_where_the_state_cannot_be_made(tmp_path):
     assert options(target) == [{"lr": 0.1}] and not target.state
 
 
-def test_what_another_rank_tells_is_its_own(tmp_path):
+def test_state_that_another_rank_tells_is_its_own(tmp_path):
     dsq_ckpt.save({"app": Kept(a=torch.ones(3), b=1, c=2), "step": 1}, tmp_path / "a")
     given = {"app": Kept(a=torch.zeros(3)), "step": 0}
     told = {"app": given["app"].state_dict(), "step": 0}

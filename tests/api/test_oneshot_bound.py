@@ -158,7 +158,7 @@ def test_evaluate_alone_searches_as_configured(tmp_path):
     assert 0.01 < measured(tmp_path / "a", model, refinement=False) <= 0.2
 
 
-def test_what_a_configuration_says_goes_over_the_bound(tmp_path):
+def test_a_configuration_goes_over_the_bound(tmp_path):
     def bits(config):
         quantize = _bounded_config(config, 0.02, 64).quantize
         return [getattr(quantize, kind).refinement_bits for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum")]

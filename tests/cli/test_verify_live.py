@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_damage(run, before):
     assert _results(report) == {NAMES[0]: (True, "replaced", 0), NAMES[1]: (True, None, 0), NAMES[2]: (True, None, 0)}
 
 
-def test_those_that_the_removed_one_was_to_be_decoded_with_are_decoded(run, before):
+def test_checkpoints_beside_a_removed_one_are_decoded(run, before):
     def changed():
         flip_bit(find_file(run / NAMES[1]))  # after its checksum was read, so that only decoding it tells
         shutil.rmtree(run / NAMES[2])

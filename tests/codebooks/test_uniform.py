@@ -20,7 +20,7 @@ from tests.codebooks.histograms import SCALES, degenerate, histograms, normal, s
     ([], []), ([1.0, 1.0], [1, 1]), ([2.0, 1.0], [1, 1]), ([1.0, np.inf], [1, 1]), ([np.nan], [1]), ([1.0], [0]),
     ([1.0, 2.0], [1]), ([[1.0]], [[1]]),
 ])
-def test_what_is_no_histogram_is_refused(values, counts):
+def test_counts_that_are_no_histogram_are_refused(values, counts):
     for function in (
         as_histogram, gobo_outliers, lambda v, c: entropy_bins(v, c, 8, 16), lambda v, c: l1_kmeans(v, c, 8),
         lambda v, c: adaptive_range(v, c, 8, 10, 0.1), lambda v, c: exponent_buckets(v, v, v, c, 3),

@@ -227,7 +227,7 @@ def test_damage(n, path):
     common.check_model_damage(coder, codes, parent, seed=2)
 
 
-def test_what_the_page_refuses_is_refused_on_every_path():
+def test_blocks_that_the_page_refuses_are_refused_on_every_path():
     """Damaged blocks are refused by all readers or by none, and then read alike."""
     rng = np.random.default_rng(0)
     for n, seed in ((3000, 5), (33_000, 6)):

@@ -70,7 +70,7 @@ def test_a_table_for_each_exponent_pays():
     assert len(block) < 0.9 * len(difference.encode(mixed.tobytes(), before.tobytes(), 2))
 
 
-def test_what_did_not_change_takes_no_space():
+def test_unchanged_data_takes_no_space():
     raw = np.random.default_rng(0).bytes(1 << 16)
     for itemsize in difference.ITEM_SIZES:
         assert len(difference.encode(raw, raw, itemsize)) <= 15 * itemsize

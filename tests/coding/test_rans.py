@@ -256,7 +256,7 @@ def test_damage(n, path):
     common.check_damage(coder, keyframe, None, seed=3)
 
 
-def test_what_the_page_refuses_is_refused_on_every_path():
+def test_blocks_that_the_page_refuses_are_refused_on_every_path():
     """Damaged blocks are refused by all readers or by none, and then read alike."""
     codes, parent = common.migrating(33_000, 12, 0.9, 5)
     coder = RansCoder.fit(common.count(codes, parent, 12, 12))

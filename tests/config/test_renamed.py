@@ -180,6 +180,6 @@ def test_manifests_are_read_silently(tmp_path):
     assert texts == [] and known == resumed(manifest.config) and known.point is not None
 
 
-def test_what_is_written_has_present_keys(tmp_path):
+def test_a_written_configuration_has_present_keys(tmp_path):
     dsq_ckpt.save({"w": torch.randn(80, 80)}, tmp_path / "a", no_dist=True)
     assert json.loads((tmp_path / "a/manifest.json").read_text())["config"] == DSQConfig().model_dump(mode="json")

@@ -261,7 +261,7 @@ def test_an_empty_state_dict_is_saved_with_a_warning(tmp_path):
             dsq_ckpt.save(state, tmp_path / name)
 
 
-def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
+def test_entries_that_a_compressor_does_not_load_are_named(tmp_path, recwarn):
     compressor = dsq_ckpt.Compressor(NET, ADAM)
     compressor.save(tmp_path / "a", extra={"step": 7, "rng": {"cpu": 1}})
     compressor.load(tmp_path / "a", extra={"step": 0, "rng": {}})

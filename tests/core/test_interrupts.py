@@ -77,7 +77,7 @@ def test_a_second_signal_does_not_wait(handler):
     assert handler.calls == 1
 
 
-def test_what_a_handler_raises_at_the_end_is_raised(handler):
+def test_an_exception_of_a_handler_at_the_end_is_raised(handler):
     handler.error = SystemExit(3)
     with pytest.raises(SystemExit) as caught, hold_signals():
         signal.raise_signal(signal.SIGUSR1)
@@ -110,7 +110,7 @@ def test_other_threads_neither_hold_nor_let_through(handler):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
-def test_what_is_no_exception_is_raised_as_it_is(tmp_path, error):
+def test_an_error_that_is_no_exception_is_raised_as_it_is(tmp_path, error):
     """As of Ctrl-C in an evaluation, or of an object that is saved; a loop which logs DSQError must not go on."""
     class Thing:
         def __deepcopy__(self, memo):
@@ -246,7 +246,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("place", SAVES)
-def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm, place):
+def test_an_exception_of_a_handler_during_a_save_reaches_the_caller(tmp_path, alarm, place):
     """The very exception, whatever was being done; the checkpoint is complete or was never there."""
     state = {"a.weight": torch.randn(100, 100), "step": 1}
     dsq_ckpt.save(state, tmp_path / "0")
@@ -271,7 +271,7 @@ def test_what_a_handler_raises_during_a_save_reaches_the_caller(tmp_path, alarm,
     "place", [(Manifest, "model_validate"), (Checkpoint, "read_record"), (Checkpoint, "prepare_load")],
     ids=lambda place: place[1],
 )
-def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm, place):
+def test_an_exception_of_a_handler_during_a_load_reaches_the_caller(tmp_path, alarm, place):
     """The exception is no LoadFailed, on which a job would go back further, and says that the state is half new."""
     state = {"a.weight": torch.randn(100, 100), "b.weight": torch.randn(100, 100)}
     dsq_ckpt.save(state, tmp_path / "a")
@@ -292,7 +292,7 @@ def test_what_a_handler_raises_during_a_load_reaches_the_caller(tmp_path, alarm,
         load()
 
 
-def test_what_a_handler_raises_within_dcps_functions(tmp_path, alarm):
+def test_an_exception_of_a_handler_within_dcps_functions(tmp_path, alarm):
     """DCP bundles it as it is."""
     state = {"a.weight": torch.randn(100, 100)}
     dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "a"))
@@ -349,7 +349,7 @@ def test_an_evaluation_may_catch_its_alarm(tmp_path, alarm):
     assert dsq_ckpt.latest(tmp_path) is not None
 
 
-def test_what_was_lost_is_raised_again(alarm):
+def test_a_lost_exception_is_raised_again(alarm):
     """As in a destructor, or where the package goes on without something; where others can be told, or at the end."""
     with pytest.raises(type(alarm)) as caught, propagate_handler_errors():
         with suppress(BaseException):

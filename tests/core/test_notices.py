@@ -96,7 +96,7 @@ def test_all_ranks_raise_a_warning_that_is_an_error():
                 notices.warn("found", rank=rank)
 
 
-def test_what_is_done_is_not_undone_by_a_warning(caplog):
+def test_a_warning_undoes_nothing(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         notices.warn_safely("a text")

@@ -216,7 +216,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("background", [False, True])
-def test_what_cannot_be_stored_is_named(tmp_path, name, background):
+def test_values_that_cannot_be_stored_are_named(tmp_path, name, background):
     make, says = REFUSED[name]
     state = {"good": torch.randn(80, 80), "inside": {name: make()}}
     with pytest.raises(SaveFailed, match=rf"^'inside\.{name}' .*{says}"):

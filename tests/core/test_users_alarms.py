@@ -147,7 +147,7 @@ def test_on_save_catches_its_alarm(tmp_path):
 
 
 @pytest.mark.parametrize("slow", [turned, noted])
-def test_what_the_user_makes_of_an_alarm_is_reported(tmp_path, slow):
+def test_an_error_that_the_user_makes_of_an_alarm_is_reported(tmp_path, slow):
     """An error made of an alarm is one of the user's as any other, and no wish to stop."""
     weights = {"w": torch.randn(90, 90)}
     with pytest.raises(dsq_ckpt.SaveFailed, match="of the user"):
@@ -159,7 +159,7 @@ def test_what_the_user_makes_of_an_alarm_is_reported(tmp_path, slow):
         dsq_ckpt.Compressor(Model(), evaluate=slow).save(tmp_path / "c")
 
 
-def test_what_hooks_of_a_module_make_of_an_alarm_is_reported(tmp_path):
+def test_an_error_that_hooks_of_a_module_make_of_an_alarm_is_reported(tmp_path):
     path = dsq_ckpt.save(Model(), tmp_path / "a").path
     for place in ("set_extra_state", "hook"):
         with pytest.raises(dsq_ckpt.LoadFailed, match="of the user"):

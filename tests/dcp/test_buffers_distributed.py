@@ -15,7 +15,7 @@ def test_all_buffers_are_of_one_rank(tmp_path):
     assert sum(line.startswith("ok ") for line in output.splitlines()) == 11, output
 
 
-def test_what_modules_do_not_tell_yet_is_given_on_all_ranks(tmp_path):
+def test_modules_are_given_state_that_they_do_not_tell_yet_on_all_ranks(tmp_path):
     """Sharded by FSDP2; with other layers on each rank, those of others stay theirs, and what none takes is told."""
     output = torchrun("own_code", 2, tmp_path)
     assert sum(line.startswith("ok ") for line in output.splitlines()) == 2, output

@@ -150,7 +150,7 @@ def test_a_rule_that_matches_nothing_never_stops_a_save(tmp_path, caplog, backgr
 
 
 @pytest.mark.parametrize("errors", [False, True])
-def test_what_could_not_be_dropped_never_fails_a_save(tmp_path, monkeypatch, caplog, errors):
+def test_a_refinement_that_cannot_be_dropped_never_fails_a_save(tmp_path, monkeypatch, caplog, errors):
     """The checkpoint is complete by then: it is said, and where warnings are errors, logged."""
     def stuck(*_, **__):
         raise OSError("read-only")

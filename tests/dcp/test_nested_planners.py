@@ -119,7 +119,7 @@ def test_a_list_that_is_shorter_than_the_saved_one_is_warned_of(tmp_path):
 
 
 @pytest.mark.parametrize("placeholder", [None, 1.5, "text"])
-def test_what_is_no_tensor_is_no_place_for_one(placeholder, tmp_path):
+def test_a_placeholder_that_is_no_tensor_is_no_place_for_one(placeholder, tmp_path):
     dsq_ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "run" / "1")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'w' was saved as a tensor of shape \(3, 4\), and its value"):
         dsq_ckpt.load({"w": placeholder}, tmp_path / "run" / "1")

@@ -89,7 +89,7 @@ def test_a_search_quantizes_while_training_waits(tmp_path, quantizing):
 
 
 @pytest.mark.parametrize("stage", ["copy", "quantize"])
-def test_what_cannot_be_copied_is_named_by_the_call(tmp_path, stage):
+def test_the_call_names_values_that_cannot_be_copied(tmp_path, stage):
     class Uncopyable:
         def __deepcopy__(self, memo):
             raise RuntimeError("no copy of this")

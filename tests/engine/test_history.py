@@ -34,7 +34,7 @@ def test_saves_of_two_owners_in_one_directory_know_nothing_of_each_other(tmp_pat
     assert not default_history().checkpoints()
 
 
-def test_what_one_owner_loads_is_the_parent_of_what_it_saves(tmp_path):
+def test_a_load_of_an_owner_is_the_parent_of_its_save(tmp_path):
     history = dsq_ckpt.SaveHistory()
     dsq_ckpt.save(state(0), tmp_path / "0", config=CONFIG)
     dsq_ckpt.load(state(0), tmp_path / "0", history=history)

@@ -153,7 +153,7 @@ def test_one_that_newer_ones_came_after_does_not_stop_a_resume(run, spoil):
     assert dsq_ckpt.latest(run) == str(run / "c")
 
 
-def test_what_does_not_exist_is_absent(run, tmp_path):
+def test_checkpoints_that_do_not_exist_are_absent(run, tmp_path):
     (run / "c" / MANIFEST).unlink()
     (run / "empty").mkdir()
     (run / "file").write_text("hello")
@@ -221,7 +221,7 @@ def test_files_that_a_data_file_requires_lie_beside_it(run, tmp_path, name):
 
 
 @pytest.mark.parametrize("names", [[2], ["a", 2], "a.dsq", {"a.dsq": 1}, None])
-def test_what_a_data_file_requires_are_names(tmp_path, names):
+def test_requirements_of_a_data_file_are_names(tmp_path, names):
     dsq_ckpt.save(weights(), tmp_path / "a", config=KEEP_ONE)
     edit_contents(tmp_path / "a", lambda tree: tree.update(requires=names))
     with pytest.raises(CorruptCheckpoint, match=rf"'{re.escape(str(tmp_path / 'a'))}.*expected a list of file names"):

@@ -111,7 +111,7 @@ def test_a_parent_that_was_replaced_is_not_taken_for_another(tmp_path):
         links.read_parent_manifest(tmp_path / "step-1", before)
 
 
-def test_what_was_there_and_what_was_loaded_is_of_the_same_job(tmp_path):
+def test_checkpoints_that_were_there_or_loaded_are_of_the_same_job(tmp_path):
     """As after a restart, or where a program that starts others goes on from what they saved."""
     other_job(tmp_path / "1", tmp_path / "2")
     assert not record_save(tmp_path / "3")

@@ -108,7 +108,7 @@ def test_damage_is_reported_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkey
 @pytest.mark.parametrize("load", [
     dsq_ckpt.load, lambda state, path: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path), no_dist=True),
 ])
-def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load, name):
+def test_a_checkpoint_that_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load, name):
     """A rollback that failed; the next save does not wait until the file is due to be checked."""
     monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: False)
     saves(tmp_path, 3)
@@ -256,7 +256,7 @@ def test_a_parent_whose_tables_are_damaged(tmp_path, kind):
     assert [Manifest.read(tmp_path / name).depth for name in ("02", "03")] == [0, 1]
 
 
-def test_what_makes_a_save_fail_is_looked_for_before_the_next(tmp_path):
+def test_the_cause_of_a_failed_save_is_looked_for_before_the_next(tmp_path):
     """Damage that only shows when the parent is used fails that save, and the next one checks every file."""
     saves(tmp_path, 3)
     parent = data_file(tmp_path / "02")

@@ -40,7 +40,7 @@ def layouts(state):
 @pytest.mark.parametrize("config", [None, {"delta": {"enabled": False}}, {"quantize": {"granularity": "tensor"}}],
                          ids=["deltas", "keyframes", "by tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_was_restored_is_saved_as_it_is(tmp_path, config, dtype):
+def test_restored_state_is_saved_as_it_is(tmp_path, config, dtype):
     """Eight times, with nothing trained between: it ends as near to the first as one restore is, and as long."""
     first = state = weights(dtype)
     errors = []
@@ -253,7 +253,7 @@ def test_more_bits_of_what_lies_in_few_places_take_no_more_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 5])
-def test_what_was_restored_takes_more_bits_whatever_it_has(tmp_path, bits):
+def test_restored_state_takes_more_bits_whatever_it_has(tmp_path, bits):
     """And fresh weights as many as are asked for."""
     config = {"quantize": {"weights": {"refinement_bits": bits}}}
     dsq_ckpt.save(weights(), tmp_path / "0", config=config)

@@ -128,7 +128,7 @@ def test_the_time_of_its_save_stays(tmp_path):
     dsq_ckpt.load({}, older, refinement=False)
 
 
-def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
+def test_files_of_a_killed_process_are_collected(tmp_path, monkeypatch):
     older, newest = save_two(tmp_path)
 
     def killed(hidden, target):
@@ -155,7 +155,7 @@ def test_a_name_as_long_as_a_file_system_takes(tmp_path, recwarn, length):
     assert sorted(os.listdir(tmp_path)) == [path.name for path in paths]
 
 
-def test_what_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
+def test_a_refinement_that_could_not_be_dropped_is_with_the_next_save(tmp_path, monkeypatch):
     """Whichever of several failed: none is behind one that was dropped, where no save looks again."""
     for failing in range(2):
         *older, newest = paths = save_two(tmp_path / str(failing), 4)

@@ -120,7 +120,7 @@ def test_a_mask_that_becomes_data_is_reported(tmp_path, background):
 
 
 @pytest.mark.parametrize("how", ["names", "numbers"])
-def test_what_the_optimizer_does_not_know_is_exact_or_reported(tmp_path, how):
+def test_tensors_that_the_optimizer_does_not_know_are_exact_or_reported(tmp_path, how):
     """A frozen layer and a buffer, where no model is given; an average of the weights has their shapes.
 
     A warning names what has changed, and is lossy from then on.

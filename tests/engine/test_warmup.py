@@ -148,7 +148,7 @@ def test_the_command_leaves_what_it_compiles(fresh, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_compiled_ahead_is_all_that_saves_and_loads_need(tmp_path):
+def test_saves_and_loads_need_no_more_than_is_compiled_ahead(tmp_path):
     assert "MISSED set() 0\n" in python(USE_ALL, tmp_path, forked=True)
 
 
@@ -249,7 +249,7 @@ def test_processes_of_a_host_share_the_work(fresh, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_an_image_was_built_with_is_taken_over(fresh, warmed, tmp_path):
+def test_a_cache_that_an_image_was_built_with_is_taken_over(fresh, warmed, tmp_path):
     """From beside the package, where its user may not write, to where they may."""
     site, own = tmp_path / "site" / "dsq_ckpt", tmp_path / "own"
     shutil.copytree(processes.ROOT / "dsq_ckpt", site, ignore=shutil.ignore_patterns("__pycache__"))

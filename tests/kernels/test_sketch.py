@@ -145,7 +145,7 @@ def test_any_input(name, monkeypatch, n, seed, low, width, scale):
 
 @pytest.mark.parametrize("n", [1, 300, 1 << 16, 1 << 22])
 @pytest.mark.parametrize("bins", [300, 32518, 180_600])
-def test_what_is_cleared_and_summed_is_no_more_than_what_is_counted(monkeypatch, bins, n):
+def test_no_more_bins_are_cleared_and_summed_than_elements_are_counted(monkeypatch, bins, n):
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import counting, launch
 

@@ -140,7 +140,7 @@ def backward(module: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_is_sent_and_what_is_kept_make_the_whole(dtype):
+def test_sent_and_kept_elements_make_the_whole(dtype):
     module = gradients((30, 20), (7,), (0, 5), (), (3, 4, 5), dtype=dtype)
     topk = compressor("topk:0.05")
     topk.attach(module)

@@ -48,7 +48,7 @@ def test_a_log_gives_every_step_bit_for_bit(tmp_path, name, in_a_thread, request
     check_every_step(CASES[name], tmp_path, table)
 
 
-def test_what_is_recovered_goes_on_as_training_did(tmp_path):
+def test_recovered_state_goes_on_as_training_did(tmp_path):
     case = CASES["AdamW, fused"]
     table = recorded(case, tmp_path, STEPS)
     loop = Loop(case, seed=3)

@@ -136,7 +136,7 @@ OTHERS = Case(lambda m: Adam([p for p in m.parameters() if p.requires_grad], 0.0
     (buffer_removed, r"buffers .* \('1.seen'\)"), (frozen_added, r"the model .* \('1.extra'\)"),
     (frozen_replaced, r"the model .* \('1.teacher'\)"), (layer_added, r"the model .* \('head.weight', 'head.bias'\)"),
 ])
-def test_what_the_optimizer_does_not_have_is_changed(tmp_path, change, says):
+def test_changes_outside_the_optimizer(tmp_path, change, says):
     """A snapshot follows that fits the model as it is now."""
     loop = Loop(OTHERS)
     with loop.log(tmp_path, compressor="none") as log:

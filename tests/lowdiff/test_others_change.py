@@ -193,7 +193,7 @@ def test_state_of_no_parameter_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("compressor", "left"), [("kmeans:4", False), ("topk:0.1", True)])
-def test_what_was_sent_is_not_sent_again(tmp_path, compressor, left):
+def test_sent_elements_are_not_sent_again(tmp_path, compressor, left):
     """What error feedback holds back is that of the snapshot, where nothing was sent since."""
     torch.manual_seed(0)
     model = nn.Linear(40, 40)

@@ -250,7 +250,7 @@ def test_more_ranks_than_there_can_be(tmp_path):
     assert ended is not None and "rank(s) 1, 2, 3, 4, 5, 6, 7, 8 and others is missing" in ended
 
 
-def test_what_an_optimizer_says_of_hyperparameters_names_the_segment(tmp_path):
+def test_an_error_of_the_optimizer_about_hyperparameters_names_the_segment(tmp_path):
     path = written(tmp_path, 1, 1)
     with pytest.raises(CorruptCheckpoint, match=f"{path}.*step 1.*capturable"), LogSegment(path).translate_errors(1):
         raise AssertionError("If capturable=True, params must be on supported devices")

@@ -75,7 +75,7 @@ def test_availability_without_lost_steps():
 
 
 @pytest.mark.parametrize("lag", [0.0, 5.0, 55.0])
-def test_what_is_written_beside_training_is_late(lag):
+def test_a_checkpoint_that_is_written_beside_training_is_late(lag):
     """On average half an interval and the lag are done again; where a failure comes long after the one before."""
     system = System("late", 1.0, Disk(20, load=0.0, lag=lag))
     outcome = simulate(system, Failures(20_000.0, seed=3), 4000)

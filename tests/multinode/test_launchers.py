@@ -72,7 +72,7 @@ def test_help():
         ([TELLS], {"PYTHON": "no-such-python"}, "there is no interpreter 'no-such-python': set PYTHON"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments, given, says):
+def test_an_error_is_said_in_one_line(arguments, given, says):
     if "nic7" in arguments and not Path("/proc/net/dev").exists():
         pytest.skip("interfaces are looked up on Linux")
     told = launcher(*arguments, **GIVEN | given)

@@ -103,7 +103,7 @@ def shards() -> list[LocalShard]:
     ]
 
 
-def test_what_one_rank_knows_holds_for_all() -> None:
+def test_knowledge_of_one_rank_holds_for_all() -> None:
     """Options are written by one rank, and lie there alone where a planner of one's own does so."""
     options = SaveOptions(DSQConfig())
     own = make_layout(shards(), options)

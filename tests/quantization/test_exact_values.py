@@ -168,7 +168,7 @@ def test_a_rule_that_names_a_group_has_the_last_word(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "1").kinds.keys() == {"weights"}
 
 
-def test_what_was_a_mask_becomes_weights(tmp_path: Path) -> None:
+def test_a_mask_becomes_weights(tmp_path: Path) -> None:
     """A chain goes on, whichever a tensor was before."""
     states = [
         {"w": values, "other": normal(60, 90)}

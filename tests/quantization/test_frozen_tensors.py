@@ -35,7 +35,7 @@ def find_unchanged(model: nn.Module) -> set[str]:
     return {name for name in frozen.unchanged if name in frozen}
 
 
-def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
+def test_tensors_without_gradients_are_frozen_beside_trained_ones():
     model = Model()
     assert find_unchanged(model) == {"base.weight", "table"}
     model.requires_grad_(False)
@@ -44,7 +44,7 @@ def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
     assert find_unchanged(model) == {"table"}
 
 
-def test_what_changes_twice_in_a_row_is_not():
+def test_tensors_that_change_twice_in_a_row_are_not_frozen():
     """The average of a student's weights; a layer that was loaded anew once is still frozen."""
     model = Model()
     for frozen_still in ({"base.weight", "table"}, {"base.weight", "table"}, {"base.weight"}, {"base.weight"}):
@@ -80,7 +80,7 @@ def test_buffers_near_no_parameter_are_frozen_whatever_they_do():
         model.table.lerp_(model.head.weight.detach(), 0.5)
 
 
-def test_what_cannot_be_looked_at_is_not_known():
+def test_tensors_without_values_are_not_known():
     model = Model()
     model.add_module("lazy", nn.LazyBatchNorm1d())
     model.add_module("meta", nn.Linear(64, 64, device="meta").requires_grad_(False))

@@ -79,7 +79,7 @@ def test_rules_come_first():
     assert assign("m.fc.weight", (6, 6), F32, config).config is None, "small tensors stay exact"
 
 
-def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
+def test_cached_assignments_hold_for_their_settings_alone():
     for config in (DSQConfig(), DSQConfig.create({"quantize": {"rules": [{"pattern": "*up*", "exact": True}]}})):
         for types in (None, {"up.weight": "embedding"}):
             for name in ("model.up.weight", "optimizer.state.up.weight.exp_avg", "model.norm.weight"):
@@ -90,7 +90,7 @@ def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
                     assert again.get(name, shape, torch.float32, measured) is known
 
 
-def test_what_the_model_has_under_the_name_of_a_moment_is_no_moment():
+def test_a_tensor_of_the_model_under_the_name_of_a_moment_is_no_moment():
     """Whatever key the model lies below; moments of such a parameter, and of others beside it, stay moments."""
     model = nn.ParameterDict({"momentum_buffer": nn.Parameter(torch.zeros(80, 80)), "w": torch.zeros(80, 80)})
     model.state = nn.ParameterDict({"exp_avg": torch.zeros(80, 80)})

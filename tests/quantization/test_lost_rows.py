@@ -157,7 +157,7 @@ def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_what_becomes_small_after_a_keyframe_is_reported_once_or_exact(tmp_path: Path, gradients: bool) -> None:
+def test_a_part_that_becomes_small_after_a_keyframe_is_reported_once_or_exact(tmp_path: Path, gradients: bool) -> None:
     """As a buffer of observations that was empty, or weights for inputs that grew."""
     weights, history = normal(300, 90), dsq_ckpt.SaveHistory()
     filled = with_part(normal(2000, 7), POSES, 100.0)
@@ -204,7 +204,7 @@ def test_each_keyframe_tells_and_so_does_what_is_exact_no_longer(tmp_path: Path)
 
 @pytest.mark.parametrize("shape", [(300, 90), (2000, 3), (7, 2000), (40, 12, 3, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_varies_little_around_a_mean_is_found(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_tensors_that_vary_little_around_a_mean_are_found(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A whole tensor, or one column, beside zeros too; not what has one value, nor what varies enough."""
     around = 100 + 0.003 * normal(*shape).to(dtype)
     beside = around * (normal(*shape).flip(0) > -0.5)

@@ -102,7 +102,7 @@ def test_rounding_of_any_type_breaks_no_constraint(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_looked_at_stays_as_it_is(dtype: torch.dtype) -> None:
+def test_tensors_that_are_looked_at_stay_as_they_are(dtype: torch.dtype) -> None:
     values = [value.to(dtype, copy=True) for value in (CONSTRAINED | BALLS | ORDINARY).values()]
     before = [value.clone() for value in values]
     need_exact_storage(values)

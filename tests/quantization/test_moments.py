@@ -121,7 +121,7 @@ def test_a_bound_that_the_bits_cannot_keep_is_reported(tmp_path) -> None:
         assert len([warning for warning in caught if "next update in" in str(warning.message)]) == 1
 
 
-def test_what_quantization_by_size_alone_does_to_such_moments(tmp_path) -> None:
+def test_quantization_by_size_alone_loses_such_moments(tmp_path) -> None:
     """The reason for it all: a cell of one width for the whole tensor loses most elements' updates."""
     original = state()
     by_size = {"quantize": {
@@ -276,7 +276,7 @@ def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:
     torch.ones(64, 1), torch.tensor(1.0), torch.ones(96, 64), torch.ones(64, 96, dtype=torch.uint8),
     torch.ones(64, 96).to(torch.float8_e4m3fn),
 ])
-def test_what_is_of_another_shape_or_no_numbers_measures_nothing(tmp_path, square) -> None:
+def test_state_of_another_shape_or_without_numbers_measures_nothing(tmp_path, square) -> None:
     """NovoGrad keeps one second moment for a layer, factored optimizers one for a row."""
     original = {"state": {"w": {"exp_avg": moments()["exp_avg"], "exp_avg_sq": square}}}
     dsq_ckpt.save(original, tmp_path / "run" / "0")

@@ -65,7 +65,7 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
     {"quantize": {"rules": [{"pattern": "optim.*", "exact": True}]}},
     {"quantize": {"min_elements": 10**9, "small_moments": "exact"}},
 ])
-def test_whoever_asks_for_exact_ones_gets_them(tmp_path, config):
+def test_exact_ones_can_be_asked_for(tmp_path, config):
     original = state()
     dsq_ckpt.save(original, tmp_path / "run" / "a", config=config)
     got = restored(tmp_path / "run" / "a", original)

@@ -18,7 +18,7 @@ from dsq_ckpt.quantization.update_rules import (
 )
 
 
-def test_what_other_optimizers_keep_beside_first_moments() -> None:
+def test_state_of_other_optimizers_beside_first_moments() -> None:
     of = "optimizer.state.layer.weight."
     adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
     assert find_extra_state([of + name for name in adam] + ["model.layer.weight", "hessian"]) == {}
@@ -29,7 +29,7 @@ def test_what_other_optimizers_keep_beside_first_moments() -> None:
     assert find_extra_state([of + name for name in others[1:]]) == {}
 
 
-def test_what_other_optimizers_keep_beside_momentum() -> None:
+def test_state_of_other_optimizers_beside_momentum() -> None:
     """Beside that of SGD and RMSprop there is nothing else; Shampoo and PSGD have preconditioners."""
     of = "optimizer.state.layer.weight."
     usual = ["momentum_buffer", "square_avg", "grad_avg", "step", "master_param"]
@@ -49,7 +49,7 @@ def test_optimizers_are_known_by_their_settings() -> None:
     assert find_unknown_updates(["param_groups.0.ns_steps"]) == {"state."}
 
 
-def test_what_an_optimizer_keeps_in_its_groups_is_beside_all_of_its_moments() -> None:
+def test_state_in_the_groups_of_an_optimizer_is_beside_all_of_its_moments() -> None:
     """Such as one projection for all; not beside those of another optimizer."""
     moments = [f"{owner}.state.{number}.{name}" for owner, number, name in (
         ("a", 0, "exp_avg"), ("a", 1, "momentum_buffer"), ("b", 0, "exp_avg"),

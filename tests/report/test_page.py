@@ -229,7 +229,7 @@ def test_a_directory_that_it_makes_is_reported(trained, tmp_path):
     assert "directory" not in dsq_stdout("report", run, "-o", target).replace(str(target), "")
 
 
-def test_what_is_there_is_not_replaced(trained, tmp_path):
+def test_files_that_are_there_are_not_replaced(trained, tmp_path):
     run, _ = trained
     target = tmp_path / "page.html"
     for _ in range(2):

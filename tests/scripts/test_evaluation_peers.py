@@ -218,7 +218,7 @@ def test_the_first_knob_that_keeps_a_bound(count: int) -> None:
             assert min(answer, count - 1) in tried and len(tried) == len(set(tried)) <= 10
 
 
-def test_what_changes_bits_is_not_lossless(recording: Path) -> None:
+def test_a_codec_that_changes_bits_is_not_lossless(recording: Path) -> None:
     with pytest.raises(ValueError, match=r"step 10: weights/.* came back with other bits"):
         walk(recording, ExCP(), None, moments=False, lossless=True)
 

@@ -55,7 +55,7 @@ def loaded(path: Path) -> Stack:
     return other
 
 
-def test_what_bears_more_gets_larger_steps(tmp_path):
+def test_weights_that_bear_more_get_larger_steps(tmp_path):
     uniform, model = Stack(), Stack()
     one_step = compressed(tmp_path / "one", uniform, probes=0)
     result = compressed(tmp_path / "own", model, probes=48)
@@ -166,7 +166,7 @@ def test_a_class_that_breaks_the_metric_leaves_the_others_theirs(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("out of memory")])
-def test_what_fails_within_the_probes_leaves_the_model_as_it_was(tmp_path, failure):
+def test_a_failure_within_the_probes_leaves_the_model_as_it_was(tmp_path, failure):
     model = Stack()
 
     def loss() -> float:

@@ -99,7 +99,7 @@ def test_an_evaluation_that_fails_leaves_the_weights_exact(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*base layer alone")
 @pytest.mark.parametrize("measured", [True, False])
-def test_what_a_restore_has_cost_is_what_was_loaded(tmp_path, measured):
+def test_a_restore_costs_the_loss_of_the_loaded_layer(tmp_path, measured):
     """The base layer alone costs its degradation; what no search has measured, all that a run may lose."""
     model, optimizer = train_model(60)
     evaluate = (lambda: compute_loss(model)) if measured else None

@@ -229,7 +229,7 @@ def test_as_many_outcomes_as_points():
         drive(guided_exhaustive((3,), lambda point: float(point[0])), lambda points: [True, False])
 
 
-def test_what_a_trial_raises_is_not_taken_for_the_end():
+def test_an_error_of_a_trial_is_not_taken_for_the_end():
     def stop(points):
         raise StopIteration
 

@@ -220,7 +220,7 @@ def test_views_that_overlap_count_once():
     assert compensation is not None and compensation.elements == FEATURES * FEATURES
 
 
-def test_what_torch_may_use_is_as_before():
+def test_backends_that_torch_may_use_are_as_before():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with pytest.raises(KeyError), record_inputs([]):

@@ -116,7 +116,7 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
 @pytest.mark.parametrize("config, metric, expected", [
     ({}, compute_loss, [1, 1, 0, 0, 0]), (HIGHER, accuracy_of, [1, 0, 0, 0, 0]),
 ])
-def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, expected):
+def test_a_settled_direction_costs_no_more_evaluations(tmp_path, config, metric, expected):
     """A loss that fell while it was asked about is settled, and so is a metric that is said to be an accuracy."""
     model, optimizer = train_model(0)
     ruined, exact = [], {}

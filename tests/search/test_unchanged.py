@@ -127,7 +127,7 @@ def more_state(model, optimizer):
     (steps, "optimizer.state.head.bias.step"),
 ])
 @pytest.mark.parametrize("at", [1, 3])
-def test_what_evaluate_changes_is_named(tmp_path, change, name, at):
+def test_state_that_evaluate_changes_is_named(tmp_path, change, name, at):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0, 20)
@@ -172,7 +172,7 @@ def test_an_optimizer_that_is_changed_fails_the_save(tmp_path, change, function)
     assert not is_complete(tmp_path / "a")
 
 
-def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
+def test_permitted_effects_of_evaluate_leave_no_trace(tmp_path):
     """Caches, running statistics, flags, gradients that were not there, and random numbers."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

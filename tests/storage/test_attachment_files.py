@@ -107,7 +107,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
-def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, tmp_path, how, linked):
+def test_files_that_deepspeed_wrote_since_a_killed_save_stay(plain_tag, monkeypatch, tmp_path, how, linked):
     """Also where a save over it fails then: the backups of the killed one are not the tag any more."""
     path, save = plain_tag
     if not linked:
@@ -141,7 +141,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("other", [STATES, "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
-def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(plain_tag, monkeypatch, other, killed):
+def test_files_that_deepspeed_wrote_over_a_checkpoint_outlive_a_failed_save(plain_tag, monkeypatch, other, killed):
     """Its manifest is of other files; also where an earlier save over it was killed before DeepSpeed wrote."""
     path, save = plain_tag
     save()
@@ -187,7 +187,7 @@ def test_a_file_whose_writer_is_unknown_keeps_its_backup(plain_tag, monkeypatch)
     assert find_plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
-def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, monkeypatch):
+def test_files_that_were_written_over_a_checkpoint_since_a_killed_save_stay(tmp_path, monkeypatch):
     path = tmp_path / "tag"
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)

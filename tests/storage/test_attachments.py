@@ -74,7 +74,7 @@ def test_the_command_says_it_too_and_in_its_document(mixed, bare, tmp_path):
     assert "by name" in dsq_error("export", bare, tmp_path / "none.safetensors")
 
 
-def test_what_is_read_or_compressed_is_not_all(mixed, bare, tmp_path):
+def test_reads_and_compressions_leave_attachments_out(mixed, bare, tmp_path):
     with pytest.warns(UserWarning, match=MORE.format("read")):
         assert list(read(mixed)["model"]) == ["weight"]
     with pytest.warns(UserWarning, match=MORE.format("compressed")):
@@ -114,7 +114,7 @@ def test_files_as_they_are_count_as_uncompressed(mixed, bare):
     assert next(line for line in shown.splitlines() if "own files" in line).split()[3:7] == ["391", "KiB", "391", "KiB"]
 
 
-def test_what_has_no_base_layer_is_exact(tmp_path):
+def test_an_export_without_a_base_layer_is_exact(tmp_path):
     dsq_ckpt.save({"weight": WEIGHT}, tmp_path / "exact", config="exact")
     dsq_ckpt.save({"weight": WEIGHT}, tmp_path / "lossy")
     assert dsq_stdout("export", tmp_path / "exact", tmp_path / "a.pt").endswith(", torch, exact\n")

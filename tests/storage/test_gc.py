@@ -281,7 +281,7 @@ def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, t
     assert sorted(orphan.path.name for orphan in collect_garbage(run)) == [killed[0], killed[2]]
 
 
-def test_what_an_export_was_to_replace(run, later):
+def test_a_target_that_an_export_was_to_replace(run, later):
     """It is garbage once something is in its place, and not before."""
     replaced = run / ".plain.dsq-89abcdef.old"
     plant(replaced, ".metadata")
@@ -316,7 +316,7 @@ def test_hidden_names_with_a_date_are_the_users(run, later):
 
 
 @pytest.mark.parametrize("target", ["model.pt", "plain"])
-def test_what_a_killed_export_leaves_has_a_name_of_ours(run, later, tmp_path, target):
+def test_files_of_a_killed_export_have_names_of_ours(run, later, tmp_path, target):
     """By the names that exports really give."""
     goal = run / target
     plant(run / "kept", "a")

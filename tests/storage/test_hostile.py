@@ -38,7 +38,7 @@ def directory(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
-def test_what_is_no_file_is_refused_at_once(directory, kind):
+def test_anything_but_a_file_is_refused_at_once(directory, kind):
     """Opening a FIFO would wait for somebody to write into it."""
     for file in sorted(directory.iterdir()):
         held = file.read_bytes()
@@ -162,7 +162,7 @@ def test_commands_and_loads_do_without_the_configuration(directory, config):
     "quality", [{"degradation": "x"}, {"seconds": []}, {"metric": {}}, {"metric": 10**400}, {"chosen": "step"}],
     ids=lambda quality: str(quality)[:30],
 )
-def test_what_a_search_measured_are_numbers(directory, quality):
+def test_measurements_of_a_search_are_numbers(directory, quality):
     _with(directory, quality={**SEARCH, **quality})
     (name,) = quality
     assert f"'{name}' is " in dsq_error("inspect", directory)

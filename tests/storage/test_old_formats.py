@@ -203,7 +203,7 @@ def test_version_2_is_a_parent(tmp_path):
 
 
 @pytest.mark.parametrize("version", [v1, v2, v3, v4, v5])
-def test_what_made_the_fixtures_still_works(tmp_path, version):
+def test_the_generator_of_the_fixtures_still_works(tmp_path, version):
     """The generator itself; its bytes may differ from version to version, what they hold may not differ much."""
     version.make(tmp_path)
     digests, expected = (json.loads((path / "expected.json").read_text()) for path in (tmp_path, version.HERE))

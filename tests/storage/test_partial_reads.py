@@ -88,7 +88,7 @@ def test_no_other_blocks_are_decoded(run, monkeypatch, fqn):
     assert blocks == (set(range(math.ceil(120 * 100 / BLOCK))) if whole else {4, 5, 6})
 
 
-def test_what_is_not_needed_may_be_damaged(run, tmp_path):
+def test_blocks_that_are_not_needed_may_be_damaged(run, tmp_path):
     kind, path, expected = run
     if kind == "protected":
         return

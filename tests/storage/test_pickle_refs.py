@@ -151,7 +151,7 @@ def test_errors_are_of_this_package(tag):
         load(tag[0] / "x_states.pt")
 
 
-def test_what_is_stored_nowhere_is_zero(tag):
+def test_elements_that_are_stored_nowhere_are_zero(tag):
     """Memory that nothing was written to would hold NaN here."""
     directory, flat, _ = tag
     torch.use_deterministic_algorithms(True)

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_copied_with_all_that_it_needs(place, kinds):
     assert {file.held_by for file in Manifest.read(target).files} == {None}
 
 
-def test_what_a_removed_checkpoint_left_is_held_by_the_first_that_needs_it(place):
+def test_files_of_a_removed_checkpoint_are_held_by_the_first_that_needs_them(place):
     source, target = place("store", "run"), place("store", "copied")
     paths = chain(str(source), 3)
     value = loaded(paths[2])["w"]

@@ -110,7 +110,7 @@ def _said_of_what_stays(run: str) -> None:
     assert told["files"] == told["left"] == []
 
 
-def test_what_stays_of_a_removed_checkpoint_is_no_save_that_failed(store):
+def test_the_rest_of_a_removed_checkpoint_is_no_save_that_failed(store):
     paths = chain(f"{store}/run", 3)
     remove_checkpoint(paths[0])
     _said_of_what_stays(f"{store}/run")

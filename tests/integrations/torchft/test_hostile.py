@@ -134,7 +134,7 @@ def archive(*members: tuple[str, bytes], size: int = 0) -> bytes:
     (b"no archive at all" * 99, "HeaderError"),
     (b"", "IncompleteRead"),
 ])
-def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, text: str, tmp_path: Path) -> None:
+def test_messages_of_others_are_refused(transport: DSQTransport[Any], sent: bytes, text: str, tmp_path: Path) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)

@@ -65,7 +65,7 @@ def test_the_contract_that_torchft_tests(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_training_has_arrives_bit_for_bit(transport: DSQTransport[Any]) -> None:
+def test_state_of_training_arrives_bit_for_bit(transport: DSQTransport[Any]) -> None:
     """Also what is no tensor, with its types, and tensors of all kinds."""
     model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -362,7 +362,7 @@ def test_a_staged_chunk_travels_to_another_process(here):
     assert copied.block(slice(0, 5120)).refinement == device_chunk.block(slice(0, 5120)).refinement
 
 
-def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch):
+def test_an_error_on_the_way_is_raised_again_in_another_process(here, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("the link is down")
 

@@ -12,7 +12,7 @@ import torch
 from dsq_ckpt.quantization.device import transfer
 
 
-def test_what_waits_for_the_trip_is_bounded(monkeypatch):
+def test_bytes_that_wait_for_the_trip_are_bounded(monkeypatch):
     monkeypatch.setattr(transfer, "IN_FLIGHT", 100)
     lane = transfer.Transfer(torch.device("cpu"))
     go, order = threading.Event(), []
