@@ -218,15 +218,15 @@ def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
     assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_another_dtype(tmp_path, saved, own):
+@pytest.mark.parametrize(("saved_dtype", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_another_dtype(tmp_path, saved_dtype, own):
     def make(dtype, seed):
         torch.manual_seed(seed)
         model = nn.Linear(80, 80).to(dtype)
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = make(saved, 0)
-    model(torch.ones(4, 80, dtype=saved)).square().mean().backward()
+    model, optimizer = make(saved_dtype, 0)
+    model(torch.ones(4, 80, dtype=saved_dtype)).square().mean().backward()
     optimizer.step()
     dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
     compressor = dsq_ckpt.Compressor(*make(own, 1))
@@ -267,14 +267,14 @@ def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize(("saved", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
-def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved, own, gradients):
+@pytest.mark.parametrize(("saved_class", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved_class, own, gradients):
     """Nothing is changed; with a gradient, torch initializes no state that would tell which entries are missing."""
     def make_training(kind, steps):
         options = {"kind": torch.optim.SGD, "momentum": 0.9} if kind == "SGD" else {}
         return train_model(steps, **options)
 
-    dsq_ckpt.Compressor(*make_training(saved, 2)).save(tmp_path / "a")
+    dsq_ckpt.Compressor(*make_training(saved_class, 2)).save(tmp_path / "a")
     model, optimizer = make_training(own, 0)
     before = bits_of(model)
     for parameter in model.parameters() if gradients else ():

@@ -288,8 +288,8 @@ def test_a_look_that_has_no_memory_tells_nothing(tmp_path):
     assert set(read_bits(tmp_path / "0").values()) == {8}
 
 
-@pytest.mark.parametrize("saved", ["save", "async_save", "quantize"])
-def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, saved):
+@pytest.mark.parametrize("way", ["save", "async_save", "quantize"])
+def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, way):
     """As the real part of complex weights: flat, they have a stride."""
     generator = torch.Generator().manual_seed(0)
     views = {
@@ -300,10 +300,10 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, s
     copies = {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
     assert all(view.reshape(-1).stride() == (2,) for view in views.values())
     for folder, state in (("views", views), ("copies", copies)):
-        if saved == "async_save":
+        if way == "async_save":
             dsq_ckpt.async_save(state, tmp_path / folder / "0").result()
         else:
-            config = {"storage": {"stage": "quantize"}} if saved == "quantize" else None
+            config = {"storage": {"stage": "quantize"}} if way == "quantize" else None
             dsq_ckpt.save(state, tmp_path / folder / "0", config=config)
     loaded, expected = (load_copy(tmp_path / folder / "0", copies) for folder in ("views", "copies"))
     assert all(loaded[name].equal(expected[name]) for name in copies)

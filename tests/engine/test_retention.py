@@ -199,8 +199,8 @@ def test_a_run_of_one_checkpoint_takes_about_the_disk_of_one(tmp_path, preset):
         assert sum(files.values()) < 1.8 * plain, number
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp_path, monkeypatch, kept):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp_path, monkeypatch, count):
     """A trainer keeps the last ones of a lossy run; where all stay, the chain goes on."""
     monkeypatch.setattr(removed_ancestors, "_MIN_GAIN", 0)
     for run, removes in (("all", False), ("last", True)):
@@ -212,8 +212,8 @@ def test_base_layers_of_removed_checkpoints_take_about_two_keyframes_at_most(tmp
             manifest = Manifest.read(path)
             depths.append(manifest.depth)
             largest = max(largest, manifest.sum_bytes("own"))
-            if removes and number >= kept:
-                shutil.rmtree(tmp_path / run / f"{number - kept:02d}")
+            if removes and number >= count:
+                shutil.rmtree(tmp_path / run / f"{number - count:02d}")
                 assert manifest.sum_bytes("ancestor") < 2.5 * largest
             factor = {name: 1 + 0.1 * torch.rand(value.shape, generator=generator) for name, value in state.items()}
             state = {name: value * factor[name] for name, value in state.items()}
@@ -231,12 +231,12 @@ def test_where_all_checkpoints_stay_exact_chains_go_on(tmp_path, apart):
         assert Manifest.read(path).depth == number
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-def test_a_frozen_base_is_not_written_again_where_checkpoints_are_removed(tmp_path, kept):
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_frozen_base_is_not_written_again_where_checkpoints_are_removed(tmp_path, count):
     state = large_state() | {"adapter": torch.zeros(40, 40)}
     for number in range(6):
         dsq_ckpt.save(state, tmp_path / str(number), config="exact")
         assert Manifest.read(tmp_path / str(number)).depth == number
-        if number >= kept:
-            shutil.rmtree(tmp_path / str(number - kept))
+        if number >= count:
+            shutil.rmtree(tmp_path / str(number - count))
         state["adapter"] = state["adapter"] + 1e-3

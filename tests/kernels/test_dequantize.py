@@ -30,10 +30,10 @@ def test_sizes(subject, dtype):
         check(subject, n, dtype, -1, scale=1e30, offset=1)
 
 
-@pytest.mark.parametrize("kept", [0, 3, 40])
-def test_more_or_fewer_protected_values_than_codes(subject, kept):
+@pytest.mark.parametrize("protected_count", [0, 3, 40])
+def test_more_or_fewer_protected_values_than_codes(subject, protected_count):
     """Too few are reported, and not read past their end."""
-    check(subject, 300, torch.float32, 9, kept)
+    check(subject, 300, torch.float32, 9, protected_count)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

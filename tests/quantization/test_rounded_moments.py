@@ -82,9 +82,9 @@ def test_first_moments_without_second_ones_are_quantized_whatever_the_betas(tmp_
 class Rotated(torch.optim.Optimizer):
     """Adam in a basis of its own, which it keeps in a tuple or an object, beside moments or in its groups."""
 
-    def __init__(self, parameters: Any, kept: str = "tuple") -> None:
+    def __init__(self, parameters: Any, holder: str = "tuple") -> None:
         super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99)})
-        self.kept = kept
+        self.holder = holder
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -95,7 +95,7 @@ class Rotated(torch.optim.Optimizer):
                     own |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter), "k": 1.0}
                 basis = torch.eye(parameter.shape[-1])
                 ways = {"tuple": (basis, 1), "nested": {"inner": (basis,)}, "object": Basis(basis), "group": (basis, 1)}
-                (group if self.kept == "group" else own)["basis"] = ways[self.kept]
+                (group if self.holder == "group" else own)["basis"] = ways[self.holder]
                 own["exp_avg"].lerp_(parameter.grad, 0.1)
                 own["exp_avg_sq"].lerp_((parameter.grad @ basis).square(), 0.01)
                 parameter.sub_(own["exp_avg"], alpha=group["lr"])
@@ -106,21 +106,21 @@ class Basis:
         self.values = values
 
 
-def rotated(kept: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def rotated(holder: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = torch.nn.Linear(80, 80, bias=False)
-        optimizer = Rotated(model.parameters(), kept)
+        optimizer = Rotated(model.parameters(), holder)
         model(torch.randn(9, 80)).square().sum().backward()
     optimizer.step()
     return model, optimizer, optimizer.state[model.weight]["exp_avg"]
 
 
-@pytest.mark.parametrize("kept", ["tuple", "nested", "object", "group"])
+@pytest.mark.parametrize("holder", ["tuple", "nested", "object", "group"])
 @pytest.mark.parametrize("way", ["save", "async_save", "dcp", "cached", "quantize", "Compressor", "compress"])
-def test_first_moments_beside_objects_are_rounded(tmp_path, way, kept) -> None:
+def test_first_moments_beside_objects_are_rounded(tmp_path, way, holder) -> None:
     """A basis in a tuple or an object tells as much as one that is a tensor; by every way of saving."""
-    model, optimizer, moment = rotated(kept)
+    model, optimizer, moment = rotated(holder)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with pytest.warns(UserWarning, match="the optimizer keeps 'basis' beside exp_avg"):
         if way == "save":

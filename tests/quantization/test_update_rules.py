@@ -93,13 +93,13 @@ def test_settings_are_none(value: Any) -> None:
     assert find_optimizer_objects({"optimizer.state.weight.k": value, "optimizer.param_groups.0.k": value}) == set()
 
 
-@pytest.mark.parametrize("value, found", [
+@pytest.mark.parametrize("value, expected", [
     ((0.99, 0.95), True), ([0.9, 0.5], True), ((0.9, 0.999), False), ((0.9, 0.9), False), ((0.98, 0.92, 0.99), False),
     ((torch.tensor(0.99), 0.95), False), (0.9, False), (None, False),
 ])
-def test_decay_rates_by_which_first_moments_last_longer(value: Any, found: bool) -> None:
+def test_decay_rates_by_which_first_moments_last_longer(value: Any, expected: bool) -> None:
     name = "optimizer.param_groups.0.betas"
-    assert find_optimizer_objects({name: value, "model.betas": value}) == ({name} if found else set())
+    assert find_optimizer_objects({name: value, "model.betas": value}) == ({name} if expected else set())
 
 
 def test_an_object_that_contains_itself_is_no_setting() -> None:

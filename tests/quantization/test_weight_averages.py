@@ -85,14 +85,14 @@ def test_only_tensors_of_one_form_are_compared() -> None:
 class Codes(nn.Module):
     """A trained layer, and codes of its shape that follow inputs, in one of the ways in which modules keep these."""
 
-    def __init__(self, kept: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer = nn.Linear(SHAPE[1], SHAPE[0])
         codes = torch.randn(SHAPE)
-        if kept == "buffer":
+        if kind == "buffer":
             self.register_buffer("codes", codes)
         else:
-            self.codes = nn.Parameter(codes, requires_grad=kept == "parameter")
+            self.codes = nn.Parameter(codes, requires_grad=kind == "parameter")
         self.register_buffer("layerweight", self.layer.weight.detach().clone())  # an average, by another name
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -102,13 +102,13 @@ class Codes(nn.Module):
         return self.layer(inputs)
 
 
-@pytest.mark.parametrize("kept, by", [
+@pytest.mark.parametrize("kind, by", [
     ("buffer", "name"), ("buffer", "number"), ("frozen parameter", "name"), ("frozen parameter", "number"),
     ("parameter", "name"),
 ])
-def test_codes_that_move_are_exact_and_averages_are_not(tmp_path, kept: str, by: str) -> None:
+def test_codes_that_move_are_exact_and_averages_are_not(tmp_path, kind: str, by: str) -> None:
     torch.manual_seed(0)
-    model = Codes(kept)
+    model = Codes(kind)
     own = ("weight", "bias")
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(6):
@@ -116,9 +116,9 @@ def test_codes_that_move_are_exact_and_averages_are_not(tmp_path, kept: str, by:
         model(torch.randn(30, SHAPE[1])).square().mean().backward()
         optimizer.step()
         state, by_name = get_state_dict(model, optimizer)
-        if by == "number" or kept == "parameter":
+        if by == "number" or kind == "parameter":
             by_name = optimizer.state_dict()
-        if kept == "parameter":  # which has number 0, and no state
+        if kind == "parameter":  # which has number 0, and no state
             by_name = {"state": {f"layer.{name}": by_name["state"][1 + place] for place, name in enumerate(own)}}
         dsq_ckpt.save({"model": state, "optimizer": by_name}, tmp_path / str(number), model=model)
         target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
