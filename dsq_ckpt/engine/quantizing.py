@@ -111,7 +111,8 @@ def quantize(
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
             )
-            sketches = replace(sketches, chunks=sketching.exclude_lost_rows(sketches.chunks, sketches.octaves))
+            chunks = sketching.exclude_lost_rows(sketches.chunks, sketches.octaves)
+            sketches = replace(sketches, chunks=chunks, restores=sketching.watch.restores)
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.load_replicas(sketches))
                 before = run_on_all_ranks(comm, lambda: local.compute_checksums(workers))
@@ -119,11 +120,11 @@ def quantize(
         if context.parent is not None and (checkpoint := options.history.find(context.parent.save_id)) is not None:
             checkpoint.suspect = True
         raise
+    sketches.restores.begin_save(sketches.loads, context.parent is None)
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     with defer_handler_errors():  # a search replaces weights of the model by trial weights, and restores them
         plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
-    sketching.watch.restores.begin_save(sketches.loads, context.parent is None)
-    fitted = refine_restored_groups(sketches.chunks, plan.analysis.fitted, sketching.watch.restores, comm, workers)
+    fitted = refine_restored_groups(sketches.chunks, plan.analysis.fitted, sketches.restores, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, fitted=fitted))
     worst = sketches.find_worst_tensors(plan.analysis, {key.fqn for key in plan.compensations})
     plan = replace(plan, analysis=replace(plan.analysis, worst_tensors=worst))

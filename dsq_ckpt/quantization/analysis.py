@@ -18,7 +18,7 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook import Codebook, GroupFit, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
-from dsq_ckpt.quantization.restored_values import LoadCounts
+from dsq_ckpt.quantization.restored_values import LoadCounts, RestoreTracker
 from dsq_ckpt.quantization.scales import Scales
 from dsq_ckpt.quantization.worst_tensor import WorstTensor, find_worst_tensor
 
@@ -85,6 +85,7 @@ class GlobalSketch:
         has_nan: whether tensors that are not quantized hold NaN on some rank.
         has_lost_rows: whether the user must be warned of weights with rows that one step for all loses.
         loads: loads since the last save, summed over all ranks.
+        restores: tracker of the local chunks that lie where a restore has put them.
     """
 
     chunks: list[Chunk]
@@ -101,6 +102,7 @@ class GlobalSketch:
     has_nan: bool = False
     has_lost_rows: bool = False
     loads: LoadCounts = field(default_factory=LoadCounts)
+    restores: RestoreTracker = field(default_factory=RestoreTracker)
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, previous: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.

@@ -42,6 +42,11 @@ _RESTING = 0.05
 """Share of nonzero elements that are unchanged, from which moments are not renewed either."""
 _UNEVEN = 6e-4
 """Squared share of values at one place of each part from which values are not spread, if it is significant."""
+_UNEVEN_SPREAD = 5e-2
+"""The same for weights that were found spread since the last load, in case of a load that was not recorded.
+
+A density that bends within parts, as at the first, coarse steps of a run, reaches a few hundredths in a small chunk.
+"""
 _UNEVEN_HALVES = 1e-2
 """The same for cells of two parts: values are so narrow relative to these that spread ones reach half of it."""
 _SURE = 6
@@ -141,7 +146,7 @@ def refine_restored_groups(
 
 def find_restored_groups(
     chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], spread: RestoreTracker, comm: Communicator,
-    workers: Workers,
+    workers: Workers, all_chunks: bool = False,
 ) -> set[str]:
     """Return the groups with values, on any rank, that still lie where a restore has put them; collective.
 
@@ -154,6 +159,7 @@ def find_restored_groups(
         spread: tracker of this rank; its chunks are skipped, and newly found spread chunks are added.
         comm: communicator of the ranks that save.
         workers: threads.
+        all_chunks: test the tracker's chunks too, with a higher limit, and add none.
     """
     candidates = {group for group, fit in fitted.items() if _can_be_refined(fit)}
     weights = {group for group in candidates if group.startswith("weights/")}
@@ -162,13 +168,14 @@ def find_restored_groups(
         return set()
     own_chunks = [
         chunk for chunk in chunks
-        if chunk.group in weights and chunk.base_values is None and chunk.key not in spread.chunks
+        if chunk.group in weights and chunk.base_values is None and (all_chunks or chunk.key not in spread.chunks)
     ]
     old = [chunk for chunk in chunks if chunk.group in moments and chunk.base_values is None]
     groups = set[str]().union(*gather_from_all_ranks(
-        comm, lambda: _find_uneven_groups(own_chunks, fitted, workers) | _find_unrenewed(old, spread)
+        comm, lambda: _find_uneven_groups(own_chunks, fitted, spread, workers) | _find_unrenewed(old, spread)
     ))
-    spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in groups)
+    if not all_chunks:
+        spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in groups)
     return groups
 
 
@@ -211,7 +218,9 @@ def _can_be_refined(fitted: GroupFit) -> bool:
     return fitted.codebook.domain == "linear" and 0 < fitted.refinement_bits < MAX_REFINEMENT_BITS
 
 
-def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], workers: Workers) -> set[str]:
+def _find_uneven_groups(
+    chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit], spread: RestoreTracker, workers: Workers
+) -> set[str]:
     """Return the groups with values that lie close together within parts, in a chunk or as a whole."""
     settle_streams([chunk.tensor for chunk in chunks])
     count = Counter(chunk.group for chunk in chunks)
@@ -222,12 +231,15 @@ def _find_uneven_groups(chunks: Sequence[Chunk], fitted: Mapping[str, GroupFit],
         except torch.OutOfMemoryError:  # of a device: a save does not fail for lack of a sample
             return None
 
-    groups, sums = set[str](), dict[str, Array]()
+    groups, sums = set[str](), dict[tuple[str, float], Array]()
     for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
-        if look is not None:
-            sums[chunk.group] = sums.get(chunk.group, np.zeros(3)) + look
         min_unevenness = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
-        if look is None or _is_uneven(look, min_unevenness) or _is_uneven(sums[chunk.group], min_unevenness):
+        if chunk.key in spread.chunks:
+            min_unevenness = _UNEVEN_SPREAD
+        total = chunk.group, min_unevenness
+        if look is not None:
+            sums[total] = sums.get(total, np.zeros(3)) + look
+        if look is None or _is_uneven(look, min_unevenness) or _is_uneven(sums[total], min_unevenness):
             groups.add(chunk.group)
     return groups
 

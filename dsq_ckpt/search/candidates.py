@@ -18,7 +18,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.groups import group_config
-from dsq_ckpt.quantization.restored_values import RestoreTracker, find_restored_groups
+from dsq_ckpt.quantization.restored_values import find_restored_groups
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16
@@ -109,8 +109,11 @@ class SaveSearch:
     def has_restored_weights(self, candidate: Candidate, bits: int) -> bool:
         """Return whether weights on any rank look like restored ones of so many refinement bits; collective."""
         fitted = self.fit_refinement(candidate, bits).fitted
-        groups = find_restored_groups(self.model.chunks, fitted, RestoreTracker(), self.comm, self.model.workers)
-        return any(group.startswith("weights/") for group in groups)
+        own = {chunk.key for chunk in self.sketches.chunks}  # other ranks test the replicas
+        weights = [chunk for chunk in self.model.chunks if chunk.key in own]
+        return bool(find_restored_groups(
+            weights, fitted, self.sketches.restores, self.comm, self.model.workers, all_chunks=True
+        ))
 
     def fit_nearest_codes(self, candidate: Candidate) -> Candidate:
         """Return the candidate refitted with nearest codes, and their size."""

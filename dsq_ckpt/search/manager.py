@@ -94,9 +94,8 @@ class ConfigManager:
             manifest: manifest of the checkpoint.
             refined: whether the load used the refinement layer.
         """
-        self._budget = RunBudget.from_manifest(manifest, refined)
+        self._budget, quality = RunBudget.from_manifest(manifest, refined), manifest.quality
         self._warned.clear()
-        quality = manifest.quality
         if not quality or quality.get("chosen") is None:
             return
         config = current_keys(manifest.config, silent=True)
@@ -106,11 +105,11 @@ class ConfigManager:
             return
         space = SYSTEMS[loaded.system].space
         if space is not None:
-            names = [variant.name for variant in space.variants]
-            name = quality["chosen"].get("variant")
+            names, name = [variant.name for variant in space.variants], quality["chosen"].get("variant")
+            bits = loaded.quantize.weights.refinement_bits
             self._memory = _SearchMemory(
                 point=space.nearest(dict(iter_dotted_keys(config))),
-                refinement_bits=loaded.quantize.weights.refinement_bits,
+                refinement_bits=None if bits == MAX_REFINEMENT_BITS else bits,  # these may be for restored weights
                 variant=names.index(name) if name in names else 0,
             )
             for fold in self.folds:
@@ -215,7 +214,7 @@ class ConfigManager:
         if compensations := save.model.compensations:
             analysis = replace(analysis, fitted=save.model.recount(analysis.fitted))
             record["compensated"] = save.model.compensated_share
-        self._memory = _SearchMemory(point, variant, bits, memory.comfortable, loss, distortion)
+        self._memory = replace(memory, point=point, variant=variant, degradation=loss, distortion=distortion)
         for fold in self.folds:
             fold.metric = save.metrics[fold.name]
         return QuantizationPlan(analysis, config, record, compensations)
@@ -333,8 +332,8 @@ class ConfigManager:
         """Return the refinement bits of the weights: as configured, or more if a restore would exceed its bound.
 
         None if a restore costs more than its share of the run's budget, or is not finite, with all bits. With `check`
-        it is measured there alone: the remaining errors of a base layer chosen by `evaluate` may fit the batches of
-        `evaluate` too. Few numbers of bits are tried, in order, so `check` is hardly overfitted.
+        it is measured there alone, since errors of a base layer chosen by `evaluate` may fit its batches. Few numbers
+        of bits are tried, in order, so `check` is hardly overfitted. Weights that a restore has put have all bits.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if not self._bounds_restores(candidate.config):
@@ -344,7 +343,7 @@ class ConfigManager:
         bits = max(self._memory.refinement_bits or 0, configured)
         if self._memory.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:
             bits -= 1
-        if save.has_restored_weights(candidate, bits):
+        if restored := save.has_restored_weights(candidate, bits):
             bits = MAX_REFINEMENT_BITS
         while True:
             metric = measure_metrics(save, fold, [save.fit_refinement(candidate, bits)], bits)[0]
@@ -364,7 +363,8 @@ class ConfigManager:
                 f"a restore from this checkpoint changes the metric by {loss:.3g}, more than the {allowed:.3g} "
                 f"that its bound allows, with {bits} refinement bits; it is stored so. {_LATER_HINT}"
             )
-        self._memory.comfortable = loss < _COMFORTABLE_SHARE * allowed
+        if not restored:  # else the bits are for this save alone
+            self._memory.refinement_bits, self._memory.comfortable = bits, loss < _COMFORTABLE_SHARE * allowed
         return bits
 
     def _plan_exact(self, save: SaveSearch, record: dict[str, Any], reason: str) -> QuantizationPlan:
