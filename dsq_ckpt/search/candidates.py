@@ -17,6 +17,7 @@ from dsq_ckpt.core.notices import is_new_warning, warn
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import GroupFit
+from dsq_ckpt.quantization.codebook.base import MAX_REFINEMENT_BITS
 from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.quantization.restored_values import find_restored_groups
 from dsq_ckpt.search.trial import TrialModel
@@ -57,6 +58,7 @@ class SaveSearch:
         degradations: degradations by fold (`evaluate`, `check`), by point and number of the variant.
         evaluations: number of evaluations on this rank, by fold.
         metrics: metric of the unquantized model, by fold.
+        restored: groups of weights that lie where a restore has put them.
     """
 
     sketches: GlobalSketch
@@ -72,6 +74,7 @@ class SaveSearch:
     degradations: dict[tuple[Point, int], dict[str, float]] = field(default_factory=dict)
     evaluations: Counter[str] = field(default_factory=Counter)
     metrics: dict[str, float] = field(default_factory=dict)
+    restored: set[str] = field(default_factory=set)
 
     def warn(self, text: str) -> None:
         """Warn, unless a search of the run has issued the same warning, apart from its numbers; called on all ranks."""
@@ -100,20 +103,26 @@ class SaveSearch:
         return self.candidates[key]
 
     def fit_refinement(self, candidate: Candidate, bits: int) -> Analysis:
-        """Return the fits of a candidate with refinement cells, so that zeros are restored as zeros."""
+        """Return the fits of a candidate with refinement cells, so that zeros are restored as zeros.
+
+        Groups that lie where a restore has put them have all bits.
+        """
         configs = {
-            group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
+            group: config.model_copy(update={
+                "refinement_bits": MAX_REFINEMENT_BITS if group in self.restored else bits
+            })
+            for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
 
-    def has_restored_weights(self, candidate: Candidate, bits: int) -> bool:
-        """Return whether weights on any rank look like restored ones of so many refinement bits; collective."""
+    def mark_restored_groups(self, candidate: Candidate, bits: int) -> None:
+        """Set `restored` to the groups that lie where a restore from so many bits put them; collective."""
         fitted = self.fit_refinement(candidate, bits).fitted
         own = {chunk.key for chunk in self.sketches.chunks}  # other ranks test the replicas
         weights = [chunk for chunk in self.model.chunks if chunk.key in own]
-        return bool(find_restored_groups(
+        self.restored = find_restored_groups(
             weights, fitted, self.sketches.restores, self.comm, self.model.workers, all_chunks=True
-        ))
+        )
 
     def fit_nearest_codes(self, candidate: Candidate) -> Candidate:
         """Return the candidate refitted with nearest codes, and their size."""

@@ -105,11 +105,11 @@ class ConfigManager:
             return
         space = SYSTEMS[loaded.system].space
         if space is not None:
-            names, name = [variant.name for variant in space.variants], quality["chosen"].get("variant")
-            bits = loaded.quantize.weights.refinement_bits
+            names = [variant.name for variant in space.variants]
+            name = quality["chosen"].get("variant")
             self._memory = _SearchMemory(
                 point=space.nearest(dict(iter_dotted_keys(config))),
-                refinement_bits=None if bits == MAX_REFINEMENT_BITS else bits,  # these may be for restored weights
+                refinement_bits=loaded.quantize.weights.refinement_bits,
                 variant=names.index(name) if name in names else 0,
             )
             for fold in self.folds:
@@ -214,7 +214,7 @@ class ConfigManager:
         if compensations := save.model.compensations:
             analysis = replace(analysis, fitted=save.model.recount(analysis.fitted))
             record["compensated"] = save.model.compensated_share
-        self._memory = replace(memory, point=point, variant=variant, degradation=loss, distortion=distortion)
+        self._memory = _SearchMemory(point, variant, bits, memory.comfortable, loss, distortion)
         for fold in self.folds:
             fold.metric = save.metrics[fold.name]
         return QuantizationPlan(analysis, config, record, compensations)
@@ -333,7 +333,7 @@ class ConfigManager:
 
         None if a restore costs more than its share of the run's budget, or is not finite, with all bits. With `check`
         it is measured there alone, since errors of a base layer chosen by `evaluate` may fit its batches. Few numbers
-        of bits are tried, in order, so `check` is hardly overfitted. Weights that a restore has put have all bits.
+        of bits are tried, in order, so `check` is hardly overfitted. Groups of restored weights have all bits.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if not self._bounds_restores(candidate.config):
@@ -343,10 +343,9 @@ class ConfigManager:
         bits = max(self._memory.refinement_bits or 0, configured)
         if self._memory.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:
             bits -= 1
-        if restored := save.has_restored_weights(candidate, bits):
-            bits = MAX_REFINEMENT_BITS
+        save.mark_restored_groups(candidate, bits)
         while True:
-            metric = measure_metrics(save, fold, [save.fit_refinement(candidate, bits)], bits)[0]
+            metric = measure_metrics(save, fold, [save.fit_refinement(candidate, bits)], refined=True)[0]
             # An improvement counts, too: rounding averages out the noise of late steps together with what they
             # learned. Such a restore has a better metric, and the run ends worse.
             loss = abs(metric - exact) if math.isfinite(metric) else math.inf
@@ -363,8 +362,7 @@ class ConfigManager:
                 f"a restore from this checkpoint changes the metric by {loss:.3g}, more than the {allowed:.3g} "
                 f"that its bound allows, with {bits} refinement bits; it is stored so. {_LATER_HINT}"
             )
-        if not restored:  # else the bits are for this save alone
-            self._memory.refinement_bits, self._memory.comfortable = bits, loss < _COMFORTABLE_SHARE * allowed
+        self._memory.comfortable = loss < _COMFORTABLE_SHARE * allowed
         return bits
 
     def _plan_exact(self, save: SaveSearch, record: dict[str, Any], reason: str) -> QuantizationPlan:
@@ -388,7 +386,7 @@ class ConfigManager:
         bits = MAX_REFINEMENT_BITS if candidate.config.quantize.weights.refinement_bits else 0
         refined, fold = save.fit_refinement(candidate, bits), self.folds[-1]
         if bits and not failed:
-            (metric,) = measure_metrics(save, fold, [refined], bits)
+            (metric,) = measure_metrics(save, fold, [refined], refined=True)
             loss = compute_degradation(metric, save.metrics[fold.name], save.config.search)
             if not keeps_bound(loss, save.config.search.epsilon, self._direction.is_doubted):
                 return self._plan_exact(save, record, f"{reason}, nor does a restore with {bits} refinement bits")

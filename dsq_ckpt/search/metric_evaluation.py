@@ -23,7 +23,7 @@ class EvaluationFailed(Exception):
 
 
 def measure_metrics(
-    save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], bits: int = 0
+    save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], refined: bool = False
 ) -> list[float]:
     """Return the metrics of configurations: by all ranks together or, with `parallel_trials`, distributed over ranks.
 
@@ -31,7 +31,7 @@ def measure_metrics(
         save: search of one save.
         fold: batches to evaluate on.
         trials: fits of each configuration, or probes; None: the unquantized model.
-        bits: bits of the refinement layer; 0: the base layer.
+        refined: evaluate with the refinement layer of the fits. False: the base layer.
 
     Raises:
         EvaluationFailed: on all ranks.
@@ -45,7 +45,7 @@ def measure_metrics(
     stopped: BaseException | None = None
     try:
         for index in own_trials:
-            own_metrics[index] = save.model.evaluate(fold.evaluate, trials[index], bits, fold.name)
+            own_metrics[index] = save.model.evaluate(fold.evaluate, trials[index], refined, fold.name)
             run_pending_handlers()
     except ModelChanged as error:
         changed = str(error)

@@ -144,7 +144,7 @@ class TrialModel:
         self._restore_state()
 
     def evaluate(
-        self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refinement_bits: int = 0,
+        self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refined: bool = False,
         name: str = "evaluate",
     ) -> float:
         """Return the metric of the model with decoded weights, or (`trial` None) with its own.
@@ -152,14 +152,14 @@ class TrialModel:
         Args:
             evaluate: returns the metric of the model in its current state.
             trial: fits, where groups without one keep their values; or a probe.
-            refinement_bits: bits of the refinement layer to decode with; 0: the base layer.
+            refined: decode with the refinement layer of the fits. False: the base layer.
             name: name of `evaluate`, for errors.
 
         Raises:
             EvaluationRaised: `evaluate` raised an error or returned no number.
             ModelChanged: `evaluate` changed values, memory or gradients of parameters.
         """
-        self._write_trial(trial, refinement_bits)
+        self._write_trial(trial, refined)
         before = self._fingerprint()
         if trial is Probe.AGAIN:
             _reseed(bool(self._random_cuda))
@@ -260,12 +260,12 @@ class TrialModel:
         random.setstate(self._random_others[0])
         np.random.set_state(self._random_others[1])
 
-    def _write_trial(self, trial: Analysis | Probe | None, refinement_bits: int) -> None:
+    def _write_trial(self, trial: Analysis | Probe | None, refined: bool) -> None:
         def values(chunk: Chunk) -> torch.Tensor:
             if trial is Probe.RUINED:
                 return _randomize_signs(chunk.tensor)
             fitted = content(chunk)
-            return self._decode_chunk(chunk, fitted, refinement_bits) if isinstance(fitted, GroupFit) else chunk.tensor
+            return self._decode_chunk(chunk, fitted, refined) if isinstance(fitted, GroupFit) else chunk.tensor
 
         def content(chunk: Chunk) -> object:
             return trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else trial
@@ -273,12 +273,12 @@ class TrialModel:
         def store() -> None:
             for index, (chunk, target) in enumerate(zip(self._chunks, self._targets, strict=True)):
                 fitted, previous = content(chunk), self._held.get(index)
-                if previous is not None and previous[0] is fitted and previous[1] == refinement_bits:
+                if previous is not None and previous[0] is fitted and previous[1] == refined:
                     continue  # as in most probes of steps, which move one class of tensors
                 with torch.no_grad():
                     _write(target, values(chunk))
                 if self._lasting[index]:
-                    self._held[index] = fitted, refinement_bits
+                    self._held[index] = fitted, refined
 
         if self._refresh is None:
             store()
@@ -298,8 +298,9 @@ class TrialModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _decode_chunk(self, chunk: Chunk, fitted: GroupFit, bits: int) -> torch.Tensor:
+    def _decode_chunk(self, chunk: Chunk, fitted: GroupFit, refined: bool) -> torch.Tensor:
         """Return the restored values of a chunk, float32, clamped to the range of its dtype."""
+        bits = fitted.refinement_bits if refined else 0
         if device.is_supported(chunk) and fitted.partition_turn is None:
             values = decode(chunk, self._tables.get(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _clamp_to_dtype(values, chunk.tensor.dtype)
@@ -308,8 +309,7 @@ class TrialModel:
         out = np.empty(chunk.key.elements, np.float32)
 
         def work(span: slice) -> None:
-            data = source.block(span)
-            codes = source.codes[span]
+            data, codes = source.block(span), source.codes[span]  # in this order: the former sets the latter
             if bits:
                 symbols = np.frombuffer(data.refinement, np.uint8)
                 dequantizer.block(codes, data.protected, symbols, out[span], packed=True)

@@ -10,45 +10,52 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.dcp import reader
+from tests.helpers.states import read_bits
 
 
 class Run:
-    """Saves of one layer by a search whose metric makes progress, and to which all of the weights matter."""
+    """Saves of two layers by a search whose metric makes progress, and to which all of the weights matter."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.saves, self.part = directory, 0, 0.0
         self.generator = torch.Generator().manual_seed(0)
-        self.model = nn.Linear(256, 200, bias=False)
-        nn.init.normal_(self.model.weight, std=0.02, generator=self.generator)
-        self.exact = self.model.weight.detach().clone()
+        self.model = nn.ModuleDict({"layer": nn.Linear(256, 200, bias=False), "table": nn.Embedding(200, 256)})
+        for parameter in self.model.parameters():
+            nn.init.normal_(parameter, std=0.02, generator=self.generator)
+        self.exact = self.copy_state()
         optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.compressor = dsq_ckpt.Compressor(self.model, optimizer, evaluate=self.evaluate)
 
+    def copy_state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
     def evaluate(self) -> float:
-        return 10 - self.saves + float((self.model.weight.detach() - self.exact).square().sum())
+        squares = ((tensor - self.exact[name]).square().sum() for name, tensor in self.model.state_dict().items())
+        return 10 - self.saves + float(sum(squares)) / 2
 
-    def save(self, noise: float = 0.0) -> int:
-        """Move weights by noise, in parts of 4 bits, and save them; returns the refinement bits."""
+    def save(self, noise: float = 0.0, table: float | None = None) -> tuple[int, int]:
+        """Move the layer and the table by noise, in parts of 4 bits, and save them; returns the refinement bits."""
         with torch.no_grad():
-            self.model.weight += noise * self.part * torch.randn(self.exact.shape, generator=self.generator)
-        self.exact = self.model.weight.detach().clone()
-        self.compressor.save(self.directory / str(self.saves))
+            for name, size in (("layer", noise), ("table", noise if table is None else table)):
+                weight = self.model[name].weight
+                weight += size * self.part * torch.randn(weight.shape, generator=self.generator)
+        self.exact, path = self.copy_state(), self.directory / str(self.saves)
+        self.compressor.save(path)
         self.saves += 1
-        assert self.compressor.quality is not None
-        bits: int = self.compressor.quality["refinement_bits"]
         if not self.part:
-            error = self.read() - self.exact
+            error = self.read()["layer.weight"] - self.exact["layer.weight"]
             self.part = 12**0.5 * float(error.square().mean().sqrt())
-        return bits
+        bits = read_bits(path)
+        return bits["model.layer.weight"], bits["model.table.weight"]
 
-    def read(self) -> torch.Tensor:
-        """Return the weight of the newest checkpoint, by a load that is not recorded."""
-        weight = torch.empty_like(self.exact)
+    def read(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the newest checkpoint, by a load that is not recorded."""
+        state = self.copy_state()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader, "record_load", lambda kinds: None)
             path, history = self.directory / str(self.saves - 1), dsq_ckpt.SaveHistory()
-            dsq_ckpt.load({"model": {"weight": weight}}, path, history=history)
-        return weight
+            dsq_ckpt.load({"model": state}, path, history=history)
+        return state
 
     def load(self) -> None:
         self.compressor.load(self.directory / str(self.saves - 1))
@@ -57,27 +64,35 @@ class Run:
 def test_weights_that_were_not_restored_have_the_bits_that_are_asked_for(tmp_path: Path) -> None:
     """Also where their density bends within parts, here by noise that nearly spreads what a load has put."""
     run = Run(tmp_path)
-    assert run.save() == 4
-    run.model.load_state_dict({"weight": run.read()})
-    assert run.save(0.38) == 4
+    assert run.save() == (4, 4)
+    run.model.load_state_dict(run.read())
+    assert run.save(0.38) == (4, 4)
 
 
 def test_weights_of_a_load_that_was_not_recorded_take_all_bits(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert run.save() == 4
-    run.model.load_state_dict({"weight": run.read()})
-    assert run.save(0.1) == 8
-    assert run.save(2) == 4
+    assert run.save() == (4, 4)
+    run.model.load_state_dict(run.read())
+    assert run.save(0.1) == (8, 8)
+    assert run.save(2) == (4, 4)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "saved and loaded again"])
 def test_bits_after_a_restore_are_for_restored_weights_alone(tmp_path: Path, again: bool) -> None:
     """Once training has spread the weights, their number is that of a run without a restore."""
     run = Run(tmp_path)
-    assert run.save() == run.save(2) == 4
+    assert run.save() == run.save(2) == (4, 4)
     for _ in range(2):
         run.load()
-        assert run.save(0.1) == 8
-        if again:  # a search that resumes reads the bits of that save
+        assert run.save(0.1) == (8, 8)
+        if again:
             run.load()
-    assert run.save(2) == run.save(2) == 4
+    assert run.save(2) == run.save(2) == (4, 4)
+
+
+def test_a_layer_that_rests_after_a_restore_takes_all_bits_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.save() == (4, 4)
+    run.load()
+    assert run.save(2, table=0) == run.save(2, table=0) == (4, 8)
+    assert run.save(2) == (4, 4)
