@@ -22,20 +22,14 @@ import _pytest.logging
 import hypothesis
 import numpy as np
 import pytest
-import torch
 import typer.testing
 from _pytest.unraisableexception import gc_collect_iterations_key
 
-import dsq_ckpt
-from dsq_ckpt.engine import warmup
-from dsq_ckpt.quantization import restored_values
 from tests.helpers import forks
 from tests.helpers.s3_server import SETTINGS, new_bucket, s3_server
-from tests.helpers.small_run import small_run
 
-if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
+# Torch, and what imports it, are imported where they are used: the process that waits for the workers of pytest-xdist
+# does without, and they begin two seconds earlier.
 
 _MEMORY, _ENOUGH = Path("/dev/shm"), 8 << 30
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushes to a disk take time
@@ -87,6 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[gc_collect_iterations_key] = 1  # at the end, where pytest walks over all objects five times
     assert config.cache is not None
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(config.cache.mkdir("torch_extensions")))
+    if getattr(config.option, "dist", "no") == "no" or hasattr(config, "workerinput"):  # tests run in this process
+        import torch
+
+        if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     if forks.VARIABLE not in os.environ:  # not in workers of pytest-xdist
         stack = contextlib.ExitStack()
         stack.enter_context(forks.session())
@@ -121,6 +120,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let a test, and fixtures that are made for it, draw the same numbers whichever tests came before it."""
+    import torch
+
     seed = zlib.crc32(item.nodeid.encode())
     if torch.cuda.is_available():
         torch.manual_seed(seed)
@@ -133,12 +134,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_loaded():
     """Let each test be as a process that has loaded no checkpoint: after a load, moments are saved with finer parts."""
+    from dsq_ckpt.quantization import restored_values
+
     restored_values._loads = restored_values.LoadCounts()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled():
     """Compile the kernels before the first test: Numba changes the filters of warnings meanwhile, in its own thread."""
+    from dsq_ckpt.engine import warmup
+
     for group in warmup.ALL:
         warmup.wait(group)
 
@@ -169,6 +174,8 @@ def _imported_later():
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests():
     """The chains a process remembers are module-level; every test starts without any."""
+    import dsq_ckpt
+
     dsq_ckpt.forget()
     yield
     dsq_ckpt.forget()
@@ -198,6 +205,8 @@ def store(request):
 @pytest.fixture
 def one_thread():
     """Torch on one thread: for models too small for more, whose threads would wait for those of other processes."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -225,6 +234,8 @@ def forked_logs(monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run directory with three checkpoints, and what they were made of; not to be changed."""
+    from tests.helpers.small_run import small_run
+
     run = tmp_path_factory.mktemp("run")
     return run, small_run(run)
 
