@@ -145,6 +145,8 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
         name: value for name, value in environment.items()
         if not f"{name}=".startswith(late) and not _is_rank_variable(name)
     }
+    if "PYTHONPATH" in base:  # logs in a fork put the root before it, where it is already
+        base["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(base["PYTHONPATH"].split(os.pathsep)))
     base["PYTHONHASHSEED"] = str(1 + turn % 2)
     base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
     directory = Path(environment[VARIABLE])
