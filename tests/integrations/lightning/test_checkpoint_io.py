@@ -19,7 +19,7 @@ from lightning.pytorch.tuner import Tuner
 import dsq_ckpt
 from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy, checkpoint_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.helpers.processes import run
+from tests.deepspeed.launched import python
 from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
 
 EXACT = "exact"
@@ -291,8 +291,7 @@ def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
     }
     fit(TorchCheckpointIO(), 1, tmp_path / "replacing", save_last=True)  # a file, which has another name for a moment
     told = [str(argument) for name, case in cases.items() for argument in (*case, tmp_path / name)]
-    status, output = run([str(Path(__file__).parent / "workers" / "killed.py"), *told], forked=True)
-    assert status == 0, output[-3000:]
+    python(Path(__file__).parent / "workers" / "killed.py", *told)
     for name in cases:
         directory = tmp_path / name
         assert [name for name in names(directory) if name.startswith(".")], "it was killed within a save"
