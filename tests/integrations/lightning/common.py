@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
+
+from dsq_ckpt.integrations.lightning import DSQCheckpointIO
+
+EXACT = "exact"
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -53,6 +58,33 @@ class Model(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.arange(96), batch_size=48)
 
     test_dataloader = val_dataloader
+
+
+class Frozen(Model):
+    """A frozen layer and a buffer, both of the shapes of trained layers, so that nothing but the module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 96)).requires_grad_(False)
+        self.register_buffer("table", torch.randn(96, 64))
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in self.state_dict().items() if name.startswith(("before", "table"))}
+
+
+class Stopped(DSQCheckpointIO):
+    """Waits within a save until it is told to go on, as a slow disk does."""
+
+    def __init__(self) -> None:
+        super().__init__(EXACT)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if checkpoint.get("waits"):
+            with self._removals.defer_during_save(Path(path)):
+                self.begun.set()
+                self.goes_on.wait()
+        super().save_checkpoint(checkpoint, path, storage_options)
 
 
 def seed(value: int) -> None:

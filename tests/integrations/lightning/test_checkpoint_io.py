@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import doctest
 import pickle
-import threading
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.tuner import Tuner
 
 import dsq_ckpt
-from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy, checkpoint_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.deepspeed.launched import python
-from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
 
-EXACT = "exact"
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.tuner import Tuner
+
+    from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy, checkpoint_file
+    from tests.integrations.lightning.common import (
+        EXACT,
+        Frozen,
+        Model,
+        Stopped,
+        damage,
+        names,
+        same,
+        saving,
+        seed,
+        trained,
+        trainer,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lightning() -> None:
+    """Import it when the first test begins: all workers collect this file, and one needs what takes over a second."""
+    from lightning.pytorch import callbacks, tuner
+    from lightning.pytorch.plugins import io
+
+    from dsq_ckpt.integrations import lightning
+    from tests.integrations.lightning import common
+
+    for module in (callbacks, io, tuner, lightning, common):
+        for name, value in vars(module).items():
+            globals().setdefault(name, value)
 
 
 def fit(
@@ -117,21 +143,6 @@ def test_moments_have_the_names_of_their_weights_and_come_back_by_number(tmp_pat
     with Checkpoint(path) as checkpoint:
         assert {"weights/embedding", "exp_avg/embedding/update"} <= checkpoint.manifest.groups.keys()
     assert list(DSQCheckpointIO().load_checkpoint(path)["optimizer_states"][0]["state"]) == list(range(7))
-
-
-class Stopped(DSQCheckpointIO):
-    """Waits within a save until it is told to go on, as a slow disk does."""
-
-    def __init__(self) -> None:
-        super().__init__(EXACT)
-        self.begun, self.goes_on = threading.Event(), threading.Event()
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        if checkpoint.get("waits"):
-            with self._removals.defer_during_save(Path(path)):
-                self.begun.set()
-                self.goes_on.wait()
-        super().save_checkpoint(checkpoint, path, storage_options)
 
 
 def test_a_thread_removes_nothing_before_the_next_checkpoint_is_complete(tmp_path: Path) -> None:
@@ -317,20 +328,6 @@ def test_object_stores(bucket: str, whole: Any) -> None:
     assert files == ["epoch=3-step=24.ckpt", "last.ckpt"]
     again, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
     assert again.global_step == 24
-
-
-class Frozen(Model):
-    """A frozen layer and a buffer, both of the shapes of trained layers, so that nothing but the module tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 96)).requires_grad_(False)
-        self.register_buffer("table", torch.randn(96, 64))
-
-    def kept(self) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor.clone() for name, tensor in self.state_dict().items() if name.startswith(("before", "table"))
-        }
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dsq_ckpt.integrations.lightning.parameter_names import find_unique_names, infer_parameter_names
-
 SHAPES = st.lists(st.sampled_from([(2, 3), (3,), (3, 3)]), max_size=6)
 
 
 @given(SHAPES, st.lists(st.sampled_from([(2, 3), (3,), (3, 3), None]), max_size=4))
 def test_a_name_is_given_where_all_ways_to_find_the_shapes_agree(candidates, shapes):
+    from dsq_ckpt.integrations.lightning.parameter_names import find_unique_names  # imports Lightning
+
     named = [(str(place), shape) for place, shape in enumerate(candidates)]
     ways = [
         way for way in combinations(named, len(shapes))
@@ -40,6 +40,8 @@ class Net(nn.Module):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         """Name of the parameter by the name found, for those that have no number."""
+        from dsq_ckpt.integrations.lightning.parameter_names import infer_parameter_names  # imports Lightning
+
         for parameter in self.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -67,6 +69,8 @@ def test_optimizers_of_usual_kinds() -> None:
 
 def test_names_of_the_optimizer_come_first() -> None:
     """Layers of one shape in another order than the model's; without names only a number is right."""
+    from dsq_ckpt.integrations.lightning.parameter_names import infer_parameter_names  # imports Lightning
+
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
