@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
-from dsq_ckpt.api.parameter_groups import warn_of_other_optimizer
+from dsq_ckpt.api.parameter_groups import find_unsaved_options, warn_of_other_optimizer
+from dsq_ckpt.api.unsaved_state import remove_unsaved_state, warn_of_unsaved_state
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
@@ -83,7 +84,7 @@ class ObjectPlaceholders:
                 (self.unexpected_keys[str(path[0])] if numbered is None else numbered).add(name)
 
     def add_placeholders(self, unexpected_keys: Iterable[UnexpectedKeys], rank: int) -> list[Path]:
-        """Add placeholders for saved entries, and remove options of parameter groups that were not saved.
+        """Add placeholders for saved entries, and remove options of groups and state of parameters not saved.
 
         Args:
             unexpected_keys: `unexpected_keys` of all ranks. A key that one rank expects, such as that of a stage of a
@@ -103,6 +104,7 @@ class ObjectPlaceholders:
             names = set[str].intersection(*(set(unexpected[text]) for unexpected in ranks if text in unexpected))
             optimizer = self._objects[key] if isinstance(self._objects[key], Optimizer) else None
             if optimizer is not None:
+                self._exclude_unsaved_state(text, key, rank)
                 groups = len(optimizer.param_groups)
                 names |= {
                     name for name in self._unexpected_numbered[text] if not self._is_beyond_last_group(name, groups)
@@ -159,6 +161,12 @@ class ObjectPlaceholders:
             if any(type(part) is int and part >= ends.get(path[:depth], part + 1)
                    for path in [self._nesting[name]] for depth, part in enumerate(path))
         }
+
+    def _exclude_unsaved_state(self, text: str, key: Any, rank: int) -> None:
+        """Remove state of an optimizer's parameters that was not saved, unless another class was."""
+        state = self._state[key].get("state")
+        if isinstance(state, MutableMapping) and not find_unsaved_options(text, self._objects[key], self._nesting):
+            warn_of_unsaved_state(remove_unsaved_state(text, state, self._nesting), rank)
 
     def _exclude_unsaved_options(self, text: str, key: Any) -> None:
         """Remove options of saved groups that were not saved from the load; clear those saved as empty dicts."""

@@ -62,17 +62,25 @@ def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, ra
         nesting: nesting of the checkpoint.
         rank: this process's rank; rank 0 warns.
     """
-    saved_options = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
-    defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
-    options = defaults.keys() & set().union(*optimizer.param_groups)  # defaults of some have more than groups take
-    lacking = sorted(options - saved_options)
-    foreign = sorted(saved_options.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
+    defaults, lacking = getattr(optimizer, "defaults", {}), find_unsaved_options(key, optimizer, nesting)
+    foreign = sorted(_saved_options(key, nesting).difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
     if lacking and foreign:
         warn(
             f"what was saved of '{key}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is of "
             f"another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those that were "
             "saved, and moments may be missing. Leave it out of the load to begin with it as it is", rank=rank,
         )
+
+
+def find_unsaved_options(key: str, optimizer: Optimizer, nesting: Nesting) -> list[str]:
+    """Return the options of an optimizer's class that no saved group has; none if the class is the saved one."""
+    defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
+    options = defaults.keys() & set().union(*optimizer.param_groups)  # defaults of some have more than groups take
+    return sorted(options - _saved_options(key, nesting))
+
+
+def _saved_options(key: str, nesting: Nesting) -> set[str]:
+    return {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
 
 
 def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:
@@ -179,7 +187,8 @@ class GroupMatch:
         self._original_groups = list(groups)
         for number, group in zip(self._numbers, groups, strict=True):
             places[number] = {
-                key: value if value == {} else group.get(key, value) for key, value in saved.get(number, {}).items()
+                key: value if _replaces(value, group.get(key)) else group.get(key, value)
+                for key, value in saved.get(number, {}).items()
             }
             self.unexpected_options += [(number, str(key)) for key in saved.get(number, {}) if key not in group]
         return places
@@ -190,6 +199,13 @@ class GroupMatch:
             {**group, **places[number], "params": [self._saved_name.get(name, name) for name in names]}
             for number, names, group in zip(self._numbers, self._groups, self._original_groups, strict=True)
         ]
+
+
+def _replaces(placeholder: Any, own: Any) -> bool:
+    """Return whether to load an option into its placeholder: an empty dict, or a tensor where the group has none."""
+    if isinstance(placeholder, torch.Tensor):
+        return not isinstance(own, torch.Tensor)
+    return bool(placeholder == {})
 
 
 @contextmanager

@@ -26,11 +26,13 @@ from dsq_ckpt.api.optimizer_placeholders import OptimizerPlaceholders, fit_place
 from dsq_ckpt.api.optimizer_state import PARAMETERLESS_STATE, extra_entries
 from dsq_ckpt.api.parameter_groups import (
     GroupMatch,
+    find_unsaved_options,
     option_placeholders,
     read_saved_groups,
     warn_of_other_optimizer,
 )
 from dsq_ckpt.api.stateful import refuse_meta
+from dsq_ckpt.api.unsaved_state import find_unsaved_keys, warn_of_unsaved_state
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.nesting import Path as Keys
@@ -139,10 +141,11 @@ def match_saved_state(
             if with_state:
                 without_grad = {name for name, parameter in optimizer_parameters.items() if not parameter.requires_grad}
                 missing_parameters = groups.names - groups.saved_names - with_state - without_grad
-        missing_extra = set[str]()
-        if "optimizer" in state:
-            new_paths, missing_extra, frozen = _match_optimizer_state(
-                state["optimizer"], optimizer_parameters, directory, nesting, tensors
+        missing_extra, unsaved = set[str](), set[str]()
+        if optimizer is not None:
+            is_other_class = bool(find_unsaved_options("optimizer", optimizer, nesting))
+            new_paths, missing_extra, frozen, unsaved = _match_optimizer_state(
+                state["optimizer"], optimizer_parameters, directory, nesting, tensors, is_other_class
             )
             match = match._replace(plain_paths=[*match.plain_paths, *new_paths])
             if match.groups is not None:
@@ -154,6 +157,7 @@ def match_saved_state(
         return _KeyMismatches(
             unexpected_keys - select_custom_loaded(model, unexpected_keys), unexpected_parameters, missing_parameters,
             top_level - state.keys(), missing_extra, frozen, () if match.groups is None else match.groups.ungrouped,
+            unsaved,
         )
 
     unexpected_keys, *mismatches = _merge_ranks(gather_from_all_ranks(comm, match_rank, LoadFailed))
@@ -165,9 +169,11 @@ def match_saved_state(
 
 def _warn_of_mismatches(
     unexpected_parameters: list[str], missing_parameters: list[str], unexpected_entries: list[str],
-    missing_extra: list[str], frozen: list[str], ungrouped: list[str], *, directory: Path, rank: int,
+    missing_extra: list[str], frozen: list[str], ungrouped: list[str], unsaved: list[str], *, directory: Path,
+    rank: int,
 ) -> None:
     """Warn of the fields of `_KeyMismatches` but the first."""
+    warn_of_unsaved_state(unsaved, rank)
     if unexpected_parameters:
         warn(
             f"the optimizer state of {quote(unexpected_parameters)} in '{directory}' was not loaded, since this "
@@ -230,6 +236,7 @@ class _KeyMismatches(NamedTuple):
         missing_extra: keys of the optimizer other than `state` and `param_groups` that were not saved.
         frozen: parameters that require no gradient and whose saved state cannot be loaded.
         ungrouped: parameters with saved state that are in no saved group.
+        unsaved: entries of the optimizer's state that were not saved, of parameters with other saved state.
     """
 
     unexpected_keys: Collection[str] = frozenset()
@@ -239,6 +246,7 @@ class _KeyMismatches(NamedTuple):
     missing_extra: Collection[str] = frozenset()
     frozen: Collection[str] = frozenset()
     ungrouped: Collection[str] = ()
+    unsaved: Collection[str] = frozenset()
 
 
 def warn_of_unexpected_tensors(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:
@@ -276,13 +284,16 @@ def _intersect_ranks(sets: Iterable[Collection[str]]) -> list[str]:
 
 def _match_optimizer_state(
     optimizer: dict[Any, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting,
-    tensors: Mapping[str, Any],
-) -> tuple[list[Keys], set[str], set[str]]:
+    tensors: Mapping[str, Any], is_other_class: bool,
+) -> tuple[list[Keys], set[str], set[str], set[str]]:
     """Change the state dict of an optimizer in place so that it has the saved keys, apart from parameter groups.
+
+    With `is_other_class`, state that was not saved is kept, so that the load raises the error that names it.
 
     Returns:
         Paths of saved objects that the optimizer does not have; its keys other than `state` and `param_groups` that
-        were not saved; frozen parameters whose saved state cannot be loaded, since its sharding is unknown.
+        were not saved; frozen parameters whose saved state cannot be loaded, since its sharding is unknown; entries of
+        its state that are removed, since other state of the same parameters was saved.
     """
     state, saved_paths, empty = optimizer["state"], dict[Keys, dict[str, Keys]](), dict[Keys, list[Keys]]()
     for name, path in nesting.items():
@@ -293,7 +304,7 @@ def _match_optimizer_state(
             empty.setdefault(_entry_prefix(path), []).append(path)
     entries = saved_paths.keys() | empty.keys()
     if not any(path[0] == "optimizer" for path in (*nesting.values(), *(nesting.empty or ()))):
-        return [], set(), set()  # a checkpoint of the model alone: the load raises the error
+        return [], set(), set(), set()  # a checkpoint of the model alone: the load raises the error
     saved_names = {str(path[2]) for path in entries if len(path) > 2}
     names = saved_names & (state.keys() | parameters.keys())  # other ranks may have other stages of a pipeline
     if saved_names and not names:
@@ -303,7 +314,7 @@ def _match_optimizer_state(
                 "it, and not by their names: load {'model': model, 'optimizer': optimizer} by dsq_ckpt.load"
             )
         if not any(path[0] == "model" and str(path[-1]) in parameters for path in nesting.values()):
-            return [], set(), set()  # a checkpoint of another model: the load raises the error
+            return [], set(), set(), set()  # a checkpoint of another model: the load raises the error
 
     def fit(current: dict[Any, Any], entry: Keys, parameter: nn.Parameter | None = None) -> OptimizerPlaceholders:
         empty_below = None if nesting.empty is None else empty.get(entry, [])
@@ -311,7 +322,7 @@ def _match_optimizer_state(
             {"optimizer": current}, saved_paths.get(entry, {}), empty_below, nesting, tensors, parameter
         )
 
-    new_paths, frozen = list[Keys](), set[str]()
+    new_paths, frozen, unsaved = list[Keys](), set[str](), set[str]()
     for name in state.keys() - names:
         del state[name]
     for name in sorted(names):
@@ -319,9 +330,13 @@ def _match_optimizer_state(
         if parameter is None:
             continue
         keys = {str(path[3]) for path in (*saved_paths.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
-        if name in state and not {str(key) for key in state[name]} <= keys:  # the load's error names the missing keys
+        own = state.get(name, {})
+        unsaved_keys = [] if is_other_class else find_unsaved_keys(own, keys)
+        own = {key: value for key, value in own.items() if key not in unsaved_keys}  # its dict is in use
+        if not keys.issuperset(map(str, own)):  # the load's error names the missing keys
             continue
-        fitted = fit({"state": {name: state.get(name, {})}}, entry, parameter)
+        unsaved |= {f"optimizer.state.{name}.{key}" for key in unsaved_keys if keys}
+        fitted = fit({"state": {name: own}}, entry, parameter)
         if fitted.unshardable_keys and not parameter.requires_grad:
             frozen.add(name)
             continue
@@ -343,7 +358,7 @@ def _match_optimizer_state(
             fitted = fit({key: value for key, value in extra.items() if str(key) == entry[1]}, entry)
             optimizer.update(fitted.state["optimizer"])
             new_paths += fitted.new_paths
-    return new_paths, missing_extra, frozen
+    return new_paths, missing_extra, frozen, unsaved
 
 
 def _entry_prefix(path: Keys) -> Keys:

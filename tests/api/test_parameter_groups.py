@@ -56,6 +56,23 @@ def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
     restored.step()
 
 
+@pytest.mark.parametrize(("saved", "own"), [(torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5))])
+@pytest.mark.parametrize("empty", ["", "a"])
+def test_a_rate_that_is_a_tensor_and_one_that_is_a_number(tmp_path, saved, own, empty):
+    """A group gets the saved one, as by torch; the tensor was refused where the group has a number."""
+    options = {"foreach": False}
+    model, _ = make_pair("abc")
+    groups = [[model[name].weight for name in names] for names in ("bc", empty)]
+    optimizer = torch.optim.AdamW([{"params": group, "lr": saved, **options} for group in groups])
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    restored = torch.optim.AdamW([{"params": group, "lr": own, **options} for group in groups])
+    dsq_ckpt.Compressor(model, restored).load(tmp_path / "a")
+    for group in restored.param_groups:
+        assert type(group["lr"]) is type(saved) and group["lr"] == 0.25
+    restored.step()
+
+
 @pytest.mark.parametrize(("now", "rates"), [
     (("", "ab", "", "c"), (0.1, 0.01, 0.001, 0.0001)), (("ab", "c", "", ""), (0.01, 0.0001, 0.001, 0.1)),
     (("", "", "", ""), (0.1, 0.01, 0.001, 0.0001)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import done, fails_everywhere, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +38,7 @@ class Sharing(CountingAdamW):
         return loss
 
 
-def make_pair(kind: type[torch.optim.Optimizer], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
+def make_pair(kind: Callable[..., Any], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model: nn.Module = nn.Linear(64, 64)
     if sharded:
@@ -69,6 +71,24 @@ def check(kind: type[torch.optim.Optimizer], sharded: bool, root: Path) -> None:
     done(f"{kind.__name__} {sharded}")
 
 
+def fewer(sharded: bool, root: Path) -> None:
+    """State that was not saved, as the run is set back to other options, is removed; all ranks go on."""
+    before = make_pair(torch.optim.AdamW, sharded, 3, 0)
+    dsq_ckpt.Compressor(*before, "exact").save(root / "a")
+    for steps in (0, 2):
+        after = make_pair(functools.partial(torch.optim.AdamW, amsgrad=True), sharded, steps, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            dsq_ckpt.Compressor(*after).load(root / "a")
+        warned = ["state.weight.max_exp_avg_sq'" in str(warning.message) for warning in caught]
+        assert any(warned) == (dist.get_rank() == 0), caught
+        assert leaves(after[1].state_dict()) == leaves(before[1].state_dict())
+        train_on_noise(*after, 2, 3)
+    train_on_noise(*before, 2, 3)
+    assert leaves(after[1].state_dict()) == leaves(before[1].state_dict())
+    done(f"fewer {sharded}")
+
+
 def unknown(root: Path) -> None:
     """A tensor that the new optimizer does not have yet, of another shape than the parameter, may be sharded or not."""
     dsq_ckpt.Compressor(*make_pair(GradientWindow, True, 5, 0)).save(root / "a")
@@ -85,5 +105,8 @@ if __name__ == "__main__":
             for sharded in (False, True):
                 dsq_ckpt.forget()
                 check(kind, sharded, Path(sys.argv[1]) / f"{kind.__name__}{sharded}")
+        for sharded in (False, True):
+            dsq_ckpt.forget()
+            fewer(sharded, Path(sys.argv[1]) / f"fewer{sharded}")
         dsq_ckpt.forget()
         unknown(Path(sys.argv[1]) / "unknown")
