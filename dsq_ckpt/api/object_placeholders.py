@@ -24,6 +24,7 @@ from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
 from dsq_ckpt.api.parameter_groups import find_unsaved_options, warn_of_other_optimizer
 from dsq_ckpt.api.unsaved_state import remove_unsaved_state, warn_of_unsaved_state
 from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key, replace_subclasses
@@ -72,7 +73,7 @@ class ObjectPlaceholders:
         for key in self._keys.values():
             state[key] = _copy_containers(state[key])
         object_states = {key: state[key] for key in self._keys.values()}
-        values, self._expected = flatten_state_dict(replace_subclasses(object_states))
+        values, self._expected = flatten(replace_subclasses(object_states))
         self._without_tensor = {  # the object has None, for example, where a tensor was saved
             name for name, value in values.items()
             if name in self._tensors and not isinstance(value, torch.Tensor | ShardedTensor)

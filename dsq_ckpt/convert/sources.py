@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -32,6 +31,7 @@ from dsq_ckpt.convert.mapped_files import (
     open_torch_file,
     read_safetensors_index,
 )
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.job import get_job_rank
@@ -158,7 +158,7 @@ class InMemory:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._flat, paths = flatten_state_dict(state)
+        self._flat, paths = flatten(state)
         self.nesting = Nesting.of(state, paths)
         self.tensors = {
             name: StoredTensor(tuple(value.shape), value.dtype, (_whole_chunk(value.shape),), _memory_key(value))

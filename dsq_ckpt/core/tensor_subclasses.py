@@ -17,11 +17,11 @@ import torch
 from torch._utils import _element_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 
@@ -71,10 +71,11 @@ def to_storable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict to store, with inner tensors in place of subclasses.
 
     Raises:
+        ConfigError: two entries have the same name.
         SaveFailed: a tensor cannot be stored; the message names it, as the errors of torch's planning do not.
     """
     state = replace_subclasses(state)
-    for fqn, value in flatten_state_dict(state)[0].items():
+    for fqn, value in flatten(state)[0].items():
         check_storable(fqn, value)
     return state
 

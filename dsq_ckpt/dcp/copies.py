@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.aliases import bytes_of
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import is_new_warning, warn_safely
@@ -112,7 +112,7 @@ def wait_for_collectives(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Such tensors, as `DTensor.redistribute(async_op=True)` returns them, do not reveal the address of their memory.
     """
-    flat, mappings = flatten_state_dict(state_dict)
+    flat, mappings = flatten(state_dict)
     if not any(isinstance(_get_local_tensor(value), AsyncCollectiveTensor) for value in flat.values()):
         return state_dict
     return Nesting.of(state_dict, mappings).unflatten({fqn: _wait_for_value(value) for fqn, value in flat.items()})
@@ -132,7 +132,7 @@ def _wait_for_value(value: Any) -> Any:
 
 def copy_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a state dict on the CPU, with the same structure, as DCP's stager makes it."""
-    return _stage(state_dict, flatten_state_dict(state_dict)[0])
+    return _stage(state_dict, flatten(state_dict)[0])
 
 
 def copy_bare_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def rebuild_state_dict(
     Raises:
         SaveFailed: an object cannot be copied; the message names it.
     """
-    flat, mappings = flatten_state_dict(state_dict)
+    flat, mappings = flatten(state_dict)
     staged: dict[str, Any] = {}
     tensors = replace({fqn: value for fqn, value in flat.items() if isinstance(value, torch.Tensor)})
     for fqn, value in flat.items():
@@ -286,7 +286,7 @@ def _detach(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _measure_size(state_dict: dict[str, Any]) -> tuple[int | None, Counter[_BufferKind]]:
     """Return the bytes of all storages of a state dict, None as in `CopyCost`, and the buffers for a copy."""
-    flat = flatten_state_dict(state_dict)[0]
+    flat = flatten(state_dict)[0]
     tensors = [_get_local_tensor(value) for value in flat.values() if isinstance(value, torch.Tensor)]
     local = [tensor for tensor in tensors if tensor is not None and tensor.device.type in ("cpu", "cuda")]
     if len(local) < len(tensors):

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
@@ -24,6 +23,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dsq_ckpt.core.arguments import format_value
 from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.hints import SHAPE_MISMATCH_ADVICE, missing_hint
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, list_lengths, set_entry
@@ -45,7 +45,11 @@ class NestedSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        try:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        except ValueError:
+            flatten(state_dict)  # its error names the keys, unlike DCP's
+            raise
         self._warned_objects = 0
         self.mappings = Nesting.of(state_dict, self.mappings)
         for path, key in self.mappings.list_unkept_keys(state_dict) if is_coordinator else ():
@@ -136,7 +140,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # Only ShardedTensors need flattening, and it replaces empty dicts in lists by None.
-        flat, paths = flatten_state_dict(state_dict)
+        flat, paths = flatten(state_dict)
         if not (dist.is_available() and dist.is_initialized()):  # torch would use the process group to place these
             nesting = Nesting.of(state_dict, paths, all_keys=True)
             for name, value in flat.items():
