@@ -34,7 +34,7 @@ from dsq_ckpt.api.parameter_groups import (
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.api.unsaved_state import find_unsaved_keys, warn_of_unsaved_state
 from dsq_ckpt.core.checksums import quote
-from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Nesting, set_entry
 from dsq_ckpt.core.nesting import Path as Keys
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
@@ -151,13 +151,14 @@ def match_saved_state(
             if match.groups is not None:
                 matched_state = state["optimizer"]["state"]
                 frozen |= {name for name in match.groups.names & with_state if not matched_state.get(name)}
+        extra = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
         top_level = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         model_keys = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         unexpected_keys = model_keys - state["model"].keys()
         return _KeyMismatches(
             unexpected_keys - select_custom_loaded(model, unexpected_keys), unexpected_parameters, missing_parameters,
-            top_level - state.keys(), missing_extra, frozen, () if match.groups is None else match.groups.ungrouped,
-            unsaved,
+            {(key,) for key in top_level - state.keys()}.union(nesting.unnamed_entries(extra)), missing_extra, frozen,
+            () if match.groups is None else match.groups.ungrouped, unsaved,
         )
 
     unexpected_keys, *mismatches = _merge_ranks(gather_from_all_ranks(comm, match_rank, LoadFailed))
@@ -168,7 +169,7 @@ def match_saved_state(
 
 
 def _warn_of_mismatches(
-    unexpected_parameters: list[str], missing_parameters: list[str], unexpected_entries: list[str],
+    unexpected_parameters: list[str], missing_parameters: list[str], unexpected_entries: list[Keys],
     missing_extra: list[str], frozen: list[str], ungrouped: list[str], unsaved: list[str], *, directory: Path,
     rank: int,
 ) -> None:
@@ -202,11 +203,14 @@ def _warn_of_mismatches(
             "by an earlier version, or before there was any: it is not restored", rank=rank,
         )
     if unexpected_entries:
-        placeholders = ", ".join(f"'{name}': ..." for name in unexpected_entries[:3])
+        placeholders = dict[Any, Any]()
+        for path in unexpected_entries[:3]:
+            set_entry(placeholders, [(key, type(key) is int) for key in path], ...)
+        names = [".".join(map(str, path)) for path in unexpected_entries]
         warn(
-            f"{quote(unexpected_entries)} of '{directory}' is not loaded, since extra does not name it: pass "
-            f"placeholders of what you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict "
-            "of any content", rank=rank,
+            f"{quote(names)} of '{directory}' is not loaded, since extra does not name it: pass "
+            f"placeholders of what you want, extra={str(placeholders).replace('Ellipsis', '...')}, for example 0 for a "
+            "number and {} for a dict of any content", rank=rank,
         )
 
 
@@ -232,7 +236,7 @@ class _KeyMismatches(NamedTuple):
         unexpected_keys: saved keys of the model that it does not have and that no custom loading code accepts.
         unexpected_parameters: parameters with saved state that the optimizer does not have.
         missing_parameters: parameters of the optimizer without saved state, in a checkpoint with state of others.
-        unexpected_entries: saved keys at the top level that the state dict does not have.
+        unexpected_entries: paths of saved keys at the top level, or below `extra`, that the state dict does not have.
         missing_extra: keys of the optimizer other than `state` and `param_groups` that were not saved.
         frozen: parameters that require no gradient and whose saved state cannot be loaded.
         ungrouped: parameters with saved state that are in no saved group.
@@ -242,7 +246,7 @@ class _KeyMismatches(NamedTuple):
     unexpected_keys: Collection[str] = frozenset()
     unexpected_parameters: Collection[str] = frozenset()
     missing_parameters: Collection[str] = frozenset()
-    unexpected_entries: Collection[str] = frozenset()
+    unexpected_entries: Collection[Keys] = frozenset()
     missing_extra: Collection[str] = frozenset()
     frozen: Collection[str] = frozenset()
     ungrouped: Collection[str] = ()
@@ -271,15 +275,15 @@ def warn_of_unexpected_tensors(state: Mapping[str, Any], path: str | os.PathLike
         warn(unexpected_keys_warning(unexpected_keys, path), rank=comm.rank)
 
 
-def _merge_ranks(ranks: Iterable[_KeyMismatches]) -> list[list[str]]:
+def _merge_ranks(ranks: Iterable[_KeyMismatches]) -> list[list[Any]]:
     """Return the fields of `_KeyMismatches` for all ranks together."""
     fields = list(zip(*ranks, strict=True))
     return [*map(_intersect_ranks, fields[:5]), *(sorted(set().union(*sets)) for sets in fields[5:])]
 
 
-def _intersect_ranks(sets: Iterable[Collection[str]]) -> list[str]:
-    """Return the names that are in the sets of all ranks; a rank may have a part of the model, such as one stage."""
-    return sorted(set.intersection(*map(set, sets)))
+def _intersect_ranks(sets: Iterable[Collection[Any]]) -> list[Any]:
+    """Return names or paths that are in the sets of all ranks; a rank may have a part of the model, such as a stage."""
+    return sorted(set.intersection(*map(set, sets)), key=str)
 
 
 def _match_optimizer_state(

@@ -135,6 +135,24 @@ class Nesting(dict[str, Path]):
             set_entry(root, self.steps(path), {}, keep=True)
         return root
 
+    def unnamed_entries(self, state: Mapping[Any, Any]) -> list[Path]:
+        """Return the paths of saved entries without a key in a nested dict that has other keys.
+
+        Args:
+            state: a state dict to load into. The keys at its top level are not compared.
+        """
+        top_keys, saved = set(map(str, state)), dict[Path, dict[str, Path]]()
+        for path in (*self.values(), *(self.empty or ())):
+            for depth in range(1, len(path) if path and path[0] in top_keys else 0):
+                if isinstance(key := path[depth], str):
+                    saved.setdefault(path[:depth], {})[key] = path[: depth + 1]
+        unnamed = list[Path]()
+        for parent, _, node in _iter_entries((), state):
+            if isinstance(node, Mapping) and node and parent in saved:
+                keys = set(map(str, node))
+                unnamed += [path for key, path in saved[parent].items() if key not in keys]
+        return unnamed
+
     def below(self, path: Path) -> Nesting | None:
         """Return the nesting below a path, or None if there is nothing, not even an empty dict."""
         depth = len(path)

@@ -275,6 +275,26 @@ def test_entries_that_a_compressor_does_not_load_are_named(tmp_path, recwarn):
         assert ("'optimizer'" in str(caught[0].message)) == (alone is not compressor)
 
 
+def test_entries_below_extra_that_are_not_loaded_are_named(tmp_path, recwarn):
+    """They were left out without a word."""
+    compressor = dsq_ckpt.Compressor(NET, ADAM)
+    early = {"best": 0.5, "bad": 3, "deep": {1: 2, "window": torch.ones(3)}, "none": {}}
+    compressor.save(tmp_path / "a", extra={"early": early, "list": [{"a": 1, "b": torch.ones(2)}]})
+    complete = {"early": {"best": 0, "bad": 0, "deep": {1: 0, "window": torch.zeros(3)}, "none": {}}, "list": [{}]}
+    for extra in ({"early": {}, "list": [{}]}, complete):
+        loaded = compressor.load(tmp_path / "a", extra=extra)
+        assert loaded["early"]["deep"][1] == 2 and loaded["early"]["bad"] == 3 and loaded["list"][0]["a"] == 1
+    assert not [warning for warning in recwarn if "not loaded" in str(warning.message)]
+    with pytest.warns(UserWarning, match="is not loaded, since extra does not name it") as caught:
+        compressor.load(tmp_path / "a", extra={"early": {"best": 0, "deep": {1: 0}}, "list": [{"a": 0}]})
+    (message,) = [str(warning.message) for warning in caught if "not loaded" in str(warning.message)]
+    assert message.startswith("'early.bad', 'early.deep.window', 'early.none' and 1 more of ")
+    assert "extra={'early': {'bad': ..., 'deep': {'window': ...}, 'none': ...}}, for example" in message
+    for extra in ({"early": {"other": 0}}, {"early": 0}):
+        with pytest.raises(LoadFailed, match=r"'early(\.other)?'"):
+            compressor.load(tmp_path / "a", extra=extra)
+
+
 @pytest.mark.parametrize("run", [None, 3, STATE])
 def test_latest_of_what_is_no_path(run):
     with pytest.raises(ConfigError, match=r"run is .*, expected the directory of a run"):
