@@ -42,6 +42,31 @@ def detect_change(
         time.sleep(POLL_INTERVAL)
 
 
+def read_current_checksum(directory: Path, manifest: Manifest, deadline: float = -math.inf) -> str | None:
+    """Return the checksum of the manifest now in a directory; empty without one; None if it cannot be read.
+
+    Args:
+        directory: directory of a checkpoint.
+        manifest: its manifest, as it was read; while that is unchanged and files that it lists are missing, wait for
+            its removal.
+        deadline: end of the wait, by the monotonic clock.
+    """
+    checksum = _read_checksum(directory)
+    if checksum != manifest.checksum or time.monotonic() > deadline:
+        return checksum
+    detect_change(directory, manifest.save_id, manifest, deadline)
+    return _read_checksum(directory)
+
+
+def _read_checksum(directory: Path) -> str | None:
+    try:
+        return Manifest.read(directory).checksum
+    except CheckpointNotFound:
+        return ""
+    except DSQError:
+        return None
+
+
 def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange | None:
     try:
         return None if Manifest.read(directory).save_id == save_id else "replaced"

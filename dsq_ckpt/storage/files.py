@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from dsq_ckpt.core.regular_files import unreadable_error
 from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, read_current_checksum
 from dsq_ckpt.storage.container import Block, ContainerReader, checksum_file, unpack_json
 from dsq_ckpt.storage.index import check_index
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
@@ -83,6 +85,7 @@ class CheckpointFiles(PackReader):
         self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
         self._required: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
+        self._removal_deadline: float | None = None
         for attempt in range(_MAX_ATTEMPTS):
             self.manifest = Manifest.read(directory)
             self._sizes = {file.name: file for file in self.manifest.files}
@@ -92,8 +95,8 @@ class CheckpointFiles(PackReader):
                 if not lazy:
                     self._index = self.index
                 return
-            except DSQError:
-                if attempt == _MAX_ATTEMPTS - 1 or self._read_current_checksum() == self.manifest.checksum:
+            except DSQError as error:
+                if attempt == _MAX_ATTEMPTS - 1 or self._read_current_checksum(error) == self.manifest.checksum:
                     raise
 
     def __enter__(self: _Files) -> _Files:
@@ -284,7 +287,8 @@ class CheckpointFiles(PackReader):
             raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
         if not isinstance(error, (DSQError, *_MALFORMED)):
             return
-        if not isinstance(error, LoadFailed) and self._read_current_checksum() not in (None, self.manifest.checksum):
+        unchanged = (None, self.manifest.checksum)
+        if not isinstance(error, LoadFailed) and self._read_current_checksum(error) not in unchanged:
             raise LoadFailed(f"'{self.directory}' was overwritten or removed while it was read; load again") from error
         if isinstance(error, CodingError):
             raise CorruptCheckpoint(f"'{path}': {error}") from error
@@ -296,14 +300,13 @@ class CheckpointFiles(PackReader):
             f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
         ) from error
 
-    def _read_current_checksum(self) -> str | None:
-        """Return the checksum of the manifest now in the directory; empty without one; None if it cannot be read."""
-        try:
-            return Manifest.read(self.directory).checksum
-        except CheckpointNotFound:
-            return ""
-        except DSQError:
-            return None
+    def _read_current_checksum(self, error: BaseException) -> str | None:
+        """Return the checksum of the manifest now in the directory after an error; see `read_current_checksum`."""
+        if not isinstance(error.__cause__, FileNotFoundError):
+            return read_current_checksum(self.directory, self.manifest)
+        # Wait once, since all methods that the error passes translate it.
+        self._removal_deadline = self._removal_deadline or time.monotonic() + REMOVAL_TIMEOUT
+        return read_current_checksum(self.directory, self.manifest, self._removal_deadline)
 
     def read_index_bytes(self) -> bytes:
         """Return the bytes of the index.
