@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from dsq_ckpt.core.arguments import format_value
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.distributed.gloo_lifetime import extend_lifetime
-from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
+from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed, SaveFailed, described
 
 _T = TypeVar("_T")
 _LENGTH_BYTES, _FIRST_ROUND_BYTES = 8, 4088
@@ -196,9 +197,11 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
     compared with the size of the group, since a collective on the wrong group would hang.
 
     Raises:
+        ConfigError: this process is not in the group, or `group` is none.
         SaveFailed: the group of the writer has another size than the save.
         RankUnreachable: this process was forked from a rank.
     """
+    _check_group(group)
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     if ranks == 1:
@@ -215,6 +218,24 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
             "pass the same process_group to DSQStorageWriter and to dcp.save"
         )
     return _make_single_process() if size == 1 else TorchCommunicator(group)
+
+
+def _check_group(group: Any) -> None:
+    """Raise an error if an argument is neither None nor a process group that this process is in.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and dist.is_initialized() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in process_group: save and load with that group on its own ranks alone, "
+            "those for which torch.distributed.get_rank(process_group) is not -1"
+        )
+    raise ConfigError(
+        f"process_group is {format_value(group)}, expected a group of torch.distributed, such as new_group returns"
+    )
 
 
 def _make_single_process() -> SingleProcess:

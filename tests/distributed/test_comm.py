@@ -35,6 +35,10 @@ def test_a_rank_that_is_gone():
     assert output.count("ok ") == 4, output
 
 
+def test_a_rank_outside_of_the_group_is_told_so(tmp_path):
+    assert torchrun("outside", 2, tmp_path).count("ok ") == 5
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_are_closed_before_exit(tmp_path, ranks):
     """Neither by a rank alone, on whose group DCP does collectives too."""
