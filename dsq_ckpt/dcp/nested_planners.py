@@ -173,6 +173,11 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                     f"'{fqn}' was saved with the shape {tuple(stored.size)}, and has {tuple(placeholder.size())} in "
                     f"what it is loaded into: {SHAPE_MISMATCH_ADVICE}"
                 )
+            if isinstance(placeholder, torch.Tensor) and placeholder.layout is not torch.strided:
+                raise LoadFailed(
+                    f"'{fqn}' has the layout {placeholder.layout} in what it is loaded into: load into a dense tensor, "
+                    "such as its to_dense(), and convert that"
+                )
         try:
             return super().create_local_plan()
         except RuntimeError as error:

@@ -18,11 +18,14 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
     """Return a user's path as a URL, or as a local path with `~` and `~user` expanded.
 
     Raises:
-        ConfigError: it is a URL without a bucket, with "..", or malformed, such as with one slash.
+        ConfigError: it has a null character, or is a URL without a bucket, with "..", or malformed, such as with one
+            slash.
     """
     if isinstance(path, RemotePath):
         return path
     text = _LOCAL.sub("", os.fspath(path), count=1)
+    if "\0" in text:
+        raise ConfigError(f"path {text!r}: expected no null character in it")
     if not is_url(text):
         return Path(os.path.expanduser(text))
     if _URL.fullmatch(text) is None or ".." in text.split("/"):

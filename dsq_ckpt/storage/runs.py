@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import is_complete, iter_checkpoints
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path, to_absolute
@@ -39,8 +39,11 @@ def resolve_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
 
     Raises:
         CheckpointNotFound: it is a file, a checkpoint or a dangling link.
+        ConfigError: the path is empty, has a null character, or is a malformed URL.
         OSError: whether it exists is unknown.
     """
+    if not os.fspath(run):
+        raise ConfigError("run is '': expected the directory of a run; that of the process is '.'")
     directory = expand_path(run)
     if is_remote(directory):
         if is_complete(resolve_checkpoint_path(directory)):

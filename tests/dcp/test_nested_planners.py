@@ -283,3 +283,13 @@ def test_numbers_of_numpy_are_stored_as_plain_ones(tmp_path):
     dsq_ckpt.load(target, tmp_path / "run" / "1")
     assert target == {"numbers": state, "lr": [1e-3]}
     assert [type(value) for value in target["numbers"].values()] == [float, float, int, bool]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_a_sparse_tensor_is_refused_before_anything_is_loaded(tmp_path, layout):
+    dsq_ckpt.save({"a": torch.ones(4, 4), "w": torch.ones(4, 4)}, tmp_path / "a")
+    state = {"a": torch.zeros(4, 4), "w": torch.eye(4).to_sparse(layout=getattr(torch, layout))}
+    with pytest.raises(dsq_ckpt.LoadFailed, match=f"'w' has the layout torch.{layout} in what it is loaded into: load"):
+        dsq_ckpt.load(state, tmp_path / "a")
+    assert not state["a"].any()

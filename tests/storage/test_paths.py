@@ -34,6 +34,18 @@ def test_a_path_made_of_a_url_is_refused_by_name(tmp_path, monkeypatch, name):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", [*REFUSED, "describe", "merge", "source"])
+def test_a_path_with_a_null_character_is_refused_by_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    calls = {
+        "describe": dsq_ckpt.describe, "merge": lambda path: dsq_ckpt.merge(path, "b"),
+        "source": lambda path: dsq_ckpt.compress(path, "b"),
+    }
+    with pytest.raises(ConfigError, match=r"^path 'a\\x00b': expected no null character in it$"):
+        {**REFUSED, **calls}[name]("a\0b")
+    assert not list(tmp_path.iterdir())
+
+
 def test_commands_refuse_one_slash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run_dsq("log", "s3:/bucket/run")

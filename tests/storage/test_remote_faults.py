@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.errors import DSQError
+from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage import object_store, remote_gc
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST
@@ -105,6 +105,17 @@ def test_wrong_settings_are_one_error(server, bucket, error, says, call, monkeyp
     with pytest.raises((DSQError, OSError), match=says) as caught:
         calls[call]()
     assert bucket in str(caught.value)
+
+
+def test_a_store_that_fails_meanwhile_fails_latest(server, bucket, monkeypatch):
+    """Whichever of its requests fails, the error is one of the package's."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    dsq_ckpt.save(state_of(1), f"{bucket}/run/step-1")
+    for answered in range(4):
+        requests = iter(range(answered))
+        server.fault = lambda *_, requests=requests: None if next(requests, None) is not None else "403 AccessDenied"
+        with pytest.raises(LoadFailed, match=f"{bucket}/run.* is unknown: access is denied"):
+            dsq_ckpt.latest(f"{bucket}/run")
 
 
 def test_partial_loads_read_a_part(server, bucket):
