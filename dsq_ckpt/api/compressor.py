@@ -33,7 +33,15 @@ from dsq_ckpt.api.stateful import refuse_uninitialized
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, format_value
+from dsq_ckpt.core.arguments import (
+    expect,
+    expect_extra,
+    expect_flags,
+    expect_folds,
+    expect_on_save,
+    expect_path,
+    format_value,
+)
 from dsq_ckpt.core.interrupts import hold_signals, in_user_code
 from dsq_ckpt.core.sampled_checksums import SampleSum
 from dsq_ckpt.dcp.writer import DSQStorageWriter
@@ -116,7 +124,7 @@ class Compressor:
         expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
         expect_folds(evaluate, check)
-        expect("frozen", frozen, bool, "True or False")
+        expect_flags(frozen=frozen)
         expect("every", every, int | None, "a number of steps")
         expect("history", history, SaveHistory | None, "a SaveHistory")
         expect_on_save(on_save)
@@ -219,6 +227,7 @@ class Compressor:
 
         def prepare_checks() -> dict[str, SampleSum]:
             expect_path("path", path)
+            expect_flags(overwrite=overwrite, pinned=pinned, background=background)
             expect_extra(extra)
             return self._excluded.sum_samples()
 
@@ -272,6 +281,7 @@ class Compressor:
         comm = communicator(self._group)
 
         def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
+            expect_flags(allow_cast=allow_cast)
             with explain_step_failure(self.optimizer):
                 state = self._state(extra)
             match = match_saved_state(

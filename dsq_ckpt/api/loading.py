@@ -31,6 +31,7 @@ from dsq_ckpt.api.object_placeholders import (
 )
 from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
 from dsq_ckpt.api.stateful import expand_stateful, load_into, to_state_dict, warn_of_nested_stateful
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
 from dsq_ckpt.core.notices import warn
@@ -95,7 +96,7 @@ def load(
         >>> list(everything["model"])
         ['weight', 'bias']
     """
-    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    expect_flags(no_dist=no_dist)
     comm = SingleProcess() if no_dist else communicator(process_group)
     if isinstance(state_dict, nn.Module):
         module_state = run_on_all_ranks(comm, lambda: expand_stateful({"": state_dict}, loads=True)[""], LoadFailed)
@@ -134,8 +135,8 @@ def load_with_modules(
         excluded_keys: keys in the state dicts of `modules` that are not loaded.
         refinement: as for `load`, and so are the other arguments.
     """
-    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     reader: DSQStorageReader
     expanded: dict[Any, Any] = state_dict
     all_modules = {

@@ -26,7 +26,7 @@ from dsq_ckpt.convert.mapped_files import State
 from dsq_ckpt.convert.partitioner import partition_source
 from dsq_ckpt.convert.sources import InMemory, open_source, read_state_dict
 from dsq_ckpt.convert.sources import Source as OpenedSource
-from dsq_ckpt.core.arguments import expect_folds
+from dsq_ckpt.core.arguments import expect, expect_folds
 from dsq_ckpt.core.interrupts import in_user_code, propagate_handler_errors
 from dsq_ckpt.core.tensor_subclasses import replace_subclasses
 from dsq_ckpt.core.urls import is_url
@@ -126,6 +126,7 @@ def compress(
 
     def prepare() -> tuple[Path, DSQConfig, OpenedSource]:
         target = resolve_local_path(path)
+        expect("source", source, Mapping | nn.Module | str | os.PathLike, "a state dict, a module, or a path")
         refuse_target(target, overwrite)
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")

@@ -26,7 +26,7 @@ from dsq_ckpt.api.dcp_errors import (
 )
 from dsq_ckpt.api.stateful import expand_stateful, find_saved_model, to_state_dict, warn_of_nested_stateful
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect_path
+from dsq_ckpt.core.arguments import expect_flags, expect_path
 from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.core.tensor_subclasses import to_storable
 from dsq_ckpt.dcp.background_process import describe_exit, explain_missing_cpu_backend, kill_process
@@ -129,9 +129,10 @@ def save_with_writer(
     staged: bool = False,
 ) -> SaveResult:
     """Save with the writer of the caller; with `staged`, it searches and quantizes before DCP plans."""
+    expect_flags(no_dist=no_dist)
     background.wait()
-    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     writer, state_dict, path = run_on_all_ranks(comm, lambda: _prepare_stored_state(prepare_save, comm.rank))
     if staged:
         writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
@@ -223,6 +224,8 @@ def async_save_with_writer(
     processes: bool = False,
 ) -> Future[SaveResult]:
     """Save in the background with the writer of the caller."""
+    expect_flags(no_dist=no_dist, processes=processes)
+    comm = SingleProcess() if no_dist else communicator(process_group)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
@@ -231,7 +234,6 @@ def async_save_with_writer(
         )
     if processes and (problem := explain_missing_cpu_backend(dist.get_backend_config())) is not None:
         raise SaveFailed(problem)
-    comm = SingleProcess() if no_dist else communicator(process_group)
     writer, state_dict, path = run_on_all_ranks(comm, lambda: _prepare_stored_state(prepare_save, comm.rank))
     on_save = writer.take_on_save() if processes else None
     background.wait()

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.convert.causes import find_cause
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
@@ -281,6 +282,7 @@ class OpenedCheckpoint:
 
     def to_nested(self, allow_pickle: bool) -> dict[str, Any]:
         """Return all tensors and objects in memory, nested as the saved state dict; flat if its nesting is unknown."""
+        expect_flags(allow_pickle=allow_pickle)
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from dsq_ckpt.errors import ConfigError
 
 
@@ -25,6 +27,19 @@ def expect(name: str, value: Any, kinds: Any, expected: str) -> None:
         raise ConfigError(f"{name} is {format_value(value)}, expected {expected}")
 
 
+def expect_flags(**flags: Any) -> None:
+    """Check that arguments are True or False. Any text, such as "no", would count as True.
+
+    Args:
+        flags: values of the arguments by their names.
+
+    Raises:
+        ConfigError: one has another type.
+    """
+    for name, value in flags.items():
+        expect(name, value, bool | np.bool_, "True or False")
+
+
 def expect_path(name: str, value: Any) -> None:
     """Check that an argument is a path.
 
@@ -32,6 +47,15 @@ def expect_path(name: str, value: Any) -> None:
         ConfigError: it is not a path.
     """
     expect(name, value, (str, os.PathLike), "the directory of a checkpoint, as a str or a Path")
+
+
+def expect_run(run: Any) -> None:
+    """Check that an argument is the path of a run.
+
+    Raises:
+        ConfigError: it is not a path.
+    """
+    expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path")
 
 
 def expect_on_save(on_save: Any) -> None:

@@ -32,7 +32,7 @@ from torch.futures import Future
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 from dsq_ckpt.core.aliases import alias_of
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect, expect_flags
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.interrupts import run_pending_handlers
@@ -102,6 +102,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
         history: SaveHistory | None = None,
     ) -> None:
         self.path = None if path is None else resolve_checkpoint_path(path)
+        expect_flags(allow_cast=allow_cast)
         self._refinement = check_refinement(refinement)
         self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast

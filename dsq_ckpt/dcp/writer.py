@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.arguments import expect, expect_flags, expect_on_save
 from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.notices import calling_line, set_background_line, warn_safely
 from dsq_ckpt.core.workers import Workers
@@ -110,12 +110,14 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
+        expect("parent", parent, str | os.PathLike | None, "'auto', None or the directory of a checkpoint")
+        expect_flags(overwrite=overwrite, pinned=pinned, no_dist=no_dist)
         expect_on_save(on_save)
         if is_lossy(self.config):
             warmup.start()
         self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
         self._options = SaveOptions(
-            self.config, parent, overwrite, pinned, None if model is None else layer_types(model), policy=policy,
+            self.config, parent, overwrite, bool(pinned), None if model is None else layer_types(model), policy=policy,
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
             frozen=FrozenTensors() if self._model is None else frozen_from_history(self._model),  # until `_start_save`
             on_save=on_save, rounding=find_rounded_weights(model) if is_lossy(self.config) else {},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsq_ckpt.convert.export import Exported, ExportError, OpenedCheckpoint, Progress, StrPath
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import create_directory, flush, sync_directory
@@ -41,6 +42,7 @@ def export_deepspeed(
         LoadFailed: a file needs a module that is not installed.
         CorruptCheckpoint: a file does not match its checksum.
     """
+    expect_flags(allow_pickle=allow_pickle)
     source, target_directory = expand_path(source), Path(os.path.normpath(resolve_local_path(target)))
     refuse_existing(target_directory, overwrite)
     if overwrite and os.path.lexists(target_directory) and not _is_plain_tag(target_directory):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.deepspeed.flat_buffers import get_base_optimizer
 from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
 from dsq_ckpt.deepspeed.weight_refresh import create_refresh
@@ -258,6 +259,7 @@ def recover(
         LoadFailed: stage, number of ranks, model or optimizer differ from the log. Nothing has changed.
         CorruptCheckpoint: no snapshot can be read. Nothing has changed.
     """
+    expect_flags(replay_log=replay_log)
     _check_state_names(state)
     comm = communicator(None)
     train_state = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)

@@ -10,17 +10,18 @@ from typing import NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect_run
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import RemoteError
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.removed_ancestors import should_write_keyframe
 from dsq_ckpt.engine.shapes import Shapes, count_shared_elements, is_continuation, read_shapes
-from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
@@ -339,8 +340,9 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     with checkpoints in it, and, if it does not exist, of a directory with checkpoints and nearly the same name.
 
     Raises:
-        ConfigError: `run` is no path.
+        ConfigError: `run` is no path, or empty.
         CheckpointNotFound: `run` is a file, a checkpoint or a dangling link.
+        LoadFailed: the object store does not answer, or refuses access.
         DSQError: a manifest cannot be read, and its checkpoint may be the newest.
 
     Example:
@@ -350,7 +352,14 @@ def latest(run: str | os.PathLike[str]) -> str | None:
         >>> dsq_ckpt.latest("run")
         'run/step-000500'
     """
-    expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
+    expect_run(run)
+    try:
+        return _find_latest(run)
+    except RemoteError as error:
+        raise LoadFailed(f"'{run}': which checkpoints are there is unknown: {error.strerror}") from error
+
+
+def _find_latest(run: str | os.PathLike[str]) -> str | None:
     problems: list[tuple[Path, DSQError]] = []
     rank = get_job_rank()
     directory = resolve_run(run, rank)

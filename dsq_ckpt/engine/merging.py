@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.rank_merger import RankMerger, find_parent_chain, find_residual_chain
@@ -81,6 +82,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
         >>> merged.links_before, merged.links
         (3, 1)
     """
+    expect_flags(keyframe=keyframe)
     goal = resolve_local_path(target)
     if is_complete(goal):
         raise CheckpointExists(f"'{goal}' holds a complete checkpoint, and a merge replaces none; name a new directory")

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from dsq_ckpt.api.checks import unwrap_optimizer
 from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.arguments import expect, expect_flags, expect_on_save
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
@@ -58,7 +58,7 @@ def attach(
     """
     expect("trainer", trainer, Trainer, "a transformers.Trainer: attach(trainer)")
     expect_on_save(on_save)
-    expect("asynchronous", asynchronous, bool, "True or False")
+    expect_flags(asynchronous=asynchronous)
     parsed_config = as_config(config)
     _check_supported(trainer)
     extended = add_mixin(trainer, DSQTrainer)

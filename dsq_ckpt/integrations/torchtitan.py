@@ -23,6 +23,7 @@ from torchtitan.tools.utils import GarbageCollection
 from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import as_config, async_save, save
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
@@ -69,6 +70,7 @@ class DSQCheckpointManager(CheckpointManager):
                     "state into memory that is kept for the next save"
                 )
             as_config(self.compression)
+            expect_flags(pinned=self.pinned)
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         # torchtitan's thread would remove files that other checkpoints need.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsq_ckpt.core.arguments import expect_run
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.tied import get_memory_key
 from dsq_ckpt.errors import ConfigError, SaveFailed
@@ -61,6 +62,7 @@ class Recorder(WorkerGroup):
         resume: Recovered | None, state: Mapping[str, Stateful] | None, base: str | Mapping[str, Any],
         queue: int, keep: int, cores: Collection[int] | None, process_group: dist.ProcessGroup | None, timeout: float,
     ) -> None:
+        expect_run(run)
         resume = check_resume(resume)
         for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
             if isinstance(other := getattr(hook, "__self__", None), Recorder):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.arguments import expect_flags, expect_run
 from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, communicator, gather_from_all_ranks, run_on_all_ranks
@@ -83,9 +84,15 @@ def recover(
         0
     """
     comm = communicator(process_group)
-    train_state = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)
+
+    def prepare() -> tuple[Path, TrainState]:
+        expect_run(run)
+        expect_flags(replay_log=replay_log, partial=partial, memory=memory, merge=merge)
+        return resolve_local_path(run), TrainState(model, optimizer, state)
+
+    directory, train_state = run_on_all_ranks(comm, prepare, LoadFailed)
     return recover_train_state(
-        resolve_local_path(run), train_state, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
+        directory, train_state, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
         timeout=timeout,
     )
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.wrappers import strip_wrappers
@@ -80,6 +81,8 @@ class TrainState:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, states: Mapping[str, Stateful] | None = None
     ) -> None:
+        expect("model", model, nn.Module, "a module")
+        expect("optimizer", optimizer, Optimizer, "an optimizer of its parameters")
         self.model = model
         self.optimizer = optimizer
         self.states = dict(states or {})

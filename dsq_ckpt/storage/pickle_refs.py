@@ -20,6 +20,7 @@ import torch
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.address_ranges import AddressRanges, address_range
+from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.flat_ranges import flat_index, is_contiguous
 from dsq_ckpt.core.notices import warn
@@ -103,6 +104,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
         CorruptCheckpoint: it is altered, or lacks elements of the tensor.
         UnsupportedFormat: it was written by a newer version.
     """
+    expect("spec", spec, dict, "the dict in a placeholder that a tag of DeepSpeed holds")
     if spec.get("version") != _VERSION:
         raise UnsupportedFormat(
             f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"

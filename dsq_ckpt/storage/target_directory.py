@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import (
     CheckpointExists,
@@ -37,7 +38,9 @@ def refuse_existing(goal: Path, overwrite: bool) -> None:
 
     Raises:
         CheckpointExists: the target exists and `overwrite` is False.
+        ConfigError: `overwrite` is no bool.
     """
+    expect_flags(overwrite=overwrite)
     if os.path.lexists(goal) and not overwrite:
         raise CheckpointExists(f"'{goal}' exists; choose another target, or overwrite it (overwrite=True)")
 
@@ -54,8 +57,10 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
 
     Raises:
         CheckpointExists: there is a complete checkpoint and `overwrite` is False.
+        ConfigError: `overwrite` is no bool.
         SaveFailed: the path is not a directory, has other files, is inside a checkpoint, or is a whole bucket.
     """
+    expect_flags(overwrite=overwrite)
     if is_remote(path) and path.parent == path:
         example = path / "run" / "step-000001"
         raise SaveFailed(f"'{path}' is a whole bucket; save to a key in it, to '{example}' for example")

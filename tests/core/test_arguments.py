@@ -17,6 +17,7 @@ import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound, ConfigError, DSQStorageWriter, LoadFailed, SaveResult
 from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.core.figures import percent
+from dsq_ckpt.lowdiff import GradientLog, recover
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import is_equal
 from tests.helpers.training import Net, compute_loss
@@ -42,6 +43,11 @@ ADAM = torch.optim.Adam(NET.parameters())
     (lambda p: dsq_ckpt.save([STATE], p), "state_dict is of class list, expected"),
     (lambda p: dsq_ckpt.async_save(torch.ones(3), p), "state_dict is of class Tensor, expected"),
     (lambda p: dsq_ckpt.load("run/a", p), "state_dict is 'run/a', expected .*: load(state_dict, path)"),
+    (lambda p: dsq_ckpt.save(STATE, p, parent=3), "parent is 3, expected 'auto', None or the directory of a"),
+    (lambda p: dsq_ckpt.save(STATE, p, process_group=3), "process_group is 3, expected a group of torch.distributed"),
+    (lambda p: dsq_ckpt.async_save(STATE, p, process_group=3), "process_group is 3, expected"),
+    (lambda p: dsq_ckpt.load(STATE, p, process_group=3), "process_group is 3, expected"),
+    (lambda p: dsq_ckpt.Compressor(NET, process_group="all").save(p), "process_group is 'all', expected"),
     (lambda p: dsq_ckpt.save(STATE, p, config=4), "config is 4, expected a DSQConfig, a dict, the path"),
     (lambda p: dsq_ckpt.save(STATE, p, model=3), "model is 3, expected a module"),
     (lambda p: dsq_ckpt.Compressor(ADAM, NET), "model is of class Adam, expected a module: Compressor(model, "),
@@ -50,6 +56,15 @@ ADAM = torch.optim.Adam(NET.parameters())
     (lambda p: dsq_ckpt.Compressor(NET, evaluate=3.0), "evaluate is 3.0, expected a function"),
     (lambda p: dsq_ckpt.Compressor(NET, evaluate=float, check=3.0), "check is 3.0, expected a function"),
     (lambda p: dsq_ckpt.Compressor(NET, check=float), "check needs evaluate: it confirms what a search chooses"),
+    (lambda p: dsq_ckpt.compress(3, p), "source is 3, expected a state dict, a module, or a path"),
+    (lambda p: dsq_ckpt.compress(b"x", p), "source is b'x', expected"),
+    (lambda p: dsq_ckpt.decode(3), "spec is 3, expected the dict in a placeholder"),
+    (lambda p: GradientLog(NET, ADAM, p), "run is of class Linear, expected the directory of a run, as a str or a"),
+    (lambda p: GradientLog(p, ADAM, NET), "model is of class Adam, expected a module"),
+    (lambda p: GradientLog(p, NET, None), "optimizer is None, expected an optimizer of its parameters"),
+    (lambda p: recover(NET, ADAM, p), "run is of class Linear, expected the directory of a run"),
+    (lambda p: recover(p, None, None), "model is None, expected a module"),
+    (lambda p: recover(p, NET, ADAM, process_group=3), "process_group is 3, expected"),
     (lambda p: dsq_ckpt.compress(NET, p, evaluate=3.0), "evaluate is 3.0, expected a function"),
     (lambda p: dsq_ckpt.compress(NET, p, evaluate=float, check="loss"), "check is 'loss', expected a function"),
     (lambda p: dsq_ckpt.compress(NET, p, check=float), "check needs evaluate: it confirms what a search chooses"),
@@ -299,3 +314,10 @@ def test_entries_below_extra_that_are_not_loaded_are_named(tmp_path, recwarn):
 def test_latest_of_what_is_no_path(run):
     with pytest.raises(ConfigError, match=r"run is .*, expected the directory of a run"):
         dsq_ckpt.latest(run)
+
+
+def test_latest_of_an_empty_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^run is '': expected the directory of a run; that of the process is '.'$"):
+        dsq_ckpt.latest("")
+    assert dsq_ckpt.latest(".") is None

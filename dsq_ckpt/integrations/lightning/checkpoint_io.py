@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
-from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.arguments import expect_flags, expect_on_save
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.integrations.lightning import checkpoint_paths
@@ -54,7 +54,7 @@ class DSQCheckpointIO(CheckpointIO):
         self, config: ConfigLike = None, *, pinned: bool = True, on_save: OnSave | None = None
     ) -> None:
         self.config = as_config(config)
-        expect("pinned", pinned, bool, "True or False")
+        expect_flags(pinned=pinned)
         expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
         self._removals, self._module_lookup = DeferredRemovals(), ModuleLookup(self)

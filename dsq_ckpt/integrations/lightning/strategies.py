@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.optimizer_state import get_optimizer_state, require_gradients, set_optimizer_state
 from dsq_ckpt.api.saving import ConfigLike, as_config, save
-from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.arguments import expect_flags, expect_on_save
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
@@ -75,7 +75,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend, timeout=timeout,
         )
         self.config = as_config(config)
-        expect("pinned", pinned, bool, "True or False")
+        expect_flags(pinned=pinned)
         expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
 
