@@ -159,7 +159,8 @@ def find_restored_groups(
         spread: tracker of this rank; its chunks are skipped, and newly found spread chunks are added.
         comm: communicator of the ranks that save.
         workers: threads.
-        all_chunks: test the tracker's chunks too, with a higher limit, and add none.
+        all_chunks: test the tracker's chunks too, with a higher limit, and add none. Those of groups that are found
+            are removed from it: their weights were loaded.
     """
     candidates = {group for group, fit in fitted.items() if _can_be_refined(fit)}
     weights = {group for group in candidates if group.startswith("weights/")}
@@ -176,6 +177,7 @@ def find_restored_groups(
     ))
     if not all_chunks:
         spread.chunks.update(chunk.key for chunk in own_chunks if chunk.group not in groups)
+    spread.chunks.difference_update(chunk.key for chunk in own_chunks if chunk.group in groups)
     return groups
 
 

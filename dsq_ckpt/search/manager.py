@@ -356,6 +356,8 @@ class ConfigManager:
         if loss > most or loss == math.inf:
             return None
         record |= {"refinement_bits": bits, "restore_loses": loss, "restore_may_lose": allowed}
+        if save.restored:
+            record["restored_weights"] = f"{MAX_REFINEMENT_BITS} bits for {', '.join(sorted(save.restored))}"
         if loss > allowed:
             record["satisfied"] = False
             save.warn(

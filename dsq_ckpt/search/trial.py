@@ -94,8 +94,8 @@ class TrialModel:
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
         parameters = _storage_ptrs(*(p for p in model.parameters() if plain and not _is_partitioned(p)))
         self._lasting = [bool(_storage_ptrs(tensor) & parameters) for tensor in self._targets]
-        self._held: dict[int, tuple[object, int]] = {}
-        """Contents of the targets by index: a fit and its refinement bits, or a trial without fits."""
+        self._held: dict[int, tuple[object, bool]] = {}
+        """Contents of the targets by index: a fit, and whether it was refined, or a trial without fits."""
 
     @property
     def chunks(self) -> Sequence[Chunk]:

@@ -74,6 +74,8 @@ def test_weights_of_a_load_that_was_not_recorded_take_all_bits(tmp_path: Path) -
     assert run.save() == (4, 4)
     run.model.load_state_dict(run.read())
     assert run.save(0.1) == (8, 8)
+    run.model.load_state_dict(run.read())
+    assert run.save(0.3, table=0.1) == (8, 8)  # the limit is lower after a load that was found
     assert run.save(2) == (4, 4)
 
 
@@ -95,4 +97,7 @@ def test_a_layer_that_rests_after_a_restore_takes_all_bits_alone(tmp_path: Path)
     assert run.save() == (4, 4)
     run.load()
     assert run.save(2, table=0) == run.save(2, table=0) == (4, 8)
+    quality = run.compressor.quality
+    assert quality is not None
+    assert (quality["refinement_bits"], quality["restored_weights"]) == (4, "8 bits for weights/embedding")
     assert run.save(2) == (4, 4)
