@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
-from dsq_ckpt.api.parameter_groups import find_unsaved_options, warn_of_other_optimizer
+from dsq_ckpt.api.parameter_groups import compare_options, warn_of_other_optimizer
 from dsq_ckpt.api.unsaved_state import remove_unsaved_state, warn_of_unsaved_state
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.flat_names import flatten
@@ -166,7 +166,8 @@ class ObjectPlaceholders:
     def _exclude_unsaved_state(self, text: str, key: Any, rank: int) -> None:
         """Remove state of an optimizer's parameters that was not saved, unless another class was."""
         state = self._state[key].get("state")
-        if isinstance(state, MutableMapping) and not find_unsaved_options(text, self._objects[key], self._nesting):
+        is_other_class = any(compare_options(text, self._objects[key], self._nesting))
+        if isinstance(state, MutableMapping) and not is_other_class:
             warn_of_unsaved_state(remove_unsaved_state(text, state, self._nesting), rank)
 
     def _exclude_unsaved_options(self, text: str, key: Any) -> None:

@@ -62,8 +62,7 @@ def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, ra
         nesting: nesting of the checkpoint.
         rank: this process's rank; rank 0 warns.
     """
-    defaults, lacking = getattr(optimizer, "defaults", {}), find_unsaved_options(key, optimizer, nesting)
-    foreign = sorted(_saved_options(key, nesting).difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
+    lacking, foreign = compare_options(key, optimizer, nesting)
     if lacking and foreign:
         warn(
             f"what was saved of '{key}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so it is of "
@@ -72,15 +71,15 @@ def warn_of_other_optimizer(key: str, optimizer: Optimizer, nesting: Nesting, ra
         )
 
 
-def find_unsaved_options(key: str, optimizer: Optimizer, nesting: Nesting) -> list[str]:
-    """Return the options of an optimizer's class that no saved group has; none if the class is the saved one."""
+def compare_options(key: str, optimizer: Optimizer, nesting: Nesting) -> tuple[list[str], list[str]]:
+    """Return options of an optimizer's class that no saved group has, and saved ones that its groups do not have.
+
+    If both are empty, the class is most likely the saved one. Adam has all options of Adamax, so that both count.
+    """
+    saved = {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
     defaults = getattr(optimizer, "defaults", {})  # an optimizer around another one may have none
     options = defaults.keys() & set().union(*optimizer.param_groups)  # defaults of some have more than groups take
-    return sorted(options - _saved_options(key, nesting))
-
-
-def _saved_options(key: str, nesting: Nesting) -> set[str]:
-    return {str(path[3]) for path in nesting.values() if path[:2] == (key, "param_groups") and len(path) > 3}
+    return sorted(options - saved), sorted(saved.difference(defaults, _COMMON_OPTIONS, *optimizer.param_groups))
 
 
 def option_placeholders(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:

@@ -26,7 +26,7 @@ from dsq_ckpt.api.optimizer_placeholders import OptimizerPlaceholders, fit_place
 from dsq_ckpt.api.optimizer_state import PARAMETERLESS_STATE, extra_entries
 from dsq_ckpt.api.parameter_groups import (
     GroupMatch,
-    find_unsaved_options,
+    compare_options,
     option_placeholders,
     read_saved_groups,
     warn_of_other_optimizer,
@@ -143,7 +143,7 @@ def match_saved_state(
                 missing_parameters = groups.names - groups.saved_names - with_state - without_grad
         missing_extra, unsaved = set[str](), set[str]()
         if optimizer is not None:
-            is_other_class = bool(find_unsaved_options("optimizer", optimizer, nesting))
+            is_other_class = any(compare_options("optimizer", optimizer, nesting))
             new_paths, missing_extra, frozen, unsaved = _match_optimizer_state(
                 state["optimizer"], optimizer_parameters, directory, nesting, tensors, is_other_class
             )

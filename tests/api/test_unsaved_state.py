@@ -135,8 +135,8 @@ def test_a_parameter_without_saved_state_has_none(tmp_path):
 @pytest.mark.parametrize("compressor", [True, False])
 @pytest.mark.parametrize(("saved", "own", "missing"), [
     (Lion, adamw, "step"), (torch.optim.Adam, torch.optim.NAdam, "mu_product"),
-    (torch.optim.Adagrad, adamw, "exp_avg"),
-], ids=["lion", "nadam", "adagrad"])
+    (torch.optim.Adagrad, adamw, "exp_avg"), (torch.optim.Adam, torch.optim.Adamax, "exp_inf"),
+], ids=["lion", "nadam", "adagrad", "adamax"])
 @pytest.mark.filterwarnings("ignore:what was saved of 'optimizer'")
 def test_state_of_another_class_is_refused(tmp_path, compressor, saved, own, missing):
     """Some of its state has the same names; the next step would fail without the rest."""
