@@ -37,6 +37,7 @@ from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Nesting, set_entry
 from dsq_ckpt.core.nesting import Path as Keys
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.tensor_subclasses import refuse_cycles
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
@@ -152,6 +153,7 @@ def match_saved_state(
                 matched_state = state["optimizer"]["state"]
                 frozen |= {name for name in match.groups.names & with_state if not matched_state.get(name)}
         extra = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+        refuse_cycles(extra)
         top_level = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         model_keys = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
         unexpected_keys = model_keys - state["model"].keys()
@@ -205,7 +207,8 @@ def _warn_of_mismatches(
     if unexpected_entries:
         placeholders = dict[Any, Any]()
         for path in unexpected_entries[:3]:
-            set_entry(placeholders, [(key, type(key) is int) for key in path], ...)
+            # One entry stands for all of a list, which may be long.
+            set_entry(placeholders, [(0, True) if type(key) is int else (key, False) for key in path], ...)
         names = [".".join(map(str, path)) for path in unexpected_entries]
         warn(
             f"{quote(names)} of '{directory}' is not loaded, since extra does not name it: pass "

@@ -316,6 +316,23 @@ def test_latest_of_what_is_no_path(run):
         dsq_ckpt.latest(run)
 
 
+def test_entries_of_a_long_list_that_are_not_loaded_are_named_briefly(tmp_path, recwarn):
+    compressor = dsq_ckpt.Compressor(NET, ADAM)
+    compressor.save(tmp_path / "a", extra={"list": [{"a": 1, "b": torch.ones(1)} for _ in range(500)]})
+    compressor.load(tmp_path / "a", extra={"list": [{}] * 499 + [{"a": 0}]})
+    (message,) = [str(warning.message) for warning in recwarn if "not loaded" in str(warning.message)]
+    assert message.startswith("'list.499.b' of ") and "extra={'list': [{'b': ...}]}, for example" in message
+
+
+def test_placeholders_of_a_compressor_that_contain_themselves(tmp_path):
+    compressor = dsq_ckpt.Compressor(NET, ADAM)
+    compressor.save(tmp_path / "a", extra={"early": {"best": 0.5}})
+    early = {"best": 0}
+    early["list"] = [early]
+    with pytest.raises(ConfigError, match=r"the state dict contains itself: 'early\.list\.0' is a dict or list"):
+        compressor.load(tmp_path / "a", extra={"early": early})
+
+
 def test_latest_of_an_empty_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^run is '': expected the directory of a run; that of the process is '.'$"):
