@@ -340,7 +340,8 @@ def weighs_elements(config: DSQConfig) -> bool:
 
 def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
     """Return whether to average gradients: to weigh elements, or to fit steps if no moment tracks gradient sizes."""
-    has_moments = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
+    # Not by its defaults, which an optimizer around another one may lack, as PostLocalSGDOptimizer of PyTorch.
+    has_moments = all("betas" in group or group.get("momentum", 0) > 0 for group in optimizer.param_groups)
     return weighs_elements(config) or any(book.gradient_power > 0 and not has_moments for book in _codebooks(config))
 
 

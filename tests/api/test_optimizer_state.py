@@ -127,6 +127,37 @@ class WarmUp(ForwardingAdamW):
         self.optimizer.step()
 
 
+class WithoutDefaults(torch.optim.Optimizer):
+    """An optimizer around another one, with its groups and state and nothing else, as PostLocalSGDOptimizer."""
+
+    def __init__(self, params):
+        self.optim = torch.optim.AdamW(params)
+        self.param_groups = self.optim.param_groups
+
+    state = property(lambda self: self.optim.state)
+
+    def state_dict(self):
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optim.load_state_dict(state_dict)
+        self.param_groups = self.optim.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.optim.zero_grad(set_to_none)
+
+    def step(self):
+        self.optim.step()
+
+
+def test_an_optimizer_around_another_without_defaults(tmp_path):
+    model, optimizer = make_pair(WithoutDefaults, 3)
+    dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
+    other, around = make_pair(WithoutDefaults)
+    dsq_ckpt.Compressor(other, around, "exact").load(tmp_path / "a")
+    assert leaves(around.state_dict()) == leaves(optimizer.state_dict())
+
+
 def test_a_load_into_a_new_optimizer_around_another_counts_no_step(tmp_path):
     model, optimizer = make_pair(WarmUp, 3)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
