@@ -43,7 +43,7 @@ class TensorConfig(StrictModel):
     method: Literal["quantize", "bf16", "exact"] = "quantize"
     codebook: AnyCodebook = Lattice()
     refinement_bits: int = Field(
-        4, ge=0, le=8, description="bits per element for the residual inside the cell, newest checkpoint only"
+        4, ge=0, le=8, description="bits per element for the place inside the cell, in the newest checkpoints"
     )
 
 
