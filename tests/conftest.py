@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import os
 import random
 import shutil
@@ -18,7 +17,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported; tests are for two cores, two at once
 
-import _pytest.logging
 import hypothesis
 import numpy as np
 import pytest
@@ -38,38 +36,6 @@ if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ENOUGH:  # flushes t
 # It would make all commands anew, with their arguments and help, for each that a test runs: 11 ms.
 if hasattr(typer.testing, "_get_command"):  # private
     typer.testing._get_command = functools.cache(typer.testing._get_command)
-
-
-class _LogsCaught:
-    """A handler that stays at loggers which do not propagate, while they do not: PyTorch has 44 of them.
-
-    pytest would add it to each, and remove it, for each part of each test: half a millisecond.
-    """
-
-    def __init__(self, handler, level=None):
-        self.handler, self.level = handler, level
-
-    def __enter__(self):
-        root = logging.getLogger()
-        for logger in root.manager.loggerDict.values():
-            if isinstance(logger, logging.Logger) and logger.propagate == (self.handler in logger.handlers):
-                (logger.removeHandler if logger.propagate else logger.addHandler)(self.handler)
-        root.addHandler(self.handler)
-        self.orig_level = root.level
-        if self.level is not None:
-            self.handler.setLevel(self.level)
-            root.setLevel(min(root.level, self.level))
-        return self.handler
-
-    def __exit__(self, *error):
-        root = logging.getLogger()
-        if self.level is not None:
-            root.setLevel(self.orig_level)
-        root.removeHandler(self.handler)
-
-
-if hasattr(_pytest.logging, "catching_logs"):  # private
-    _pytest.logging.catching_logs = _LogsCaught
 hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy
 hypothesis.settings.load_profile("tests")
 
