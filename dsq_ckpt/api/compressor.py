@@ -182,7 +182,14 @@ class Compressor:
             self._average.capture()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state dict that `save` stores: `model`, `optimizer`, and the entries of `extra`."""
+        """Return the state dict that `save` stores: `model`, `optimizer`, and the entries of `extra`.
+
+        Args:
+            extra: other state, such as the step. Its keys must not be `model` or `optimizer`.
+
+        Raises:
+            ConfigError: `extra` is not a dict, has one of these keys, or a parameter is uninitialized (lazy).
+        """
         with keep_uninitialized(self.optimizer):
             return self._state(extra)
 

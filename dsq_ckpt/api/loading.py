@@ -75,9 +75,21 @@ def load(
     * A module gets its extra states as they were saved, and all saved entries that custom loading code handles, such as
       scales of observers. Entries that it does not accept are skipped with a warning.
 
-    The other arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
+    Args:
+        state_dict: nested dict whose tensors and other values are placeholders, or a module.
+        path: a complete checkpoint: a directory, or a URL.
+        refinement: True: require the refinement layer; False: load the base layer alone; "auto": load the refinement
+            layer where it was kept, and warn where it was dropped.
+        exact: shell patterns of names (or one pattern) of tensors that must have been stored bit for bit. Each pattern
+            must match a stored tensor.
+        allow_cast: load into tensors of another dtype than the saved one, such as float32 after bfloat16.
+        process_group: ranks that load; None: all.
+        no_dist: load in this process alone, even if `torch.distributed` is initialized.
+        history: history that the checkpoint is added to, so that the next save in its run may be coded against it;
+            None: that of the process.
 
     Raises:
+        LossyTensor: a tensor of `exact` was stored lossy, or a dtype differs without `allow_cast`.
         ConfigError: an argument has a wrong type or value.
         CheckpointNotFound: there is no checkpoint at `path`, or `path` is None (as `latest` returns without one).
         LoadFailed: nothing is stored below an empty dict, or more than plain data; or `path` is a tag of DeepSpeed all

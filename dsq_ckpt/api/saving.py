@@ -66,12 +66,25 @@ def save(
 ) -> SaveResult:
     """Save a nested state dict, compressed; collective over `process_group`.
 
-    Unlike `torch.distributed.checkpoint.save`, it keeps empty dicts, and numbers that are keys of dicts, as in a plain
-    `optimizer.state_dict()`: an export has them, and a `load` that fills an empty dict. The arguments are those of
-    `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
+    Unlike `torch.distributed.checkpoint.save`, this function keeps empty dicts, and dict keys that are numbers, as in a
+    plain `optimizer.state_dict()`. They are in exports, and in dicts that `load` fills.
 
-    `state_dict` may be a module, and modules may be values of it. They are also used as the `model`; several modules
-    are used together.
+    Args:
+        state_dict: nested dict of tensors and other values, or a module. Modules, optimizers and other objects with
+            `state_dict` and `load_state_dict` may be values at its top level.
+        path: the checkpoint directory, or a URL such as `s3://bucket/run/step-000500`.
+        config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset; None: the defaults.
+        parent: the checkpoint that this one may be coded against. "auto": the last one of this state that this process
+            saved or loaded in the same run directory; None: write a keyframe; or the path of a checkpoint.
+        overwrite: replace a complete checkpoint at `path`.
+        model: module whose layer types, frozen tensors and rounded weights the save uses, as in `DSQStorageWriter`;
+            None: the modules in `state_dict`, unless its other entries may hold weights too.
+        process_group: ranks that save; None: all.
+        pinned: never drop the refinement layer of this checkpoint.
+        no_dist: save in this process alone, even if `torch.distributed` is initialized.
+        history: earlier checkpoints that the save may continue; None: those of the process.
+        on_save: called with the `SaveResult` once the checkpoint is committed, on rank 0. An exception becomes a
+            warning.
 
     Returns:
         The result, the same on every rank; rank 0 logs it.
@@ -194,6 +207,21 @@ def async_save(
     that the next save reuses; with `processes`, it quantizes the state. A thread with a gloo group of its own does the
     rest, or, with `processes`, DCP's background process. A save waits for the previous one. A thread of this process
     calls `on_save` before the future has its result.
+
+    Args:
+        state_dict: as for `save`.
+        path: as for `save`.
+        config: as for `save`.
+        parent: as for `save`.
+        overwrite: as for `save`.
+        model: as for `save`.
+        process_group: as for `save`; with `processes`, only None is possible.
+        pinned: as for `save`.
+        no_dist: as for `save`; not possible with `processes`.
+        processes: save in DCP's background process instead of a thread. Needs an initialized `torch.distributed`, all
+            of whose ranks save.
+        history: as for `save`.
+        on_save: as for `save`.
 
     Returns:
         A future of the result of `save`; its `result()` raises the error of a save that failed. It may fail on one

@@ -18,6 +18,7 @@ from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
 from dsq_ckpt.codebooks.update import Relative, Update
 from dsq_ckpt.config.renamed import RENAMED, current_keys
+from dsq_ckpt.config.storage import StorageConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.config_trees import load_preset, load_tree, merge_trees
@@ -32,10 +33,6 @@ _LINKS, _SIBLINGS = 4, 2
 """Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design.md."""
 _DIFFERENCES = 32
 """Of `delta.max_chain: auto` with `delta.against: values`, each of which is added to the one before."""
-
-# How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
-_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
 
 class TensorConfig(StrictModel):
     """How the tensors of one kind (weights, first moments, ...) are stored."""
@@ -253,39 +250,19 @@ class RefinementConfig(StrictModel):
     keep_last: int = Field(3, ge=1, description="newest checkpoints of a run that keep their refinement")
 
 
-class StorageConfig(StrictModel):
-    """Files and threads."""
-
-    threads: int = Field(0, ge=0, le=256, description="worker threads per rank; 0: cores / local ranks, at most 8")
-    fsync: StrictBool = Field(True, description="flush every file and directory to the device before the commit")
-    zstd_level: int = Field(3, ge=1, le=19, description="for tensors stored exactly")
-    block_elements: int = Field(1 << 20, ge=1 << 10, le=1 << 26, description="elements coded per block")
-    on_device: StrictBool = Field(
-        True, description="quantize CUDA tensors on their GPU; false: copy them to the host first"
-    )
-    stage: Literal["auto", "copy", "quantize"] = Field(
-        "auto", description="what training waits for in an asynchronous save; auto: the shorter one that memory allows"
-    )
-    replicate_keyframes: StrictBool | Annotated[int, Field(ge=1, le=8)] = Field(
-        False, description="files that all deltas of a chain need exist in two copies (true), or in so many"
-    )
-
-    @property
-    def keyframe_copies(self) -> int:
-        """How many copies of a keyframe's files a chain of checkpoints has."""
-        return 1 + self.replicate_keyframes if isinstance(self.replicate_keyframes, bool) else self.replicate_keyframes
-
-    def thread_count(self) -> int:
-        """Return the number of worker threads of this rank."""
-        if self.threads:
-            return self.threads
-        values = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-        local_ranks = max(1, next((int(ranks) for ranks in values if ranks.isdecimal()), 1))
-        return max(1, min(8, (os.cpu_count() or 1) // local_ranks))
-
-
 class DSQConfig(StrictModel):
-    """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`.
+    """Configuration of saves. `DSQConfig()` is the measured default; presets are in `configs/`.
+
+    Args:
+        system: system whose defaults and search space are used: "dsq", or one that it is compared with.
+        quantize: which tensors are lossy, and how they are stored, as a `QuantizeConfig` or a dict.
+        search: how a `Compressor` searches a configuration for each checkpoint.
+        delta: how checkpoints are coded against their parents.
+        refinement: how many checkpoints keep their refinement layer.
+        storage: settings of files and threads.
+
+    Raises:
+        ConfigError: names every unknown key and every value out of range.
 
     Example:
         >>> config = dsq_ckpt.DSQConfig(delta={"max_chain": 8})  # other keys have their defaults
@@ -352,7 +329,11 @@ class DSQConfig(StrictModel):
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
-        """Return a configuration from nothing, a dict, a JSON or YAML file, the name of a preset, or itself.
+        """Return a configuration from any of its forms.
+
+        Args:
+            source: a configuration, a dict, the path of a JSON or YAML file, or the name of a preset; None: the
+                defaults.
 
         Raises:
             ConfigError: names every unknown key and every value out of range; there is no such file or preset.
@@ -376,7 +357,10 @@ class DSQConfig(StrictModel):
 
     @classmethod
     def preset(cls, name: str) -> DSQConfig:
-        """Return a configuration that comes with the package: default, smallest, moments_exact or exact.
+        """Return a configuration that comes with the package.
+
+        Args:
+            name: default, smallest, moments_exact or exact.
 
         Raises:
             ConfigError: there is no such preset.
@@ -384,7 +368,14 @@ class DSQConfig(StrictModel):
         return cls.create(load_preset(name))
 
     def with_values(self, **dotted: Any) -> DSQConfig:
-        """Return a copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
+        """Return a copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`.
+
+        Args:
+            dotted: new values by the dotted paths of their keys.
+
+        Raises:
+            ConfigError: a key does not exist, or a value is out of range.
+        """
         tree = self.model_dump()
         for path, value in current_keys(dotted).items():
             node = tree

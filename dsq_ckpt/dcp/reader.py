@@ -72,7 +72,8 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
 
     Args:
         path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.load` instead.
-        refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept.
+        refinement: True: require the refinement layer; False: load the base layer alone; "auto": load the refinement
+            layer where it was kept.
         exact: patterns (or one) of names that must have been stored bit for bit; each must match a stored tensor.
         allow_cast: load into tensors of another dtype than was saved.
         threads: worker threads; 0 as in `StorageConfig`.

@@ -336,8 +336,13 @@ def describe_base_loss(directory: Path, manifest: Manifest) -> str:
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 
-    Return None if the run has not begun. Warn of files in its directory other than logs and settings, of directories
-    with checkpoints in it, and, if it does not exist, of a directory with checkpoints and nearly the same name.
+    Args:
+        run: the run directory, or a URL; it need not exist.
+
+    Returns:
+        The path; None if the run has no checkpoint yet. Then a warning names what does not look like a new run: a
+        directory in `run` that has checkpoints, or files other than logs and settings; or, if `run` does not exist, a
+        directory with checkpoints and nearly the same name.
 
     Raises:
         ConfigError: `run` is no path, or empty.

@@ -272,7 +272,11 @@ class SaveHistory:
             ]
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
+        """Forget the checkpoints of a run, so that its next save writes a keyframe.
+
+        Args:
+            path: a checkpoint of the run, whether it exists or not; None: forget all runs.
+        """
         run = None if path is None else get_run(resolve_checkpoint_path(path))
         other_jobs.forget(run)
         with self._lock:

@@ -69,7 +69,12 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
             against the keyframe of their chain where that is smaller. Differences of values (`delta.against`) need
             their keyframe.
 
+    Returns:
+        The new checkpoint: its path, `links_before` and `links` (deltas in the longest chain of a chunk, in the source
+        and in the new checkpoint), and `bytes` of the written files.
+
     Raises:
+        CheckpointNotFound, CorruptCheckpoint: `source` cannot be read.
         CheckpointExists: `target` holds a complete checkpoint.
         SaveFailed: there is nothing to merge, or `target` is a directory with other files.
 

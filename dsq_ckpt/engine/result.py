@@ -50,7 +50,12 @@ class SaveResult:
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> SaveResult:
-        """Return the result of a save that was just committed."""
+        """Return the result of a save that was just committed.
+
+        Args:
+            path: directory of the checkpoint.
+            manifest: its manifest.
+        """
         written = manifest.sum_bytes("own", "index", "refinement", "attachment")
         written += get_storage(path).size(path / MANIFEST)
         return cls(

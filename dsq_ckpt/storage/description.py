@@ -57,10 +57,17 @@ def compute_restored_error(group: GroupReport) -> float | None:
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the sizes of a checkpoint as plain numbers.
 
+    Args:
+        path: a complete checkpoint: a directory, or a URL.
+
     Returns:
-        bytes_logical (uncompressed, and DeepSpeed's own files as they are), bytes_written (by its save), bytes_kept
-        (now, without linked ancestors), keyframe, depth, seconds, refinement, created, and by_kind: {kind:
+        bytes_logical (the uncompressed size, with DeepSpeed's own files as they are), bytes_written (by its save),
+        bytes_kept (now, without linked ancestors), keyframe, depth, seconds, refinement, created, and by_kind: {kind:
         {bytes_logical, bytes_base, bytes_refinement}}.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint at `path`, or `path` is None.
+        CorruptCheckpoint, UnsupportedFormat: the manifest cannot be read.
 
     Example:
         >>> result = dsq_ckpt.save({"w": torch.randn(256, 256)}, "run/step-000500")

@@ -98,6 +98,12 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     A universal checkpoint of DeepSpeed has a copy of such a file without the checkpoint. Its weights are in the folder
     `zero`, and those of the file are not used, so they become tensors on the meta device.
 
+    Args:
+        spec: content of the placeholder, as `StoredTensor` pickles it.
+
+    Returns:
+        The tensor, on the CPU or on the meta device.
+
     Raises:
         LoadFailed: the file is not read by its path, so that the location of the checkpoint is unknown.
         CheckpointNotFound: the checkpoint beside the file is not complete, or is of another save.
