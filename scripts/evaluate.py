@@ -121,7 +121,7 @@ def peers(
     dsq_sensitivity: list[float] = typer.Option([], help="Further strengths of steps by gradients, for dsq."),
     json_path: Path = JSON,
 ) -> None:
-    """Compress recorded runs with other projects' coders and with dsq at equal harm: ratio, and speed in MB/s.
+    """Compress recorded runs with other projects' coders and with dsq at equal degradation: ratio, and speed in MB/s.
 
     NNCodec and ZipNN are installed into an environment of their own, on first use.
     """
@@ -351,7 +351,7 @@ def report(
     files: list[Path] = typer.Argument(help="JSON files that the other commands wrote."),
     directory: Path | None = typer.Option(None, help="Where plots go; beside each file by default."),
     together: Path | None = typer.Option(
-        None, help="Draw one PNG instead: size and harm of all systems, of files that offline and peers wrote."
+        None, help="Draw one PNG instead: size and degradation of all systems, of files that offline and peers wrote."
     ),
     side_by_side: Path | None = typer.Option(None, help="Draw one PNG instead: the first plot of each file."),
 ) -> None:

@@ -356,7 +356,7 @@ def processor() -> float:
 
 
 def draw(directory: Path) -> None:
-    """Draw each file that can be drawn, and one picture of size and harm of all recorded runs."""
+    """Draw each file that can be drawn, and one picture of size and degradation of all recorded runs."""
     from evaluation import report
     from evaluation.lowdiff import plots
 

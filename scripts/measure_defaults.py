@@ -1,15 +1,15 @@
-"""Measure what configurations cost and harm on real training runs; the defaults are chosen from its output.
+"""Measure the size and degradation of configurations on real training runs; the defaults are chosen from its output.
 
     python scripts/measure_defaults.py record  /tmp/record            # train once, keep exact checkpoints
     python scripts/measure_defaults.py offline /tmp/record --json out.json   # all configurations on that run
     python scripts/measure_defaults.py restores --json out.json              # ten restores, per configuration
     python scripts/measure_defaults.py strengths llama vit --json out.json   # of steps by gradients, per workload
 
-`offline` compresses a recorded chain of checkpoints, and evaluates each decoded base layer: ratio against harm to a
-single checkpoint. `restores` kills and resumes a run ten times from its own compressed checkpoints: harm to training,
+`offline` compresses a recorded chain of checkpoints, and evaluates each decoded base layer: ratio against degradation
+of a single checkpoint. `restores` kills and resumes a run ten times from its own checkpoints: degradation of training,
 which the first does not show. `strengths` compresses runs that `evaluate.py record` keeps with steps that follow the
-gradients more or less, each at several fixed steps, without a search, and compares ratios at equal harm. Everything is
-in one process, with fixed seeds.
+gradients more or less, each at several fixed steps, without a search, and compares ratios at equal degradation.
+Everything is in one process, with fixed seeds.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ RESTORES: dict[str, dict[str, Any]] = {
 
 STRENGTHS = (0.0, 0.125, 0.1875, 0.25)
 STEPS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
-HARMS = (0.005, 0.01, 0.02, 0.05)
+DEGRADATIONS = (0.005, 0.01, 0.02, 0.05)
 """Mean degradations that ratios are compared at."""
 
 
@@ -156,7 +156,7 @@ def _offline_row(
 ) -> dict[str, Any]:
     config = dsq_ckpt.DSQConfig().with_values(**values)
     kinds: dict[str, list[int]] = {}
-    harm, deltas = [], []
+    degradations, deltas = [], []
     with tempfile.TemporaryDirectory() as directory, _quiet():
         dsq_ckpt.forget()
         for file, loss in zip(files, exact, strict=True):
@@ -172,8 +172,8 @@ def _offline_row(
             dsq_ckpt.load(state, target, refinement=False)
             optimizer = copy.deepcopy(torch.load(file, weights_only=True)["optimizer"])
             training.restore({"model": state["model"], "optimizer": optimizer})
-            harm.append(training.loss() / loss - 1)
-    row: dict[str, Any] = {"name": name, "mean_harm": statistics.mean(harm), "max_harm": max(harm)}
+            degradations.append(training.loss() / loss - 1)
+    row: dict[str, Any] = {"name": name, "mean_harm": statistics.mean(degradations), "max_harm": max(degradations)}
     row["best_delta"] = max(deltas)
     for kind, (logical, base, refinement) in kinds.items():
         row |= {f"ratio_{kind}": logical / base, f"bits_{kind}": 32 * base / logical,
@@ -236,7 +236,7 @@ def strengths(
         run: dict[str, Any] = {"workload": workload, "seed": number}
         for strength in STRENGTHS:
             points = [_point(default_directory(workload, number), strength, step) for step in STEPS]
-            rows.append(run | {"strength": strength, "points": points} | _at_equal_harm(points))
+            rows.append(run | {"strength": strength, "points": points} | _at_equal_degradation(points))
             console.print({key: value for key, value in rows[-1].items() if key != "points"})
     _report("strengths", rows, json_path, {"steps": STEPS})
 
@@ -256,17 +256,17 @@ def _point(recording: Path, strength: float, step: float) -> dict[str, Any]:
     }
 
 
-def _at_equal_harm(points: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the ratio where each of `HARMS` is first passed, linear in logarithms between steps; None beyond them."""
+def _at_equal_degradation(points: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the ratio where each of `DEGRADATIONS` is first passed, linear in logarithms; None beyond the steps."""
     row: dict[str, float | None] = {}
-    for harm in HARMS:
-        row[f"ratio_at_{harm:g}"] = None
+    for degradation in DEGRADATIONS:
+        row[f"ratio_at_{degradation:g}"] = None
         for finer, coarser in itertools.pairwise(points):
             low, high = (max(point["degradation_mean"], 1e-5) for point in (finer, coarser))
-            if row[f"ratio_at_{harm:g}"] is None and low <= harm < high:
-                part = math.log(harm / low) / math.log(high / low)
+            if row[f"ratio_at_{degradation:g}"] is None and low <= degradation < high:
+                part = math.log(degradation / low) / math.log(high / low)
                 ratios = [math.log(point["ratio_weights"]) for point in (finer, coarser)]
-                row[f"ratio_at_{harm:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))
+                row[f"ratio_at_{degradation:g}"] = math.exp(ratios[0] + part * (ratios[1] - ratios[0]))
     return row
 
 

@@ -61,7 +61,7 @@ class LevelFit:
             selects the values that become zero.
         codes: uint8[bins], code of each bin; None: code of the nearest level.
         centred: Whether each level then moves, by half a step at most, to the mean of its values; only on the
-            logarithmic axis. A bias does far more harm than a random error of the same size.
+            logarithmic axis. A bias degrades the model far more than a random error of the same size.
     """
 
     levels: F64

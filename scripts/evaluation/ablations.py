@@ -49,7 +49,7 @@ TOP, PRUNED = 0.1, 0.3
 
 RUN_COLUMNS = (
     Column("<what", "name"), Column("weights", "ratio_weights", ratio), Column("best delta", "best_delta", ratio),
-    Column("harm mean", "degradation_mean", percent), Column("final", "degradation_final", percent),
+    Column("degradation mean", "degradation_mean", percent), Column("final", "degradation_final", percent),
     Column("max", "degradation_max", percent), Column("missed", "unsatisfied"),
     Column("codes, bits", "bits_codes", digits(3)), Column("entropy", "bits_entropy", digits(3)),
     Column("evaluations", "evaluations", digits(1)), Column("encode M/s", "encode", digits(1)),
@@ -243,8 +243,8 @@ class Bisection:
                 if place not in tried:
                     self.evaluations += 1
                     analysis = self._fitted(sketches, usual, config.with_values(**self._candidates[place]))
-                    harm = compute_degradation(trial.evaluate(self._evaluate, analysis), exact, config.search)
-                    tried[place] = Tried(harm, *_size(analysis))
+                    degradation = compute_degradation(trial.evaluate(self._evaluate, analysis), exact, config.search)
+                    tried[place] = Tried(degradation, *_size(analysis))
                 return tried[place]
 
             for bound in BOUNDS:

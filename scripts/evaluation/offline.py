@@ -1,4 +1,4 @@
-"""Every system on recorded runs: how small, at what harm, at what cost, each with the configuration it searched for."""
+"""Every system on recorded runs: size, degradation and cost, each with the configuration that it searched for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ SIZES = (
     Column("<system", "name"), Column("weights", "ratio_weights", ratio),
     Column("deltas alone", "ratio_weights_deltas", ratio), Column("best delta", "best_delta", ratio),
     Column("moments", "ratio_moments", ratio), Column("everything", "ratio_files", ratio),
-    Column("harm, mean", "degradation_mean", percent), Column("final", "degradation_final", percent),
+    Column("degradation, mean", "degradation_mean", percent), Column("final", "degradation_final", percent),
     Column("max", "degradation_max", percent), Column("refined", "refined_mean", percent),
     Column("missed", "unsatisfied"), Column("<skipped", "skipped"),
 )
 SIZES_LEGEND = """\
 weights, moments: times smaller, base layers over the whole run with its keyframe; everything: files but refinements
-harm: relative rise of the held-out loss with weights from what was read back, of the base layer; refined: mean, of all
+degradation: relative rise of the held-out loss with the weights that were read back, of the base layer
+refined: its mean with refinement layers
 missed: checkpoints that no configuration kept within the bound"""
 COSTS = (
     Column("<system", "name"), Column("evaluations", "evaluations", digits(1)),
@@ -96,7 +97,7 @@ def compare(
 
 def summary(result: Replay) -> Row:
     """Return the figures of a replay, for a table and for JSON."""
-    points, harm, refined = result.measured, result.degradations(), result.refined_degradations()
+    points, degradations, refined = result.measured, result.degradations(), result.refined_degradations()
     elements = sum(point.codes.elements for point in result.checkpoints)
     bits = {
         name: sum(getattr(point.codes, name) for point in result.checkpoints) / elements if elements else math.nan
@@ -107,7 +108,8 @@ def summary(result: Replay) -> Row:
         "ratio_weights": result.ratio(), "ratio_weights_deltas": _known(result.ratio(deltas_only=True)),
         "ratio_moments": result.ratio(MOMENTS), "ratio_files": result.ratio_files,
         "best_delta": max(deltas, default=None),
-        "degradation_mean": statistics.mean(harm), "degradation_final": harm[-1], "degradation_max": max(harm),
+        "degradation_mean": statistics.mean(degradations), "degradation_final": degradations[-1],
+        "degradation_max": max(degradations),
         "refined_mean": statistics.mean(refined), "refined_max": max(refined),
         "unsatisfied": sum(not (point.quality or {}).get("satisfied", True) for point in points),
         "evaluations": statistics.mean(point.evaluations for point in points),
@@ -124,9 +126,10 @@ def summary(result: Replay) -> Row:
 
 def _point(result: Replay, point: Replayed) -> Row:
     quality = point.quality or {}
-    harm = point.base_loss / point.loss - 1
+    degradation = point.base_loss / point.loss - 1
     return {
-        "step": point.step, "keyframe": point.keyframe, "ratio_weights": _known(point.ratio()), "degradation": harm,
+        "step": point.step, "keyframe": point.keyframe, "ratio_weights": _known(point.ratio()),
+        "degradation": degradation,
         "searched_degradation": quality.get("degradation"), "chosen": quality.get("chosen"), "lattice": point.lattice,
         "loss": point.loss, "base_loss": point.base_loss, "refined_loss": point.refined_loss,
         "evaluations": point.evaluations, "seconds_search": point.seconds_search, "seconds_save": point.seconds_save,
@@ -138,7 +141,7 @@ def _point(result: Replay, point: Replayed) -> Row:
 def versus(rows: Sequence[Row]) -> list[Row]:
     """Return, per recording, our ratio over that of each lossy system, at the largest bound with no more degradation.
 
-    No more harm: neither the mean nor the final degradation is greater than that of the other system.
+    No more degradation: neither the mean nor the final degradation is greater than that of the other system.
     """
     comparisons = []
     for run in dict.fromkeys(row["run"] for row in rows):
@@ -155,13 +158,13 @@ def _against(own: Sequence[Row], other: Row) -> Row:
         "run": other["run"], "name": other["name"], "system": other["system"], "target": aim, "theirs":
         other["ratio_weights"],
     }
-    harmless = [
+    acceptable = [
         mine for mine in own
         if all(mine[f"degradation_{which}"] <= other[f"degradation_{which}"] for which in ("mean", "final"))
     ]
-    if not harmless:
+    if not acceptable:
         return row | {"epsilon": None, "reached": None}
-    best = harmless[0]
+    best = acceptable[0]
     times = best["ratio_weights"] / other["ratio_weights"]
     return row | {
         "epsilon": best["epsilon"], "ours": best["ratio_weights"], "times_weights": times,
@@ -173,10 +176,10 @@ def print_comparison(rows: Sequence[Row], against: Sequence[Row]) -> None:
     """Print tables per recording, and a summary for our system."""
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
-        show(f"{run}: size and harm", SIZES, mine, SIZES_LEGEND)
+        show(f"{run}: size and degradation", SIZES, mine, SIZES_LEGEND)
         show(f"{run}: cost", COSTS, [row for row in mine if row["skipped"] is None], COSTS_LEGEND)
         beside = [row for row in against if row["run"] == run]
-        show(f"{run}: dsq at no greater mean and final harm", VERSUS, beside, "\n".join(_sentences(beside)))
+        show(f"{run}: dsq at no greater mean and final degradation", VERSUS, beside, "\n".join(_sentences(beside)))
 
 
 def _sentences(against: Sequence[Row]) -> Iterator[str]:
@@ -188,14 +191,14 @@ def _sentences(against: Sequence[Row]) -> Iterator[str]:
                 f"at no greater mean and final degradation{aim}"
             )
         elif row["system"] == RIVAL:
-            yield f"dsq at none of these epsilons does as little harm as {row['name']}"
+            yield f"dsq at none of these epsilons causes as little degradation as {row['name']}"
     others = [row for row in against if row["system"] != RIVAL]
     behind = [row["name"] for row in others if row["epsilon"] is not None and not row["reached"]]
     unmatched = [row["name"] for row in others if row["epsilon"] is None]
     if others:
         yield f"ahead of every other system at equal degradation: {'no' if behind or unmatched else 'yes'}" + (
             f"; behind {', '.join(behind)}" if behind else ""
-        ) + (f"; not as harmless at any epsilon as {', '.join(unmatched)}" if unmatched else "")
+        ) + (f"; at no epsilon as little degradation as {', '.join(unmatched)}" if unmatched else "")
 
 
 def _name(system: str, bound: float, usual: float) -> str:

@@ -2,7 +2,7 @@
 
 Inshrinkerator, section 9.1 and Table 5. A run has evenly spaced failures and checkpoints at a fixed cadence. At a
 failure everything in memory is overwritten with NaN, the newest checkpoint is restored, and training goes on with the
-batches that the run without failures sees. What differs at the end is the harm of all restores together, and noise:
+batches that the run without failures sees. The difference at the end is the degradation by all restores, and noise:
 the system `noise` restores the exact state but for one part in a million, and shows how far chance alone leads.
 """
 
@@ -34,7 +34,7 @@ from evaluation.workloads import NOISE_FLOOR, Workload, create, with_noise
 REFERENCE_FILE = "reference.json"
 OURS = "dsq"
 WITHIN = 0.01
-"""Largest relative rise of the final loss that counts as no harm, as in the paper."""
+"""Largest relative rise of the final loss that counts as no degradation, as in the paper."""
 PAPER_HOURS = (3, 8)
 """Hours between checkpoints in the paper's runs."""
 _LOST = -12345  # what integers are overwritten with; no count of batches is negative

@@ -36,7 +36,7 @@ class Point(NamedTuple):
         run: File, workload and seed; bounds of one run are joined.
         workload: Name of the workload.
         system: Name of the system.
-        harm: Mean relative rise of the held-out loss.
+        degradation: Mean relative rise of the held-out loss.
         ratio: Uncompressed bytes divided by compressed bytes.
     """
 
@@ -44,7 +44,7 @@ class Point(NamedTuple):
     run: tuple[int, str]
     workload: str
     system: str
-    harm: float
+    degradation: float
     ratio: float
 
 
@@ -108,7 +108,7 @@ def _panel(axis: Axes, all_points: Sequence[Point], part: str, title: str) -> No
     for name, colour in _colours(all_points).items():
         own = [point for point in all_points if point.system == name and point.part == part]
         for run in dict.fromkeys(point.run for point in own):
-            curve = sorted((100 * point.harm, point.ratio) for point in own if point.run == run)
+            curve = sorted((100 * point.degradation, point.ratio) for point in own if point.run == run)
             workload = next(point.workload for point in own if point.run == run)
             ours = name == OURS
             axis.plot(

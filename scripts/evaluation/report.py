@@ -147,7 +147,7 @@ def plot_each(sources: Iterable[Path], directory: Path | None) -> Iterator[Path]
 
 
 def plot_together(sources: Sequence[Path], target: Path) -> None:
-    """Draw size against harm of all systems on all recorded runs, from what `offline` and `peers` wrote.
+    """Draw size against degradation of all systems on all recorded runs, from what `offline` and `peers` wrote.
 
     Args:
         sources: JSON files.
@@ -328,7 +328,7 @@ def _trade(axis: Axes, rows: Sequence[Row]) -> None:
         )
     axis.set(
         yscale="log", xlabel="mean degradation of base layers, %", ylabel="times smaller, whole run",
-        title="weights: size and harm",
+        title="weights: size and degradation",
     )
     axis.margins(x=0.25, y=0.08)  # room for the names
 

@@ -355,6 +355,6 @@ def alexnet(name: str, seed: int) -> Workload:
 
 @register("mlr")
 def mlr(name: str, seed: int) -> Workload:
-    """Make the logistic regression: convex, so that harm to training shows without the noise of a landscape."""
+    """Make the logistic regression: convex, so that degradation of training shows without the noise of a landscape."""
     plan = Plan(800, 50, batch_size=64, rate=0.05, floor=1.0)
     return VisionWorkload(name, plan, seed, LogisticRegression, torch.optim.SGD)

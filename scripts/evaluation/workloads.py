@@ -2,7 +2,7 @@
 
 A workload is a model in training whose every batch and learning rate is a function of the step and the seed alone.
 A run that is killed and restored therefore sees what the run without failures sees, and what differs at the end is
-the harm that its checkpoints did.
+the degradation that its checkpoints caused.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_it_ends_with_the_first_bound_that_nothing_keeps(tmp_path):
 
 
 def test_a_metric_that_stays_the_same_does_not_mean_exact(tmp_path):
-    """As an accuracy does: the harm by `check` is told all the same, and the weights are not exact."""
+    """As an accuracy does: the degradation by `check` is told all the same, and the weights are not exact."""
     model = net()
     whole = loss(model)
 
@@ -101,13 +101,13 @@ def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_pa
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-2, 2)), min_size=1, max_size=6))
 def test_the_front_is_what_nothing_else_beats(figures):
-    def at(size: int, harm: int) -> Tradeoff:
-        return Tradeoff(0.1, float(harm), None, False, 100, size, 1, 1.0, False, path=None)
+    def at(size: int, degradation: int) -> Tradeoff:
+        return Tradeoff(0.1, float(degradation), None, False, 100, size, 1, 1.0, False, path=None)
 
-    marked = _mark_front([at(size, harm) for size, harm in figures])
+    marked = _mark_front([at(size, degradation) for size, degradation in figures])
     front = {(point.bytes_kept, point.degradation) for point in marked if point.on_front}
     strictly = {
-        (size, harm) for size, harm in figures
-        if not any(s <= size and h <= harm and (s, h) != (size, harm) for s, h in figures)
+        (size, degradation) for size, degradation in figures
+        if not any(s <= size and h <= degradation and (s, h) != (size, degradation) for s, h in figures)
     }
     assert front == strictly and len(front) == sum(point.on_front for point in marked)  # of equal ones, one

@@ -1,4 +1,4 @@
-"""The offline part of the evaluation: figures agree with the files, harm with the search, tables with their JSON."""
+"""The offline part of the evaluation: figures agree with files, degradation with the search, tables with JSON."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def _total(kinds: dict[str, Bytes] | dict[str, KindSizes], name: str) -> int:
 @pytest.mark.parametrize("system", ["dsq", "inshrinkerator", "lc", "kmeans"])
 def test_measured_harm_is_what_the_search_measured(replayed: Callable[[str], Replay], system: str) -> None:
     result = replayed(system)
-    harm = result.degradations()
+    degradations = result.degradations()
     assert [point.step for point in result.measured] == [10, 20, 30, 40, 50, 60]
-    for point, degradation in zip(result.measured, harm, strict=True):
+    for point, degradation in zip(result.measured, degradations, strict=True):
         assert point.quality is not None
         assert point.quality["metric"] == point.loss
         assert point.quality["degradation"] == pytest.approx(degradation, abs=1e-9)
@@ -136,8 +136,8 @@ def test_ratios_are_sums_over_the_run(replayed: Callable[[str], Replay]) -> None
     everything = sum(_total(point.kinds, "logical") for point in result.checkpoints)
     assert result.ratio_files == everything / sum(point.files for point in result.checkpoints)
     assert result.elements > 3 * sum(p.numel() for p in create("gpt-tiny").model.parameters())
-    harm = offline.summary(result)
-    assert harm["degradation_final"] == compute_degradation(
+    row = offline.summary(result)
+    assert row["degradation_final"] == compute_degradation(
         result.checkpoints[-1].base_loss, result.checkpoints[-1].loss, result.config.search
     )
 
@@ -289,9 +289,9 @@ def test_bisection_finds_the_fewest_levels(recording: Path, monkeypatch) -> None
 
 def test_bisection_says_when_nothing_is_enough(recording: Path, tmp_path: Path) -> None:
     run = create("gpt-tiny")
-    harms = iter([1.0, 2.0])
+    degradations = iter([1.0, 2.0])
     checkpoint = next(c for c in load_recording(recording).checkpoints if c["step"] == 10)
-    probe = ablations.Bisection(run.model, lambda: next(harms), [{"quantize.weights.codebook.step": 8.0}])
+    probe = ablations.Bisection(run.model, lambda: next(degradations), [{"quantize.weights.codebook.step": 8.0}])
     config = offline.system_config("dsq", 0.05)
     save_recorded(run, checkpoint, tmp_path / "probe", config, probe, fractions_of(config))
     assert probe.found == dict.fromkeys(ablations.BOUNDS) and probe.evaluations == 1

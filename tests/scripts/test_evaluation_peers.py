@@ -224,12 +224,12 @@ def test_a_codec_that_changes_bits_is_not_lossless(recording: Path) -> None:
 
 
 def test_versus_is_at_no_more_harm() -> None:
-    def row(peer: str, epsilon: float, ratio: float, harm: float, sensitivity: float | None = None) -> dict:
+    def row(peer: str, epsilon: float, ratio: float, degradation: float, sensitivity: float | None = None) -> dict:
         return {
             "run": "r", "part": "weights", "peer": peer, "name": peer, "epsilon": epsilon, "sensitivity": sensitivity,
             "ratio": ratio,
-            "degradation_mean": harm, "degradation_final": harm, "degradation_max": harm, "compress": 4 * ratio,
-            "decompress": 1.0, "ratio_later": 2 * ratio, "lossless": peer == "zstd",
+            "degradation_mean": degradation, "degradation_final": degradation, "degradation_max": degradation,
+            "compress": 4 * ratio, "decompress": 1.0, "ratio_later": 2 * ratio, "lossless": peer == "zstd",
         }
 
     own_rows = [row("dsq", 0.05, 100, 0.04), row("dsq", 0.01, 50, 0.005), row("dsq", 0.001, 20, TOLERANCE / 2)]
@@ -278,6 +278,6 @@ def test_peers_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
     assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {
         entry["name"] for entry in document["versus"]
     }
-    assert "dsq at no greater mean and final harm" in result.output
+    assert "dsq at no greater mean and final degradation" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--peers", "gzip"])
     assert refused.exit_code == 2 and "'gzip' is not one of excp" in unwrap_text(refused.output)

@@ -81,7 +81,7 @@ def test_points_of_the_overview_are_those_of_the_files() -> None:
     points = overview.points(documents)
     rows = {row["name"]: row for row in documents[0]["rows"]}
     lc = [point for point in points if point.system == "lc"]
-    assert [(point.part, point.harm, point.ratio) for point in lc] == [
+    assert [(point.part, point.degradation, point.ratio) for point in lc] == [
         (overview.WEIGHTS, rows["lc"]["degradation_mean"], rows["lc"]["ratio_weights"]),
         (overview.STATE, rows["lc"]["degradation_mean"], rows["lc"]["ratio_files"]),
     ]

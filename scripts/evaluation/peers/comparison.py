@@ -1,4 +1,4 @@
-"""Which peers there are, what each is given, and rows side by side at equal harm."""
+"""Which peers there are, what each is given, and rows side by side at equal degradation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evaluation.report import Column, Row, digits, percent, ratio, show
 
 OURS = "dsq"
 TOLERANCE = 0.001
-"""Harms that differ by less count as equal: relative rise of the held-out loss."""
+"""Degradations that differ by less count as equal: relative rise of the held-out loss."""
 
 
 class Job(NamedTuple):
@@ -72,7 +72,7 @@ JOBS: dict[str, list[Job]] = {
         Job(lambda worker: ExCP(), STATE, bounded=True, lossless=False),
         Job(lambda worker: ExCP("excp, mean", MEAN_KNOBS), STATE, bounded=True, lossless=False),
         *(Job(_excp(knob), STATE, lossless=False) for knob in FIXED),
-        # As its authors run it, whatever harm that does here.
+        # As its authors run it, whatever the degradation here.
         Job(lambda worker: ExCP("excp, published", (PUBLISHED,)), STATE, lossless=False),
     ],
     "nncodec": [Job(_nncodec, WEIGHTS, bounded=True, lossless=False)],
@@ -87,19 +87,20 @@ JOBS: dict[str, list[Job]] = {
 COLUMNS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
     Column("ratio", "ratio", ratio), Column("after the first", "ratio_later", ratio),
-    Column("harm, mean", "degradation_mean", percent),
+    Column("degradation, mean", "degradation_mean", percent),
     Column("final", "degradation_final", percent), Column("max", "degradation_max", percent),
     Column("missed", "missed"), Column("continued", "continued", percent),
     Column("compress, MB/s", "compress", digits(2)), Column("decompress, MB/s", "decompress", digits(2)),
 )
 NOTES = """\
 ratio: bytes of the tensors over those written, all checkpoints together; after the first: without the first one, which
-is a keyframe of dsq, and of others a difference to the state at step 0; harm: relative rise of the held-out loss with
-what was read back; continued: the same after 20 more steps; missed: checkpoints beyond the bound; speeds: medians"""
+is a keyframe of dsq, and of others a difference to the state at step 0; degradation: relative rise of the held-out loss
+with what was read back; continued: the same after 20 more steps; missed: checkpoints beyond the bound
+speeds: medians"""
 VERSUS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
     Column("ratio", "theirs", ratio), Column("sensitivity of dsq", "sensitivity"),
-    Column("dsq at no more harm", "ours", ratio), Column("its bound", "at", percent),
+    Column("dsq at no more degradation", "ours", ratio), Column("its bound", "at", percent),
     Column("times the ratio", "times", digits(2)), Column("after the first", "times_later", digits(2)),
     Column("times the speed", "faster", digits(1)),
     Column("of decompression", "faster_back", digits(1)),
@@ -162,7 +163,7 @@ def compare(
 
 
 def versus(rows: Sequence[Row]) -> list[Row]:
-    """Return, per row of a lossy peer, the highest ratio of `dsq` at no greater mean and final harm.
+    """Return, per row of a lossy peer, the highest ratio of `dsq` at no greater mean and final degradation.
 
     There is one for each strength of the gradients in the steps of `dsq`.
     """
@@ -172,7 +173,7 @@ def versus(rows: Sequence[Row]) -> list[Row]:
     for sensitivity, other in itertools.product(strengths or [None], lossy):
         if other["peer"] == OURS:
             continue
-        harmless = [
+        acceptable = [
             row for row in lossy
             if row["peer"] == OURS and row.get("sensitivity") == sensitivity
             and all(row[key] == other[key] for key in ("run", "part"))
@@ -184,8 +185,8 @@ def versus(rows: Sequence[Row]) -> list[Row]:
         comparison: dict[str, Any] = {key: other[key] for key in ("run", "part", "name", "epsilon")}
         comparison["sensitivity"] = sensitivity
         comparison["theirs"] = other["ratio"]
-        if harmless:
-            best = max(harmless, key=lambda row: row["ratio"])
+        if acceptable:
+            best = max(acceptable, key=lambda row: row["ratio"])
             comparison |= {
                 "ours": best["ratio"], "at": best["epsilon"], "layers": best["name"],
                 "times": best["ratio"] / other["ratio"],
@@ -200,5 +201,6 @@ def versus(rows: Sequence[Row]) -> list[Row]:
 def print_comparison(rows: Sequence[Row], against: Sequence[Row]) -> None:
     """Print the tables of every run."""
     for run in dict.fromkeys(row["run"] for row in rows):
-        show(f"{run}: size, harm and speed", COLUMNS, [row for row in rows if row["run"] == run], NOTES)
-        show(f"{run}: dsq at no greater mean and final harm", VERSUS, [row for row in against if row["run"] == run])
+        show(f"{run}: size, degradation and speed", COLUMNS, [row for row in rows if row["run"] == run], NOTES)
+        beside = [row for row in against if row["run"] == run]
+        show(f"{run}: dsq at no greater mean and final degradation", VERSUS, beside)

@@ -45,7 +45,7 @@ PUBLISHED = Knob(5e-5, 4, 2.0, each=False)
 KNOBS = tuple(Knob(alpha, bits) for bits, alpha in (
     *((2, 4e-3 * 2 ** (-step / 2)) for step in range(13)), (4, 1e-4), (4, 5e-5), (4, 2e-5), (4, 0.0), (8, 0.0),
 ))
-"""From the smallest files to the least harm."""
+"""From the smallest files to the least degradation."""
 MEAN_KNOBS = tuple(Knob(alpha, bits, each=False) for bits, alpha in (
     (2, 1.0), *((2, 2e-3 * 2 ** (-step / 2)) for step in range(9)), (4, 2e-4), (4, 1e-4), (4, 5e-5), (4, 0.0), (8, 0.0),
 ))

@@ -48,7 +48,7 @@ class Try(NamedTuple):
 
     data: bytes
     back: State
-    harm: float
+    degradation: float
     compress: float
     decompress: float
 
@@ -63,10 +63,11 @@ class Figures:
 
     def row(self) -> Row:
         """Return the row."""
-        harm = [point["degradation"] for point in self.points]
+        degradations = [point["degradation"] for point in self.points]
         row: Row = {
             "bytes": sum(point["bytes"] for point in self.points), "raw_bytes": self.raw, "checkpoints": self.points,
-            "degradation_mean": statistics.mean(harm), "degradation_final": harm[-1], "degradation_max": max(harm),
+            "degradation_mean": statistics.mean(degradations), "degradation_final": degradations[-1],
+            "degradation_max": max(degradations),
             "missed": sum(not point["satisfied"] for point in self.points),
             "continued": statistics.mean(self.continued) if self.continued else None,
         }
@@ -132,26 +133,26 @@ def walk(
         def keeps(place: int, state: State = state, before: State = before, tried: dict[int, Try] = tried) -> bool:
             data, compress = _timed(peer, peer.encode, state, before, peer.knobs[place])
             back, decompress = _timed(peer, peer.decode, data, before)
-            harm = _same(state, back) if lossless else _harm(run, state, back)
-            tried[place] = Try(data, back, harm, compress, decompress)
-            return epsilon is None or harm <= epsilon
+            degradation = _same(state, back) if lossless else _degradation(run, state, back)
+            tried[place] = Try(data, back, degradation, compress, decompress)
+            return epsilon is None or degradation <= epsilon
 
         place = first_that(keeps, len(peer.knobs), place)
-        data, back, harm, compress, decompress = tried[place]
+        data, back, degradation, compress, decompress = tried[place]
         if list(tried)[-1] != place:  # `accept` is about what was decoded last
             peer.decode(data, before)
         _tell(peer, "accept")
         figures.raw += state.nbytes
         figures.points.append({
-            "step": state.step, "bytes": len(data), "degradation": harm, "knob": peer.knobs[place],
-            "satisfied": epsilon is None or harm <= epsilon, "compress_seconds": compress,
+            "step": state.step, "bytes": len(data), "degradation": degradation, "knob": peer.knobs[place],
+            "satisfied": epsilon is None or degradation <= epsilon, "compress_seconds": compress,
             "decompress_seconds": decompress,
         })
         if continuation is not None and moments and not lossless and state.step in continuation.steps:
             restore(run, back)
             figures.continued.append(continuation.rise(run, state.step))
         before = back
-        report(f"  step {state.step}: {state.nbytes / len(data):.1f}x, {harm:+.2%}, {peer.knobs[place]}")
+        report(f"  step {state.step}: {state.nbytes / len(data):.1f}x, {degradation:+.2%}, {peer.knobs[place]}")
     return figures.row()
 
 
@@ -190,13 +191,13 @@ def walk_ours(
     sizes = {state.step: state.nbytes for state in read(directory, moments)}
 
     def visit(run: Workload, point: Replayed, path: Path, refined: bool) -> None:
-        harm = (point.refined_loss if refined else point.base_loss) / point.loss - 1
+        degradation = (point.refined_loss if refined else point.base_loss) / point.loss - 1
         refinement = Manifest.read(path).sum_bytes("refinement")
         own_figures = figures[refined]
         own_figures.raw += sizes[point.step]
         own_figures.points.append({
-            "step": point.step, "bytes": point.files + (refinement if refined else 0), "degradation": harm,
-            "satisfied": harm <= epsilon, "knob": (point.quality or {}).get("chosen"),
+            "step": point.step, "bytes": point.files + (refinement if refined else 0), "degradation": degradation,
+            "satisfied": degradation <= epsilon, "knob": (point.quality or {}).get("chosen"),
             "compress_seconds": point.seconds_save - point.seconds_search, "decompress_seconds": point.seconds_load,
         })
         if continuation is not None and moments and point.step in continuation.steps:
@@ -227,14 +228,14 @@ def _tell(peer: Peer, what: str) -> None:
         getattr(peer, what)()
 
 
-def _harm(run: Workload, state: State, back: State) -> float:
+def _degradation(run: Workload, state: State, back: State) -> float:
     """Return the relative rise of the held-out loss with the weights that came back."""
     restore(run, back)
     return run.evaluate() / state.loss - 1
 
 
 def _same(state: State, back: State) -> float:
-    """Return no harm, if every tensor came back bit for bit."""
+    """Return 0, if every tensor came back bit for bit."""
     tensors = back.tensors()
     for name, value in state.tensors().items():
         if not torch.equal(value.flatten().view(torch.uint8), tensors[name].flatten().view(torch.uint8)):
