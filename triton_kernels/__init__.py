@@ -1,22 +1,22 @@
 """Triton implementations of the kernels, for data on a GPU.
 
-Each operation has the name, the argument order and, bit for bit, the result that it has in ``dsq_ckpt.kernels``, on
-flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or float16.  This package imports Triton;
-``dsq_ckpt.kernels.dispatch`` imports it for the first CUDA tensor.
+Each operation has the name, the argument order and, bit for bit, the result that it has in `dsq_ckpt.kernels`, on
+flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or float16. This package imports Triton;
+`dsq_ckpt.kernels.dispatch` imports it for the first CUDA tensor.
 
 ==================  =======================================================================
-``sketch``          histograms of keys, alone or with previous codes
-``quantize``        codes, and in the same pass refinement symbols
-``protected``       gathering of protected values in order, and the inverse
-``dequantize``      codes, refinement symbols and protected values to values
-``pack``            streams of 1 to 8 bits per symbol
-``changed_codes``   only the codes that have changed, and the inverse
-``sensitivity``     averages of gradients, and the sketch of sensitivities in the same pass
-``importance``      sensitivity of each element, and its class
+`sketch`          histograms of keys, alone or with previous codes
+`quantize`        codes, and in the same pass refinement symbols
+`protected`       gathering of protected values in order, and the inverse
+`dequantize`      codes, refinement symbols and protected values to values
+`pack`            streams of 1 to 8 bits per symbol
+`changed_codes`   only the codes that have changed, and the inverse
+`sensitivity`     averages of gradients, and the sketch of sensitivities in the same pass
+`importance`      sensitivity of each element, and its class
 ==================  =======================================================================
 
 There are no kernels for uniform, exponent-bucket, k-means or other codebooks: each of them is a table from keys to
-codes, and ``quantize`` is one lookup per element for any table.
+codes, and `quantize` is one lookup per element for any table.
 
 Kernels can also be interpreted on CPU tensors (TRITON_INTERPRET=1 before Triton is imported): slow, for tests.
 """

@@ -1,4 +1,4 @@
-"""The kernels of this package as ``dsq_ckpt.kernels.backend.Backend``."""
+"""The kernels of this package as `dsq_ckpt.kernels.backend.Backend`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sketch import joint_sketch, sketch
 class TritonBackend:
     """Triton kernels on the tensors of a device, queued on the current stream.
 
-    Values past the end of a table are reported by ``check``.
+    Values past the end of a table are reported by `check`.
 
     Args:
         device: device of all tensors; a CUDA device, or the CPU if kernels are interpreted.

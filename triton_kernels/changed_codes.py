@@ -27,8 +27,8 @@ def find_changes(
         capacity: number of entries of the results, to avoid a wait for the number m; None: wait for the device.
 
     Returns:
-        Positions, int32[m] (int64 for more than 2**31 elements), codes, uint8[m], and m, int64[] on the device.  With
-        ``capacity``, positions and codes have that many entries: the first m are filled, or all if m is larger.
+        Positions, int32[m] (int64 for more than 2**31 elements), codes, uint8[m], and m, int64[] on the device. With
+        `capacity`, positions and codes have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.
@@ -53,7 +53,7 @@ def apply_changes(
     parent: torch.Tensor, positions: torch.Tensor, changed: torch.Tensor, out: torch.Tensor,
     faults: Faults | None = None,
 ) -> None:
-    """Invert ``find_changes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
+    """Invert `find_changes`: set `out` to `parent`, with `changed` at `positions`.
 
     Args:
         parent, out: uint8[n]; may be the same.
@@ -62,7 +62,7 @@ def apply_changes(
         faults: where positions past the end are marked.
 
     Raises:
-        ValueError: a shape, dtype or device is wrong; without ``faults`` also a position past the end.
+        ValueError: a shape, dtype or device is wrong; without `faults` also a position past the end.
     """
     check_flat("parent", parent, torch.uint8)
     check_tensor("out", out, torch.uint8, parent.shape, like=parent)

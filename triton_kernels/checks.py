@@ -1,7 +1,7 @@
 """Checks of the kernels' arguments, and reports of codes past the end of a table.
 
-Shapes and dtypes are checked before a launch, on the host.  Codes are on the device: a kernel replaces one that is past
-the end of a table by the last entry, so that it never reads or writes outside, and marks it in ``Faults``.
+Shapes and dtypes are checked before a launch, on the host. Codes are on the device: a kernel replaces one that is past
+the end of a table by the last entry, so that it never reads or writes outside, and marks it in `Faults`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Faults:
     """Marks of arguments in which kernels met values past the end of a table, on the device until they are checked.
 
-    It is an argument of operations, ``faults``.  Without it they check before they return, which waits for the device;
-    with it they do not, and their results are valid if ``check`` does not raise.
+    It is an argument of operations, `faults`. Without it they check before they return, which waits for the device;
+    with it they do not, and their results are valid if `check` does not raise.
 
     Args:
         device: device of the tensors.
@@ -43,7 +43,7 @@ class Faults:
         """Wait for the current stream, and clear the marks.
 
         Raises:
-            ValueError: an argument of an operation since the last ``check`` held a value past the end of a table.
+            ValueError: an argument of an operation since the last `check` held a value past the end of a table.
         """
         marks = self.marks.tolist()
         self.marks.zero_()
@@ -86,7 +86,7 @@ def check_tensor(
 
 
 def check_flat(name: str, tensor: torch.Tensor, dtype: torch.dtype | tuple[torch.dtype, ...]) -> None:
-    """Require as ``check_tensor`` does, with one dimension of any length."""
+    """Require as `check_tensor` does, with one dimension of any length."""
     check_tensor(name, tensor, dtype, (tensor.numel(),))
 
 
@@ -104,10 +104,10 @@ def check_rows(
     name: str, table: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, parent: torch.Tensor | None, context: int,
     size: int,
 ) -> None:
-    """Require a table of rows of ``size`` bins, that has ``context``, and a previous code for every element.
+    """Require a table of rows of `size` bins, that has `context`, and a previous code for every element.
 
     Raises:
-        ValueError: the shape or dtype is wrong, or there is no row ``context``.  The kernel checks codes.
+        ValueError: the shape or dtype is wrong, or there is no row `context`. The kernel checks codes.
     """
     check_tensor(name, table, dtype, like=x)
     if table.ndim != 2 or table.shape[1] != size:
@@ -120,7 +120,7 @@ def check_rows(
 
 
 def fp32_scale(inv_scale: float) -> float:
-    """Return ``inv_scale`` in the precision in which it is applied.
+    """Return `inv_scale` in the precision in which it is applied.
 
     Raises:
         ValueError: it is not a positive finite fp32 number.

@@ -1,7 +1,7 @@
-"""Selection of elements that satisfy a condition, in their order: shared by ``protected`` and ``changed_codes``.
+"""Selection of elements that satisfy a condition, in their order: shared by `protected` and `changed_codes`.
 
 First every tile counts its selected elements. A running sum of the counts is the end of each tile in the output. Then
-each tile writes its elements there.  The result does not depend on the order of programs.  Tiles without selected
+each tile writes its elements there. The result does not depend on the order of programs. Tiles without selected
 elements, which are most of them, are not read again.
 """
 
@@ -17,7 +17,7 @@ from .launch import launch, parts, slice_tiles, tile_count
 
 
 def empty_tally(codes: torch.Tensor) -> torch.Tensor:
-    """Allocate one count per tile, int32, on the device of ``codes``."""
+    """Allocate one count per tile, int32, on the device of `codes`."""
     return torch.empty(tile_count(codes.numel()), dtype=torch.int32, device=codes.device)
 
 
@@ -28,7 +28,7 @@ def tile_ends(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def count_selected(codes: torch.Tensor, parent: torch.Tensor | None, target: int) -> torch.Tensor:
-    """Count the ``codes`` of each tile that are ``target`` or, with ``parent``, differ from it: int32[tiles]."""
+    """Count the `codes` of each tile that are `target` or, with `parent`, differ from it: int32[tiles]."""
     tally = empty_tally(codes)
     for part in parts(codes.numel()):
         other = None if parent is None else parent[part.elements]
@@ -38,7 +38,7 @@ def count_selected(codes: torch.Tensor, parent: torch.Tensor | None, target: int
 
 @triton.jit
 def selection_mask(codes, parent, target, offsets, n):
-    """Return the mask of a tile's selected elements: codes that are ``target``, or differ from ``parent``."""
+    """Return the mask of a tile's selected elements: codes that are `target`, or differ from `parent`."""
     mask = offsets < n
     code = tl.load(codes + offsets, mask=mask, other=0)
     if parent is None:
@@ -49,7 +49,7 @@ def selection_mask(codes, parent, target, offsets, n):
 
 @triton.jit
 def output_slots(selected, n_selected, ends, tile):
-    """Return the output positions of the selected elements of a tile, ``n_selected`` in number."""
+    """Return the output positions of the selected elements of a tile, `n_selected` in number."""
     return tl.load(ends + tile) - n_selected + tl.cumsum(selected.to(tl.int32), 0) - 1
 
 

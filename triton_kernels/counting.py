@@ -1,11 +1,11 @@
 """Counting into bins: every program counts on its own, and adds its counts to those of all programs.
 
 A program counts each tile in a histogram in shared memory, which is cleared for each tile and summed in registers: one
-atomic in global memory per element would be many times slower, most so where most elements are in a few bins.  At its
+atomic in global memory per element would be many times slower, most so where most elements are in a few bins. At its
 end a program adds its nonzero bins to the counts in global memory, with one atomic for each of these bins, whatever the
-number of elements.  No copies are cleared or summed, so that a small tensor costs little.  If there are too many
+number of elements. No copies are cleared or summed, so that a small tensor costs little. If there are too many
 bins for one histogram, they are split between two programs that read the same tiles at about the same time, one of them
-from the L2 cache.  Tables that are too large even for two histograms are counted with one atomic per element, into
+from the L2 cache. Tables that are too large even for two histograms are counted with one atomic per element, into
 copies that fit that cache; so are all but small windows before Triton 3.8, which has no atomics in shared memory.
 """
 
@@ -73,8 +73,8 @@ def run_counting(
 
     Args:
         kernel: its arguments are the arguments of a part, the number of elements, copies of the counts, the number of
-            copies and the length of each, and the constants ``BINS`` and ``TILE``.
-        plan: plan for the bins of ``counts``.
+            copies and the length of each, and the constants `BINS` and `TILE`.
+        plan: plan for the bins of `counts`.
         arguments: function that returns the arguments of a part, a tensor first.
         counts: int64, contiguous.
     """

@@ -1,7 +1,7 @@
 """Dequantization of codes, and of refinement symbols if there are any, to values.
 
 A value depends on its code and symbol only. So a few operations on at most 64 K numbers make a table of all values: in
-fp64, rounded to fp32, scaled in fp32, then rounded to the output dtype.  The pass over the elements is a lookup.
+fp64, rounded to fp32, scaled in fp32, then rounded to the output dtype. The pass over the elements is a lookup.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,7 +26,7 @@ def dequantize(
     codes: torch.Tensor, levels: torch.Tensor, scale: float, protected_code: int, protected: torch.Tensor,
     out: torch.Tensor, faults: Faults | None = None,
 ) -> torch.Tensor:
-    """Set ``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
+    """Set `out = levels[code] * scale` in fp32; protected elements take the next of `protected`, unscaled.
 
     Args:
         codes: uint8[n].
@@ -38,11 +38,11 @@ def dequantize(
         faults: where codes past the levels are marked.
 
     Returns:
-        Number of codes equal to ``protected_code``, int64[] on the device; reading it waits.  The caller compares it
-        to ``m``: if it is larger, the last elements had no value left and hold ``levels[protected_code] * scale``.
+        Number of codes equal to `protected_code`, int64[] on the device; reading it waits. The caller compares it
+        to `m`: if it is larger, the last elements had no value left and hold `levels[protected_code] * scale`.
 
     Raises:
-        ValueError: a shape, dtype or device is wrong; without ``faults`` also a code past the levels.
+        ValueError: a shape, dtype or device is wrong; without `faults` also a code past the levels.
     """
     check_tensor("levels", levels, torch.float32, (levels.numel(),), like=codes)
     values = levels * float(np.float32(scale))
@@ -54,22 +54,22 @@ def dequantize_refined(
     sign: torch.Tensor, levels: torch.Tensor, scale: float, protected_code: int, protected: torch.Tensor,
     log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
 ) -> torch.Tensor:
-    """Dequantize as ``dequantize`` does, to the middle of the part of the cell that the symbol selects.
+    """Dequantize as `dequantize` does, to the middle of the part of the cell that the symbol selects.
 
-    ``dsq_ckpt.kernels.reference.dequantize_refined`` has the formula.
+    `dsq_ckpt.kernels.reference.dequantize_refined` has the formula.
 
     Args:
-        refinement: uint8[n], below ``2**bits``.
+        refinement: uint8[n], below `2**bits`.
         bits: 1..8.
         low, width, sign: float64, one per code.
         log_domain: whether cells are those of magnitude bits.
-        faults: where codes past a table, and symbols past ``2**bits``, are marked.
+        faults: where codes past a table, and symbols past `2**bits`, are marked.
 
     Returns:
-        As ``dequantize``.
+        As `dequantize`.
 
     Raises:
-        ValueError: as ``dequantize`` does, or ``bits`` is out of range; without ``faults`` also a symbol.
+        ValueError: as `dequantize` does, or `bits` is out of range; without `faults` also a symbol.
     """
     check_bits(bits)
     for name, table in (("low", low), ("width", width), ("sign", sign)):
@@ -93,7 +93,7 @@ def _look_up(
     codes: torch.Tensor, refinement: torch.Tensor | None, bits: int, values: torch.Tensor, protected_code: int,
     protected: torch.Tensor, out: torch.Tensor, faults: Faults | None,
 ) -> torch.Tensor:
-    """Look up ``values[code << bits | symbol]``, and fill protected elements."""
+    """Look up `values[code << bits | symbol]`, and fill protected elements."""
     check_flat("codes", codes, torch.uint8)
     check_tensor("protected", protected, torch.float32, (protected.numel(),), like=codes)
     check_tensor("out", out, FLOATS, codes.shape, like=codes)

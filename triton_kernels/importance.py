@@ -1,4 +1,4 @@
-"""Sensitivity of elements, and their classes by sensitivity; see ``dsq_ckpt.kernels.importance``."""
+"""Sensitivity of elements, and their classes by sensitivity; see `dsq_ckpt.kernels.importance`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,14 +20,14 @@ _PRUNE, _PROTECT = tl.constexpr(PRUNE), tl.constexpr(PROTECT)
 
 
 def compute_importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """Compute ``|weight * average|`` in fp32, in one pass.
+    """Compute `|weight * average|` in fp32, in one pass.
 
     Args:
         weight: float32[n], bfloat16[n] or float16[n].
         average: float32[n], the average gradient of each weight.
 
     Returns:
-        float32[n], as ``dsq_ckpt.kernels.importance`` has it.
+        float32[n], as `dsq_ckpt.kernels.importance` has it.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.
@@ -44,12 +44,12 @@ def compute_importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Ten
 
 
 def classify(importance: torch.Tensor, prune_below: float, protect_from: float) -> torch.Tensor:
-    """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
+    """Classify elements: `PRUNE` below the first threshold, `PROTECT` at or above the second, else `NORMAL`.
 
     Args:
         importance: float32[n], not negative.
         prune_below: 0 prunes nothing.
-        protect_from: infinity protects nothing, infinite elements included.  Elements that
+        protect_from: infinity protects nothing, infinite elements included. Elements that
             satisfy both conditions are protected.
 
     Returns:

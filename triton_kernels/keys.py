@@ -1,4 +1,4 @@
-"""Device functions for fp32 bits of loaded elements, and their bins of a key window (``kernels.keys``).
+"""Device functions for fp32 bits of loaded elements, and their bins of a key window (`kernels.keys`).
 
 Only the sign of a NaN is preserved everywhere: a GPU returns its own NaN from every operation, so signs are taken from
 the element as it was loaded.
@@ -52,7 +52,7 @@ def scale_elements(raw, factor):
 
 @triton.jit
 def bin_of(magnitude, negative, lo, hi):
-    """Return the bin of a window, int32, from magnitude bits and sign: ``KeyWindow.bin_of``."""
+    """Return the bin of a window, int32, from magnitude bits and sign: `KeyWindow.bin_of`."""
     key = magnitude >> SHIFT
     inside = tl.minimum(tl.maximum(key - (lo - 1), 0), hi - lo + 1)
     special = (key >= NON_FINITE).to(tl.int32)

@@ -1,6 +1,6 @@
 """Division of tensors into launches and tiles, and numbers of programs.
 
-Offsets inside a kernel are 32 bits wide: longer tensors are processed in pieces.  A piece is a multiple of 16
+Offsets inside a kernel are 32 bits wide: longer tensors are processed in pieces. A piece is a multiple of 16
 elements, so that the compiler sees masks that are uniform over 16 elements and loads 16 bytes at once; the rest,
 of fewer than 16 elements, is a separate launch.
 """
@@ -20,7 +20,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 TILE = 1 << 14 if INTERPRETED else 1 << 12
 """Elements that one program processes together; more when interpreted, where each operation has a fixed cost."""
 PIECE = 1 << 30
-"""Elements of one launch at most.  A multiple of ``ALIGNED``; with it a 32-bit count of elements cannot overflow."""
+"""Elements of one launch at most. A multiple of `ALIGNED`; with it a 32-bit count of elements cannot overflow."""
 ALIGNED = 16
 _PER_THREAD = 16  # elements of a tile per thread: 64 bytes of fp32, four loads
 
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def parts(n: int, max_elements: int | None = None) -> list[Part]:
-    """Return the launches for ``n`` elements in order, each of at most ``max_elements`` (default: ``PIECE``)."""
+    """Return the launches for `n` elements in order, each of at most `max_elements` (default: `PIECE`)."""
     max_elements = max_elements or PIECE
     whole = n - n % ALIGNED
     slices = [slice(start, min(start + max_elements, whole)) for start in range(0, whole, max_elements)]
@@ -56,7 +56,7 @@ def parts(n: int, max_elements: int | None = None) -> list[Part]:
 
 
 def tile_count(n: int) -> int:
-    """Return the number of tiles of all launches for ``n`` elements."""
+    """Return the number of tiles of all launches for `n` elements."""
     return sum(part.tiles for part in parts(n))
 
 
@@ -78,7 +78,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, tile: int = 0, **cons
     Args:
         grid: programs, up to three axes.
         args: arguments of the kernel, the first one a tensor.
-        tile: constant ``TILE`` of the kernel. Default: ``launch.TILE``.
+        tile: constant `TILE` of the kernel. Default: `launch.TILE`.
         constants: other compile-time constants of the kernel.
     """
     tile = tile or TILE

@@ -1,4 +1,4 @@
-"""Packing of codes or symbols into a stream of bits, and unpacking: the bytes of ``dsq_ckpt.kernels.pack``.
+"""Packing of codes or symbols into a stream of bits, and unpacking: the bytes of `dsq_ckpt.kernels.pack`.
 
 Each byte is made from the symbols that overlap it, and each symbol from the two bytes that may hold it. Neighbours read
 the same bytes, from the cache, and all writes are contiguous.
@@ -27,7 +27,7 @@ def _parts(n: int) -> list[launch.Part]:
 
 
 def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torch.Tensor:
-    """Pack symbols below ``2**bits`` into a stream of bits, the lowest bit of the first symbol first.
+    """Pack symbols below `2**bits` into a stream of bits, the lowest bit of the first symbol first.
 
     Args:
         symbols: uint8[n].
@@ -38,7 +38,7 @@ def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torc
         uint8[ceil(n * bits / 8)]; bits after the last symbol are zero.
 
     Raises:
-        ValueError: ``bits`` is out of range, or ``symbols`` not as above; without ``faults`` also a symbol's value.
+        ValueError: `bits` is out of range, or `symbols` not as above; without `faults` also a symbol's value.
     """
     check_bits(bits)
     check_flat("symbols", symbols, torch.uint8)
@@ -57,10 +57,10 @@ def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torc
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Invert ``pack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)].
+    """Invert `pack`: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)].
 
     Raises:
-        ValueError: ``bits`` is out of range, or a shape, dtype or device is wrong.
+        ValueError: `bits` is out of range, or a shape, dtype or device is wrong.
     """
     check_bits(bits)
     check_flat("out", out, torch.uint8)

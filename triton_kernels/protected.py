@@ -18,18 +18,18 @@ def gather_protected(
     x: torch.Tensor, codes: torch.Tensor, protected_code: int, tally: torch.Tensor | None = None, bf16: bool = False,
     capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the elements whose code is ``protected_code``, in order.
+    """Return the elements whose code is `protected_code`, in order.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
         codes: uint8[n].
         protected_code: -1: none.
-        tally: result of ``quantize`` for these codes, which are then not counted again.
+        tally: result of `quantize` for these codes, which are then not counted again.
         bf16: whether to return the nearest bf16 numbers, never rounded up to infinity.
         capacity: number of entries of the result, to avoid a wait for the number m; None: wait for the device.
 
     Returns:
-        fp32 bits, uint32[m], or with ``bf16`` bf16 bits, uint16[m]; and m, int64[] on the device.  With ``capacity``
+        fp32 bits, uint32[m], or with `bf16` bf16 bits, uint16[m]; and m, int64[] on the device. With `capacity`
         the bits have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
@@ -56,7 +56,7 @@ def gather_protected(
 def fill_protected(
     codes: torch.Tensor, protected_code: int, tally: torch.Tensor, protected: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Set the elements with ``protected_code`` to the values of ``protected``, in order, as long as there are values.
+    """Set the elements with `protected_code` to the values of `protected`, in order, as long as there are values.
 
     Args:
         codes: uint8[n].

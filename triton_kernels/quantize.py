@@ -23,27 +23,27 @@ def quantize(
     x: torch.Tensor, parent: torch.Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: torch.Tensor,
     codes: torch.Tensor, refinement: Refinement | None = None, protected_code: int = -1, faults: Faults | None = None,
 ) -> torch.Tensor | None:
-    """Set ``codes[i] = table[parent code, bin]``.
+    """Set `codes[i] = table[parent code, bin]`.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements use row ``context``.
-        context: row of the table, without ``parent``.
+        parent: previous codes, uint8[n]; None: all elements use row `context`.
+        context: row of the table, without `parent`.
         lo, hi: the window of magnitude keys.
-        inv_scale: multiplies ``x`` in fp32 before its key is taken.
+        inv_scale: multiplies `x` in fp32 before its key is taken.
         table: uint8[rows, size].
         codes: uint8[n], filled.
-        refinement: arguments of ``refine``, whose symbols are filled in the same pass; None: no symbols.
-        protected_code: code to count for ``gather_protected``; -1: none.
+        refinement: arguments of `refine`, whose symbols are filled in the same pass; None: no symbols.
+        protected_code: code to count for `gather_protected`; -1: none.
         faults: where codes past the end of a table are marked.
 
     Returns:
-        With ``protected_code``, the number of elements of each tile that have it, int32, for ``gather_protected`` of
-        these codes as long as they are not changed.  Else None.
+        With `protected_code`, the number of elements of each tile that have it, int32, for `gather_protected` of
+        these codes as long as they are not changed. Else None.
 
     Raises:
         ValueError: a shape, dtype or device is wrong, a number is out of range, or there is no such row;
-            without ``faults`` also a previous code past its last row, or a code past the cells.
+            without `faults` also a previous code past its last row, or a code past the cells.
     """
     window, n = KeyWindow(lo, hi), x.numel()
     check_flat("x", x, FLOATS)
@@ -70,12 +70,12 @@ def refine(
     x: torch.Tensor, codes: torch.Tensor, inv_scale: float, low: torch.Tensor, inv_width: torch.Tensor, bits: int,
     log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
 ) -> None:
-    """Quantize the position of each element inside its cell to ``bits`` bits; formula: ``kernels.reference.refine``.
+    """Quantize the position of each element inside its cell to `bits` bits; formula: `kernels.reference.refine`.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
         codes: uint8[n].
-        inv_scale: multiplies ``x`` in fp32.
+        inv_scale: multiplies `x` in fp32.
         low: lower edge of each cell, float64, one per code.
         inv_width: one over the width of each cell, float64; 0: the cell is not refined.
         bits: 1..8.
@@ -84,7 +84,7 @@ def refine(
         faults: where codes past the cells are marked.
 
     Raises:
-        ValueError: a shape, dtype or device is wrong, or a number is out of range; without ``faults`` also a code.
+        ValueError: a shape, dtype or device is wrong, or a number is out of range; without `faults` also a code.
     """
     check_flat("x", x, FLOATS)
     check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)
@@ -110,7 +110,7 @@ def _check_cells(
 
 @triton.jit
 def cell_symbol(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
-    """Return the symbol of a scaled element: ``clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)``."""
+    """Return the symbol of a scaled element: `clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)`."""
     # In the bits domain in units of 2**-23.
     u = (fp32_bits(value) & MAGNITUDE).to(tl.float64) * 1.1920928955078125e-07 if LOG else value.to(tl.float64)
     t = (u - tl.load(low + code)) * (tl.load(inv_width + code) * (1 << BITS))

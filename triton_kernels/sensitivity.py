@@ -21,9 +21,9 @@ _HALF = FULL.n
 
 
 def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
-    """Set ``average = weight * new + (1 - weight) * average``, rounded as ``gradients.offload.blend`` does.
+    """Set `average = weight * new + (1 - weight) * average`, rounded as `gradients.offload.blend` does.
 
-    That is torch's ``average.mul_(1 - weight).add_(new, alpha=weight)``: of the products, the second is not rounded
+    That is torch's `average.mul_(1 - weight).add_(new, alpha=weight)`: of the products, the second is not rounded
     before they are added (a fused multiply-add, on GPUs and on CPUs that have one).
 
     Args:
@@ -43,13 +43,13 @@ def sketch_sensitivity(
     parameter: torch.Tensor, average: torch.Tensor, counts: torch.Tensor, new: torch.Tensor | None = None,
     weight: float = 0.0,
 ) -> None:
-    """Add the sensitivities ``|parameter * average|`` to ``counts``; with ``new``, in the same pass as ``blend``.
+    """Add the sensitivities `|parameter * average|` to `counts`; with `new`, in the same pass as `blend`.
 
     Args:
         parameter: float32[n], bfloat16[n] or float16[n].
-        average: float32[n]; ``new`` is blended in before sensitivities are counted.
+        average: float32[n]; `new` is blended in before sensitivities are counted.
         counts: int64[FULL.size], added to in place.
-        new, weight: as in ``blend``.
+        new, weight: as in `blend`.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.

@@ -19,16 +19,16 @@ from .launch import slice_elements
 
 
 def sketch(x: torch.Tensor, lo: int, hi: int, inv_scale: float, counts: torch.Tensor) -> None:
-    """Add the elements of ``x`` to ``counts``.
+    """Add the elements of `x` to `counts`.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
         lo, hi: the window of magnitude keys.
-        inv_scale: multiplies ``x`` in fp32 before its key is taken.
+        inv_scale: multiplies `x` in fp32 before its key is taken.
         counts: int64[size] of the window, added to in place.
 
     Raises:
-        ValueError: a shape, dtype or device is wrong, or the window or ``inv_scale`` is out of range.
+        ValueError: a shape, dtype or device is wrong, or the window or `inv_scale` is out of range.
     """
     window = KeyWindow(lo, hi)
     check_flat("x", x, FLOATS)
@@ -40,18 +40,18 @@ def joint_sketch(
     x: torch.Tensor, parent: torch.Tensor | None, context: int, lo: int, hi: int, inv_scale: float,
     counts: torch.Tensor, faults: Faults | None = None,
 ) -> None:
-    """Add the pairs (parent code, bin) to ``counts``.
+    """Add the pairs (parent code, bin) to `counts`.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements use row ``context``.
-        context: row of the table, without ``parent``.
-        lo, hi, inv_scale: as in ``sketch``.
+        parent: previous codes, uint8[n]; None: all elements use row `context`.
+        context: row of the table, without `parent`.
+        lo, hi, inv_scale: as in `sketch`.
         counts: int64[rows, size], added to in place.
         faults: where previous codes past the last row are marked.
 
     Raises:
-        ValueError: as ``sketch`` does, or there is no such row; without ``faults`` also a previous code.
+        ValueError: as `sketch` does, or there is no such row; without `faults` also a previous code.
     """
     window = KeyWindow(lo, hi)
     check_flat("x", x, FLOATS)

@@ -1,7 +1,7 @@
 """Buckets by sign and exponent, the largest kept: LC-Checkpoint, for comparison.
 
 Chen, Liu, Ren and Jin, "On Efficient Construction of Checkpoints", ICML 2020, section 3.1.1: exponent-based
-quantization and x-bit priority promotion.  The paper quantizes differences of successive states; these functions
+quantization and x-bit priority promotion. The paper quantizes differences of successive states; these functions
 take the histogram of whatever is to be quantized.
 """
 
@@ -51,23 +51,23 @@ def exponent_buckets(
 ) -> tuple[F64, U8]:
     """Return LC-Checkpoint's levels and the code of every bin.
 
-    A bucket holds values of one sign and one exponent, floor(log2 |x|).  It represents the average of its smallest and
-    largest values; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
-    the value itself.  Priority promotion keeps the 2**bits - 1 buckets of largest exponent, whatever their sign.
+    A bucket holds values of one sign and one exponent, floor(log2 |x|). It represents the average of its smallest and
+    largest values; here these are the representatives of its outermost occupied bins, each within `keys.ALPHA` of
+    the value itself. Priority promotion keeps the 2**bits - 1 buckets of largest exponent, whatever their sign.
     The paper does not define which of two buckets of one exponent goes first, and with an odd number of them kept
-    this often matters: here the one with more elements, and with equally many the positive one.  All other
+    this often matters: here the one with more elements, and with equally many the positive one. All other
     buckets become zero, as zero itself is.
 
     Args:
-        values, counts: the histogram, see ``as_histogram``.
-        low_edges, high_edges: [n], the real interval of each bin, low <= value <= high (``KeyWindow.edges``).  A
+        values, counts: the histogram, see `as_histogram`.
+        low_edges, high_edges: [n], the real interval of each bin, low <= value <= high (`KeyWindow.edges`). A
             bin other than that of zero must lie in one bucket; the edge away from zero may be the next power of two,
-            which is excluded.  Leave out bins of values over a window, which span several buckets.
-        bits: width of an index, 1 to ``MAX_BITS``.
+            which is excluded. Leave out bins of values over a window, which span several buckets.
+        bits: width of an index, 1 to `MAX_BITS`.
 
     Returns:
         Levels, float64[k], ascending and not zero, k < 2**bits; and codes, uint8[n]: 0 for the value 0, j for
-        ``levels[j - 1]``.  No level if all values are 0.
+        `levels[j - 1]`. No level if all values are 0.
 
     Raises:
         ValueError: an argument is not as above.

@@ -2,8 +2,8 @@
 
 Zadeh, Edo, Awad and Moshovos, "GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy Efficient
 Inference", MICRO 2020: weights that are improbable under the layer's own normal distribution are stored as they are,
-all others share a few centroids.  Inshrinkerator (section 8.2, "KMeans"; appendix A.2; Table 12) compares with it:
-outlier threshold -4, at most 1000 iterations, and a soft termination of its own.  GOBO's full text was not
+all others share a few centroids. Inshrinkerator (section 8.2, "KMeans"; appendix A.2; Table 12) compares with it:
+outlier threshold -4, at most 1000 iterations, and a soft termination of its own. GOBO's full text was not
 available: equal populations, the stop by the L1 norm and the natural logarithm were not checked against it.
 """
 
@@ -54,18 +54,18 @@ def gobo_outliers(
         ln N(x; m, s) = -((x - m) / s)**2 / 2 - ln(s) - ln(2 pi) / 2 < log_threshold
 
     with the mean m and the standard deviation s of all the layer's elements (of the population: s**2 is the mean
-    square).  The logarithm is natural.  A density has the unit 1 / x, so this depends on the layer's units: pass
-    values as they are in the tensor.  With s = 0.02 values past 3.7 s are outliers; from s = 21.8 on all are.
+    square). The logarithm is natural. A density has the unit 1 / x, so this depends on the layer's units: pass
+    values as they are in the tensor. With s = 0.02 values past 3.7 s are outliers; from s = 21.8 on all are.
 
     Args:
-        values, counts: the layer's histogram, see ``as_histogram``.
+        values, counts: the layer's histogram, see `as_histogram`.
         log_threshold: natural logarithm of a density.
 
     Returns:
-        bool[n].  There are no outliers if all elements are equal, since their density is unbounded.
+        bool[n]. There are no outliers if all elements are equal, since their density is unbounded.
 
     Raises:
-        ValueError: the histogram is not valid for ``as_histogram``.
+        ValueError: the histogram is not valid for `as_histogram`.
     """
     v, c = as_histogram(values, counts)
     offsets = v - v[0]  # from one of the values, so that equal elements have exactly no deviation
@@ -83,21 +83,21 @@ def l1_kmeans(
 ) -> F64:
     """Return GOBO's centroids: equal populations, then nearest assignment and means while the L1 norm falls.
 
-    The sorted elements are cut into ``bins`` groups of equal population, whose means are the first centroids.  Then
+    The sorted elements are cut into `bins` groups of equal population, whose means are the first centroids. Then
     every value goes to the nearest centroid (L1 and L2 agree on a line; ties go to the lower) and every centroid to
-    the mean of its values.  Iterations stop by the L1 norm, the sum of distances: means minimize squares, so it
-    may rise, and the result is the centroids before the rise.  The soft termination that Inshrinkerator adds
-    without saying how (appendix A.2) is ``tolerance``; 0 is GOBO without it.
+    the mean of its values. Iterations stop by the L1 norm, the sum of distances: means minimize squares, so it
+    may rise, and the result is the centroids before the rise. The soft termination that Inshrinkerator adds
+    without saying how (appendix A.2) is `tolerance`; 0 is GOBO without it.
 
     Args:
-        values, counts: the layer's histogram without outliers, see ``as_histogram``.
+        values, counts: the layer's histogram without outliers, see `as_histogram`.
         bins: centroids wanted, >= 1.
         max_iterations: upper limit of iterations, >= 0; 0 for the first centroids.
         tolerance: stop when an iteration lowers the L1 norm by less than this part of it, >= 0.
 
     Returns:
-        Centroids, float64, strictly ascending: ``bins`` of them, or fewer where groups consist of the same value.
-        The values themselves if there are no more than ``bins``.
+        Centroids, float64, strictly ascending: `bins` of them, or fewer where groups consist of the same value.
+        The values themselves if there are no more than `bins`.
 
     Raises:
         ValueError: an argument is not as above.
@@ -125,8 +125,8 @@ def l1_kmeans(
 def _equal_population_means(values: F64, counts: I64, bins: int) -> F64:
     """Return the means of groups of equal population: element ranks [j N / bins, (j + 1) N / bins), rounded down.
 
-    A histogram bin may be divided among groups, as its elements would be.  There must be at least ``bins`` elements.
-    The result is float64, strictly ascending; fewer than ``bins`` where groups have the same mean.
+    A histogram bin may be divided among groups, as its elements would be. There must be at least `bins` elements.
+    The result is float64, strictly ascending; fewer than `bins` where groups have the same mean.
     """
     cumulative = np.concatenate([[0], np.cumsum(counts)])
     origin = values[np.searchsorted(cumulative, cumulative[-1] // 2, side="right") - 1]
@@ -142,7 +142,7 @@ def _equal_population_means(values: F64, counts: I64, bins: int) -> F64:
 
 
 def _lloyd_step(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
-    """Return the L1 norm of nearest assignment to ``levels``, and the means of the values assigned to each.
+    """Return the L1 norm of nearest assignment to `levels`, and the means of the values assigned to each.
 
     A level that is nearest to no value is unchanged.
     """

@@ -68,7 +68,7 @@ def as_histogram(values: npt.ArrayLike, counts: npt.ArrayLike) -> tuple[F64, I64
         counts: [n], elements per bin, > 0.
 
     Returns:
-        ``values`` as float64[n] and ``counts`` as int64[n].
+        `values` as float64[n] and `counts` as int64[n].
 
     Raises:
         ValueError: there is no bin, the lengths differ, a value is not finite, values do not ascend, or a count is

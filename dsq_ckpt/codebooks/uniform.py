@@ -2,8 +2,8 @@
 
 Zhang et al., "QD-Compressor: a Quantization-based Delta Compression Framework for Deep Neural Networks", ICCD 2021,
 and its journal version, Jin et al., IEEE TPDS 2023: quantizers follow each layer's own range, and their bit width
-the layer's entropy.  Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it, with a minimum and a
-maximum number of bins for every layer.  No paper has a formula for the bit width: see ``entropy_bins``.
+the layer's entropy. Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it, with a minimum and a
+maximum number of bins for every layer. No paper has a formula for the bit width: see `entropy_bins`.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Uniform(CodebookConfig):
 
 
 def uniform_levels(low: float, high: float, bins: int) -> F64:
-    """Return levels at equal distances, the first at ``low`` and the last at ``high``.
+    """Return levels at equal distances, the first at `low` and the last at `high`.
 
-    The ends of the range are levels, so the step is ``(high - low) / (bins - 1)``: this is the affine quantizer of
-    Guan et al. 2019 as PyTorch has it (``choose_qparams_optimized``: scale = range / (2**bits - 1)), and what
-    ``adaptive_range`` measures.  Values in the range have an error of at most half a step.
+    The ends of the range are levels, so the step is `(high - low) / (bins - 1)`: this is the affine quantizer of
+    Guan et al. 2019 as PyTorch has it (`choose_qparams_optimized`: scale = range / (2**bits - 1)), and what
+    `adaptive_range` measures. Values in the range have an error of at most half a step.
 
     Args:
-        low, high: ends of the range, finite, ``low <= high``.
+        low, high: ends of the range, finite, `low <= high`.
         bins: levels wanted, >= 1; a single one lies in the middle.
 
     Returns:
-        float64[bins], strictly ascending.  Fewer where the range does not contain that many distinct numbers: one
-        if ``low == high``.
+        float64[bins], strictly ascending. Fewer where the range does not contain that many distinct numbers: one
+        if `low == high`.
 
     Raises:
-        ValueError: the range or ``bins`` is not as above.
+        ValueError: the range or `bins` is not as above.
     """
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
         raise ValueError(f"range is [{low}, {high}], expected finite ends, the lower one first")
@@ -72,19 +72,19 @@ def uniform_levels(low: float, high: float, bins: int) -> F64:
 
 
 def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, max_bins: int) -> int:
-    """Return the number of bins of a layer, from the entropy of its values quantized with ``max_bins``.
+    """Return the number of bins of a layer, from the entropy of its values quantized with `max_bins`.
 
     Only the abstracts of QD-Compressor's papers were available; they relate a layer's bit width to its entropy (that of
-    2023: weighted entropy) without a formula.  Ours: H bits per element need a code of ceil(H) bits, which has
-    2**ceil(H) levels.  So a layer gets ``max_bins`` only if H is above log2(max_bins) - 1, and a layer whose range is
+    2023: weighted entropy) without a formula. Ours: H bits per element need a code of ceil(H) bits, which has
+    2**ceil(H) levels. So a layer gets `max_bins` only if H is above log2(max_bins) - 1, and a layer whose range is
     determined by a few outliers gets few.
 
     Args:
-        values, counts: the layer's histogram, see ``as_histogram``.
-        min_bins, max_bins: bounds of the result, 1 <= ``min_bins`` <= ``max_bins``.
+        values, counts: the layer's histogram, see `as_histogram`.
+        min_bins, max_bins: bounds of the result, 1 <= `min_bins` <= `max_bins`.
 
     Returns:
-        2**ceil(H), but no less than ``min_bins`` and no more than ``max_bins``.
+        2**ceil(H), but no less than `min_bins` and no more than `max_bins`.
 
     Raises:
         ValueError: the histogram or the bounds are not as above.

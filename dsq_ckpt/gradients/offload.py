@@ -97,7 +97,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def update_average(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
-    """Set ``average = weight * new + (1 - weight) * average``, in place.
+    """Set `average = weight * new + (1 - weight) * average`, in place.
 
     Args:
         average: float32, host, contiguous.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class Schedule:
-    """A schedule of the ``window`` steps before each checkpoint.
+    """A schedule of the `window` steps before each checkpoint.
 
     Args:
-        every: steps from one checkpoint to the next.  An extra checkpoint in between may or may not shift the later
-            ones; both cases are covered until saves are ``every`` steps apart again.  None for the distance of the
+        every: steps from one checkpoint to the next. An extra checkpoint in between may or may not shift the later
+            ones; both cases are covered until saves are `every` steps apart again. None for the distance of the
             last two saves; every step is due until there are two.
         window: number of steps, at least 1.
 

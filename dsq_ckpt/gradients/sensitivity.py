@@ -1,12 +1,12 @@
 """Sensitivity of the loss to weights, from a moving average of the gradients that training computes anyway.
 
-Sensitivity is ``|weight * gradient|``, the first-order change of the loss when a weight is set to zero (Inshrinkerator,
-section 4.1).  As in its section 4.5, gradients are taken from training in the batches before a checkpoint, copied to
+Sensitivity is `|weight * gradient|`, the first-order change of the loss when a weight is set to zero (Inshrinkerator,
+section 4.1). As in its section 4.5, gradients are taken from training in the batches before a checkpoint, copied to
 pinned memory on a separate stream, and averaged on the CPU with most weight on the newest.
 
-A batch goes through three states.  *Captured*: ``.grad`` is being copied to the host.  A new capture replaces the
-previous one, so with micro-batches, whose sum accumulates in ``.grad``, the last capture of a step counts.  *Counted*:
-the optimizer has stepped (``settle``).  *Averaged*: the copy is complete and included in the average.
+A batch goes through three states. *Captured*: `.grad` is being copied to the host. A new capture replaces the
+previous one, so with micro-batches, whose sum accumulates in `.grad`, the last capture of a step counts. *Counted*:
+the optimizer has stepped (`settle`). *Averaged*: the copy is complete and included in the average.
 
 Each rank averages its local shards, without communication.
 """
@@ -34,7 +34,7 @@ __all__ = ["GradientAverage", "Schedule", "get_named_parameters"]
 def get_named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by name, without the prefixes of DDP, FSDP, torch.compile and activation checkpointing.
 
-    Call it after wrapping and sharding, which replace parameters.  A tied parameter appears under each of its names.
+    Call it after wrapping and sharding, which replace parameters. A tied parameter appears under each of its names.
     If two parameters would get the same name, the later one keeps its name in the module tree.
     """
     parameters: dict[str, nn.Parameter] = {}
@@ -68,37 +68,37 @@ class _TrackedParameter:
 class GradientAverage:
     """A moving average of the gradients of named parameters, on the host, with their sharding.
 
-    ``average = beta * gradient + (1 - beta) * average``, per parameter, over the batches in which it had a gradient;
-    the first gradient is the first average.  Gradients with NaN or Inf are left out and counted in ``skipped``.
+    `average = beta * gradient + (1 - beta) * average`, per parameter, over the batches in which it had a gradient;
+    the first gradient is the first average. Gradients with NaN or Inf are left out and counted in `skipped`.
 
-    Attach it to an optimizer (``attach``) or to the backward pass (``attach_to_parameters``), or call ``capture``
-    before and ``settle`` after each optimizer step.  Outside the window of ``schedule``, ``capture`` does nothing.
+    Attach it to an optimizer (`attach`) or to the backward pass (`attach_to_parameters`), or call `capture`
+    before and `settle` after each optimizer step. Outside the window of `schedule`, `capture` does nothing.
 
-    Parameters without gradient are skipped.  A parameter whose gradient is partial or has another DTensor layout is
-    skipped with one warning.  Sparse gradients are converted to dense ones on the host, which on CUDA waits for the
-    GPU.  Use from one thread at a time, not inside CUDA graphs.
+    Parameters without gradient are skipped. A parameter whose gradient is partial or has another DTensor layout is
+    skipped with one warning. Sparse gradients are converted to dense ones on the host, which on CUDA waits for the
+    GPU. Use from one thread at a time, not inside CUDA graphs.
 
     Memory on the host: 4 bytes per element of this rank's shards, and one copy of the gradients in their own dtype
-    (2 or 4 bytes; pinned on CUDA, whose allocator rounds sizes up to powers of two).  On the GPU: none.
+    (2 or 4 bytes; pinned on CUDA, whose allocator rounds sizes up to powers of two). On the GPU: none.
 
     Args:
-        parameters: parameters by name (``get_named_parameters``).  A tied parameter is one entry under its first name;
-            ``aliases`` has the others.
+        parameters: parameters by name (`get_named_parameters`). A tied parameter is one entry under its first name;
+            `aliases` has the others.
         beta: weight of the newest gradient, in (0, 1].
         window: batches before a checkpoint in which gradients are captured.
-        every: steps between checkpoints; None to learn them (``Schedule``).
-        overlap: work that may run on CUDA while gradients are copied.  "none": no work.  "step": the optimizer step,
-            which must not write to ``.grad`` (torch.optim does not).  "batch": also the next batch; ``.grad`` must be a
-            new tensor in each batch, so neither ``zero_grad(set_to_none=False)`` nor gradient buckets are allowed.
+        every: steps between checkpoints; None to learn them (`Schedule`).
+        overlap: work that may run on CUDA while gradients are copied. "none": no work. "step": the optimizer step,
+            which must not write to `.grad` (torch.optim does not). "batch": also the next batch; `.grad` must be a
+            new tensor in each batch, so neither `zero_grad(set_to_none=False)` nor gradient buckets are allowed.
 
     Raises:
-        ValueError: ``beta``, ``window`` or ``every`` is out of range.
+        ValueError: `beta`, `window` or `every` is out of range.
     """
 
     aliases: dict[str, str]
     """First name by other name of each tied parameter."""
     skipped: Counter[str]
-    """Number of batches skipped because of NaN or Inf since the last ``reset``, by first name."""
+    """Number of batches skipped because of NaN or Inf since the last `reset`, by first name."""
     schedule: Schedule
 
     def __init__(
@@ -142,7 +142,7 @@ class GradientAverage:
 
     @property
     def steps(self) -> int:
-        """Largest number of counted batches of any parameter since the last ``reset``.  Waits for copies."""
+        """Largest number of counted batches of any parameter since the last `reset`. Waits for copies."""
         for entry in self._entries.values():
             self._add_to_average(entry)
         return max((entry.steps for entry in self._entries.values()), default=0)
@@ -154,11 +154,11 @@ class GradientAverage:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def capture(self) -> None:
-        """Copy ``.grad`` of every parameter.  Call it after backward, unscaling and clipping, before the step."""
+        """Copy `.grad` of every parameter. Call it after backward, unscaling and clipping, before the step."""
         self._capture(self._entries.values())
 
     def settle(self) -> None:
-        """Count the captured gradients, and advance the schedule.  Call it after every step, in the window or not."""
+        """Count the captured gradients, and advance the schedule. Call it after every step, in the window or not."""
         self._settle(list(self._entries.values()))
 
     def average(self, name: str) -> torch.Tensor | None:
@@ -168,11 +168,11 @@ class GradientAverage:
             name: any name of a parameter.
 
         Returns:
-            float32, CPU, contiguous, the local shard's shape; None if no gradient counted.  Not a copy: it changes
+            float32, CPU, contiguous, the local shard's shape; None if no gradient counted. Not a copy: it changes
             with the next batches, and is not to be written to.
 
         Raises:
-            KeyError: no such parameter; ask with ``in``.
+            KeyError: no such parameter; ask with `in`.
         """
         entry = self._entries[self.aliases.get(name, name)]
         self._add_to_average(entry)
@@ -195,7 +195,7 @@ class GradientAverage:
         return means
 
     def reset(self) -> None:
-        """Free averages and buffers after a checkpoint, and record it in ``schedule``."""
+        """Free averages and buffers after a checkpoint, and record it in `schedule`."""
         for entry in self._entries.values():
             entry.state, entry.copy_events, entry.found_inf = "empty", offload.NO_EVENTS, None
             entry.average = entry.staged = None
@@ -206,16 +206,16 @@ class GradientAverage:
     def attach(
         self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step", *, later: bool = False
     ) -> None:
-        """Settle parameters after each step of ``optimizer``; with "step", also capture them before it.
+        """Settle parameters after each step of `optimizer`; with "step", also capture them before it.
 
-        Several optimizers may be attached, each for its own parameters.  With ``step(closure)``, and with a fused
-        optimizer that unscales gradients itself under ``GradScaler``, gradients are captured after the step; a step
-        that such an optimizer skips does not count.  With "manual", call ``capture`` after ``GradScaler.unscale_``.
-        With ``later``, the optimizer may receive its parameters between steps, as ZeRO does with sub-groups.
+        Several optimizers may be attached, each for its own parameters. With `step(closure)`, and with a fused
+        optimizer that unscales gradients itself under `GradScaler`, gradients are captured after the step; a step
+        that such an optimizer skips does not count. With "manual", call `capture` after `GradScaler.unscale_`.
+        With `later`, the optimizer may receive its parameters between steps, as ZeRO does with sub-groups.
 
         Raises:
             ValueError: the optimizer is attached already, or has none of the parameters: it was created before
-                sharding, or updates copies of its own; call ``capture`` and ``settle`` instead.
+                sharding, or updates copies of its own; call `capture` and `settle` instead.
         """
         if optimizer in self._modes:
             raise ValueError("this optimizer is attached already")
@@ -229,12 +229,12 @@ class GradientAverage:
     def attach_to_parameters(self, settle: bool = True) -> None:
         """Capture each gradient after its accumulation in the backward pass, before hooks that step and free it.
 
-        For optimizers that run inside backward.  Such gradients are neither clipped nor unscaled.  FSDP2 has averaged
+        For optimizers that run inside backward. Such gradients are neither clipped nor unscaled. FSDP2 has averaged
         them over ranks, DDP has not; FSDP1 produces no gradients that hooks see.
 
         Args:
-            settle: count every gradient at once.  Use False if a step takes several backward passes, and call
-                ``settle`` or attach an optimizer.
+            settle: count every gradient at once. Use False if a step takes several backward passes, and call
+                `settle` or attach an optimizer.
         """
         self._settle_at_once = settle
         for entry in self._entries.values():
@@ -251,7 +251,7 @@ class GradientAverage:
             self._handles.append(handle)
 
     def detach(self) -> None:
-        """Remove all hooks.  Averages stay."""
+        """Remove all hooks. Averages stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

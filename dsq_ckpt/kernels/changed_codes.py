@@ -27,7 +27,7 @@ def find_changes(codes: U8, parent: U8) -> tuple[Integers, U8]:
 
 
 def apply_changes(parent: U8, positions: Integers, changed: U8, out: U8) -> None:
-    """Invert ``find_changes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
+    """Invert `find_changes`: set `out` to `parent`, with `changed` at `positions`.
 
     Args:
         parent, out: uint8[n]; may be the same.

@@ -16,7 +16,7 @@ from dsq_ckpt.core.arrays import Array
 
 @functools.lru_cache
 def scale_factor(inv_scale: float) -> np.float32:
-    """Return ``inv_scale`` in fp32, the precision in which it is applied.
+    """Return `inv_scale` in fp32, the precision in which it is applied.
 
     Raises:
         ValueError: it is not a positive finite fp32 number.
@@ -41,7 +41,7 @@ def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int,
 
 
 def check_below(name: str, symbols: Array, limit: int) -> None:
-    """Require that every uint8 symbol is below ``limit``.
+    """Require that every uint8 symbol is below `limit`.
 
     Raises:
         ValueError: a symbol is not; if codes were read from a file, the file is damaged.
@@ -51,10 +51,10 @@ def check_below(name: str, symbols: Array, limit: int) -> None:
 
 
 def check_rows(table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int) -> None:
-    """Require a table with rows of ``size`` bins and with the row of every element.
+    """Require a table with rows of `size` bins and with the row of every element.
 
     Raises:
-        ValueError: the shape of the table is wrong, or it has no row for a parent code or ``context``.
+        ValueError: the shape of the table is wrong, or it has no row for a parent code or `context`.
     """
     if table.ndim != 2 or table.shape[1] != size:
         raise ValueError(f"{table_name}: expected shape (rows, {size}), got {table.shape}")
@@ -70,7 +70,7 @@ def check_bits(bits: int) -> None:
     """Require a refinement width that a uint8 symbol holds.
 
     Raises:
-        ValueError: ``bits`` is not in 1..8.
+        ValueError: `bits` is not in 1..8.
     """
     if not 1 <= bits <= 8:
         raise ValueError(f"refinement bits is {bits}, expected 1..8")

@@ -1,17 +1,17 @@
-"""Numba implementations of the kernels.  Names, signatures and results are those of ``reference``.
+"""Numba implementations of the kernels. Names, signatures and results are those of `reference`.
 
 Notes on speed:
 
-* Data is processed in blocks of a few thousand elements.  A first loop computes the table index of every
+* Data is processed in blocks of a few thousand elements. A first loop computes the table index of every
   element of the block into a small buffer; it has no branch and no lookup, so LLVM turns it into vector code.
   A second, scalar loop does the lookups.
 * The scalar loops are bound by the number of memory operations, so they load two 32-bit indices at once.
   Indices are unsigned, so that Numba does not test for negative (wrapping) ones.
-* Equal neighbours would make each histogram increment wait for the store of the one before it.  Alternating
+* Equal neighbours would make each histogram increment wait for the store of the one before it. Alternating
   between two histograms breaks most of these chains.
 * No kernel starts threads, and all release the GIL: the caller decides how many cores are used.
 
-Decoding, from codes to values, is in ``cpu_decode``.
+Decoding, from codes to values, is in `cpu_decode`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLOCK = 4096
 KEYS = 1 << (32 - SHIFT)
 """Number of keys with the sign bit, whatever the window."""
 WAYS = 2
-"""Number of histograms between which ``sketch`` alternates."""
+"""Number of histograms between which `sketch` alternates."""
 PIECE = 1 << 31
 """Elements counted before the uint32 histograms are emptied; they would overflow at twice that."""
 
@@ -56,7 +56,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 @jit
 def scaled_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
-    """Return the fp32 bits of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
+    """Return the fp32 bits of `x * inv_scale`, in `buffer` (float32) or, for the factor 1, in place."""
     if inv_scale == np.float32(1.0):
         return x.view(np.uint32)
     for i in range(x.size):
@@ -66,7 +66,7 @@ def scaled_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
 
 @jit
 def compute_indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
-    """Write ``parent * size + KeyWindow.bin_of`` of each fp32 number to ``index`` (uint32); parent may be None.
+    """Write `parent * size + KeyWindow.bin_of` of each fp32 number to `index` (uint32); parent may be None.
 
     Every step is cast back to 32 bits: Numba's integer sums are 64 bits wide, half as many per vector.
     """
@@ -89,7 +89,7 @@ def compute_indices(bits, parent, start, lo, hi, index):  # type: ignore[no-unty
 
 @jit
 def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untyped-def]
-    """Add to the bins of a window, ``counts`` int64[rows * size]."""
+    """Add to the bins of a window, `counts` int64[rows * size]."""
     buffer = np.empty(BLOCK, np.float32)
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
@@ -109,7 +109,7 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
 
 @jit
 def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
-    """Count keys with sign in ``ways``, uint32[2, KEYS]; ``x`` has even length and is 8-byte aligned."""
+    """Count keys with sign in `ways`, uint32[2, KEYS]; `x` has even length and is 8-byte aligned."""
     buffer = np.empty(BLOCK, np.float32)
     even, odd = ways[0], ways[1]
     one = np.uint32(1)
@@ -140,7 +140,7 @@ def _add_key_counts(ways: U32, window: KeyWindow, counts: I64) -> None:
 
 
 def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
-    """Implement ``reference.sketch``."""
+    """Implement `reference.sketch`."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (window.size,))
@@ -161,7 +161,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 def joint_sketch(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
-    """Implement ``reference.joint_sketch``."""
+    """Implement `reference.joint_sketch`."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
@@ -174,7 +174,7 @@ def joint_sketch(
 
 @jit
 def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
-    """Count the top nine bits in ``ways``, int64[4, 512], by turns: most numbers of a tensor share few octaves."""
+    """Count the top nine bits in `ways`, int64[4, 512], by turns: most numbers of a tensor share few octaves."""
     first, second, third, fourth = ways[0], ways[1], ways[2], ways[3]
     shift, fours = np.uint32(23), bits.size // 4
     for i in range(fours):
@@ -188,7 +188,7 @@ def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
 
 
 def count_octaves(x: F32, counts: I64) -> None:
-    """Implement ``reference.count_octaves``."""
+    """Implement `reference.count_octaves`."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
     ways = np.zeros((4, 512), np.int64)
@@ -198,7 +198,7 @@ def count_octaves(x: F32, counts: I64) -> None:
 
 @jit
 def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-untyped-def]
-    """Look up ``codes`` in ``table``, uint8[rows * size]."""
+    """Look up `codes` in `table`, uint8[rows * size]."""
     buffer = np.empty(BLOCK, np.float32)
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
@@ -221,7 +221,7 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
-    """Implement ``reference.quantize``."""
+    """Implement `reference.quantize`."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8)
@@ -232,7 +232,7 @@ def quantize(
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
-    """Implement ``reference.gather_protected``."""
+    """Implement `reference.gather_protected`."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     bits: U32 = x.view(np.uint32)[find_positions(codes, protected_code)]
@@ -241,7 +241,7 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
 
 @jit
 def _cell_symbol(u, low, steps, top):  # type: ignore[no-untyped-def]
-    """Return ``clip(floor((u - low) * steps), 0, top)``; 0 for NaN."""
+    """Return `clip(floor((u - low) * steps), 0, top)`; 0 for NaN."""
     t = (u - low) * steps
     t = t if t > 0.0 else 0.0
     return np.uint8(np.int32(t if t < top else top))
@@ -267,7 +267,7 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """Implement ``reference.refine``."""
+    """Implement `reference.refine`."""
     check_bits(bits)
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))

@@ -1,4 +1,4 @@
-"""Numba implementations of the kernels that decode codes to values; see ``cpu`` and ``reference``."""
+"""Numba implementations of the kernels that decode codes to values; see `cpu` and `reference`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4096
 
 @jit
 def count_code(codes, code):  # type: ignore[no-untyped-def]
-    """Return the number of ``codes`` equal to ``code``, both uint8."""
+    """Return the number of `codes` equal to `code`, both uint8."""
     total = 0
     for start in range(0, codes.size, 128):
         block = codes[start : start + 128]
@@ -28,7 +28,7 @@ def count_code(codes, code):  # type: ignore[no-untyped-def]
 
 @jit
 def _write_positions(codes, code, positions):  # type: ignore[no-untyped-def]
-    """Write the positions of ``code`` to ``positions``, which must be long enough."""
+    """Write the positions of `code` to `positions`, which must be long enough."""
     words = np.empty(BLOCK // 8, np.uint64)
     flags = words.view(np.uint8)
     count = 0
@@ -49,7 +49,7 @@ def _write_positions(codes, code, positions):  # type: ignore[no-untyped-def]
 
 
 def find_positions(codes: U8, code: int) -> I64:
-    """Return the positions of ``code`` in ``codes``, ascending, int64[m]; none for a code outside 0..255."""
+    """Return the positions of `code` in `codes`, ascending, int64[m]; none for a code outside 0..255."""
     if not 0 <= code < 256:
         return np.empty(0, np.int64)
     positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
@@ -67,13 +67,13 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
 
 @jit
 def look_up(codes, values, out):  # type: ignore[no-untyped-def]
-    """Set ``out = values[codes]``."""
+    """Set `out = values[codes]`."""
     for i in range(codes.size):
         out[i] = values[codes[i]]
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """Implement ``reference.dequantize``."""
+    """Implement `reference.dequantize`."""
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
@@ -84,14 +84,14 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
 
 @jit
 def look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-untyped-def]
-    """Set ``out = values[codes << bits | refinement]``."""
+    """Set `out = values[codes << bits | refinement]`."""
     shift = np.uint32(bits)
     for i in range(codes.size):
         out[i] = values[np.uint32(np.uint32(codes[i]) << shift) | np.uint32(refinement[i])]
 
 
 def value_table(levels: F32, scale: float) -> F32:
-    """Return the value of each code without refinement, by the formula of ``reference.dequantize``."""
+    """Return the value of each code without refinement, by the formula of `reference.dequantize`."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values: F32 = levels.astype(np.float32) * np.float32(scale)
     return values
@@ -100,7 +100,7 @@ def value_table(levels: F32, scale: float) -> F32:
 def refined_value_table(
     bits: int, low: F64, width: F64, sign: F64, levels: F32, scale: float, log_domain: bool
 ) -> F32:
-    """Return the value of each (code, symbol), by the formula of ``reference.dequantize_refined``."""
+    """Return the value of each (code, symbol), by the formula of `reference.dequantize_refined`."""
     lower, spread = low[:, None].astype(np.float64), width[:, None].astype(np.float64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
@@ -127,7 +127,7 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """Implement ``reference.dequantize_refined`` by a table of the value of every (code, symbol)."""
+    """Implement `reference.dequantize_refined` by a table of the value of every (code, symbol)."""
     check_bits(bits)
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
@@ -154,7 +154,7 @@ def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
 
 
 def to_bf16(bits: U32) -> U16:
-    """Implement ``reference.to_bf16``."""
+    """Implement `reference.to_bf16`."""
     check_array("bits", bits, np.uint32)
     out = np.empty(bits.shape, np.uint16)
     _to_bf16(bits, out)
@@ -168,7 +168,7 @@ def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
 
 
 def from_bf16(halves: U16) -> F32:
-    """Implement ``reference.from_bf16``."""
+    """Implement `reference.from_bf16`."""
     check_array("halves", halves, np.uint16)
     out = np.empty(halves.shape, np.uint32)
     _from_bf16(halves, out)

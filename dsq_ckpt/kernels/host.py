@@ -23,7 +23,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class HostBackend:
-    """Implementation of ``backend.Backend`` on CPU tensors.
+    """Implementation of `backend.Backend` on CPU tensors.
 
     Args:
         name: "numba" or "reference".
@@ -38,13 +38,13 @@ class HostBackend:
         """Do nothing: operations raise at once."""
 
     def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
-        """Implement ``reference.sketch``."""
+        """Implement `reference.sketch`."""
         self._operations.sketch(_fp32_array(x), lo, hi, inv_scale, _array(counts))
 
     def joint_sketch(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
-        """Implement ``reference.joint_sketch``."""
+        """Implement `reference.joint_sketch`."""
         self._operations.joint_sketch(
             _fp32_array(x), _optional_array(parent), context, lo, hi, inv_scale, _array(counts)
         )
@@ -53,7 +53,7 @@ class HostBackend:
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> None:
-        """Implement ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
+        """Implement `reference.quantize` and `reference.refine`. Protected codes are not counted here."""
         values = _fp32_array(x)
         self._operations.quantize(
             values, _optional_array(parent), context, lo, hi, inv_scale, _array(table), _array(codes)
@@ -68,7 +68,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Implement ``reference.gather_protected``.  All elements are returned, whatever the capacity."""
+        """Implement `reference.gather_protected`. All elements are returned, whatever the capacity."""
         bits = self._operations.gather_protected(_fp32_array(x), _array(codes), protected_code)
         if bf16:
             halves = self._operations.to_bf16(bits)
@@ -79,7 +79,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
         out: Tensor,
     ) -> None:
-        """Implement ``reference.refine``."""
+        """Implement `reference.refine`."""
         self._operations.refine(
             _fp32_array(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
         )
@@ -87,7 +87,7 @@ class HostBackend:
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
-        """Implement ``reference.dequantize``."""
+        """Implement `reference.dequantize`."""
         values = _fp32_output(out)
         used = self._operations.dequantize(
             _array(codes), _array(levels), scale, protected_code, _array(protected), _array(values)
@@ -98,7 +98,7 @@ class HostBackend:
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
-        """Implement ``reference.dequantize_refined``."""
+        """Implement `reference.dequantize_refined`."""
         values = _fp32_output(out)
         used = self._operations.dequantize_refined(
             _array(codes), _array(refinement), bits, _array(low), _array(width), _array(sign), _array(levels), scale,
@@ -107,26 +107,26 @@ class HostBackend:
         return _copy_to_output(values, out, used)
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
-        """Implement ``reference.pack``."""
+        """Implement `reference.pack`."""
         return torch.from_numpy(self._operations.pack(_array(symbols), bits))
 
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        """Implement ``reference.unpack``."""
+        """Implement `reference.unpack`."""
         self._operations.unpack(_array(packed), bits, _array(out))
 
     def find_changes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement ``kernels.changed_codes.find_changes``.  All elements are returned, whatever the capacity."""
+        """Implement `kernels.changed_codes.find_changes`. All elements are returned, whatever the capacity."""
         positions, changed = changes.find_changes(_array(codes), _array(parent))
         return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed), device="cpu")
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
-        """Implement ``kernels.changed_codes.apply_changes``."""
+        """Implement `kernels.changed_codes.apply_changes`."""
         changes.apply_changes(_array(parent), _array(positions), _array(changed), _array(out))
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
-        """Set ``average = weight * new + (1 - weight) * average``, in place."""
+        """Set `average = weight * new + (1 - weight) * average`, in place."""
         if average.dtype != torch.float32 or new.dtype not in (torch.float32, *_HALVES) or average.shape != new.shape:
             raise ValueError(
                 f"expected a float32 average and new values of its shape, got {average.dtype}{list(average.shape)} and "
@@ -137,18 +137,18 @@ class HostBackend:
     def sketch_sensitivity(
         self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0
     ) -> None:
-        """Add the sketch of ``importance`` over the full window."""
+        """Add the sketch of `importance` over the full window."""
         if new is not None:
             self.blend(average, new, weight)
         importance = kernels.compute_importance(_fp32_array(parameter), _array(average))
         self._operations.sketch(importance, FULL.lo, FULL.hi, 1.0, _array(counts))
 
     def compute_importance(self, weight: Tensor, average: Tensor) -> Tensor:
-        """Implement ``kernels.compute_importance``."""
+        """Implement `kernels.compute_importance`."""
         return torch.from_numpy(kernels.compute_importance(_fp32_array(weight), _array(average)))
 
     def classify(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
-        """Implement ``kernels.classify``."""
+        """Implement `kernels.classify`."""
         return torch.from_numpy(kernels.classify(_array(importance), prune_below, protect_from))
 
 

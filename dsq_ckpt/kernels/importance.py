@@ -1,7 +1,7 @@
 """Sensitivity of elements, and their classes by sensitivity: pruned, normal, protected.
 
-Sensitivity is the first-order change of the loss when an element is set to zero, ``|weight * gradient|``
-(Inshrinkerator, section 4.1).  Its quantiles come from a full sketch, and a threshold is always the edge of a bin:
+Sensitivity is the first-order change of the loss when an element is set to zero, `|weight * gradient|`
+(Inshrinkerator, section 4.1). Its quantiles come from a full sketch, and a threshold is always the edge of a bin:
 the class of an element is then a function of its bin alone, the same on every rank and for every order of merging.
 """
 
@@ -27,14 +27,14 @@ def _compute_importance(weight, average, out):  # type: ignore[no-untyped-def]
 
 
 def compute_importance(weight: F32, average: F32) -> F32:
-    """Compute ``|weight * average|`` in fp32, in one pass.
+    """Compute `|weight * average|` in fp32, in one pass.
 
     Args:
         weight: float32[n], C-contiguous.
         average: float32[n], C-contiguous: the average gradient of each weight.
 
     Returns:
-        float32[n].  Products past the range of fp32 are infinite, products below it zero or subnormal, which a
+        float32[n]. Products past the range of fp32 are infinite, products below it zero or subnormal, which a
         sketch counts as zero; NaN where either is NaN.
 
     Raises:
@@ -51,18 +51,18 @@ def importance_thresholds(counts: I64, protect: float, prune: float) -> tuple[fl
     """Return the magnitudes below which to prune, and at or above which to protect.
 
     At most these fractions are pruned and protected, in whole bins: a bin with more elements than remain of its
-    fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch counts
-    them in one bin.  Signs do not matter, so the function also applies to sketches of weights.
+    fraction stays normal. Infinities and NaN count as elements, and as protected: a sketch counts
+    them in one bin. Signs do not matter, so the function also applies to sketches of weights.
 
     Args:
-        counts: int64[FULL.size], a row of the full window (``kernels.sketch``).
+        counts: int64[FULL.size], a row of the full window (`kernels.sketch`).
         protect: fraction of all elements, the largest ones.
         prune: fraction of all elements, the smallest ones.
 
     Returns:
-        ``(prune_below, protect_from)`` for ``classify``: the upper edge of the last bin that is pruned, 0 if none is,
-        and the lower edge of the first that is protected, infinity if none is.  All are fp32 numbers but for
-        ``2**128``, past the largest one.
+        `(prune_below, protect_from)` for `classify`: the upper edge of the last bin that is pruned, 0 if none is,
+        and the lower edge of the first that is protected, infinity if none is. All are fp32 numbers but for
+        `2**128`, past the largest one.
 
     Raises:
         ValueError: the dtype or length of the row is wrong, a fraction is not in [0, 1], or their sum is more than 1.
@@ -100,21 +100,21 @@ def _classify(values, prune_below, protect_from, out):  # type: ignore[no-untype
 
 
 def fp32_at_or_above(threshold: float) -> np.float32:
-    """Return the smallest fp32 number (or infinity) at or above ``threshold``; fp32 values compare alike with both."""
+    """Return the smallest fp32 number (or infinity) at or above `threshold`; fp32 values compare alike with both."""
     with np.errstate(over="ignore"):
         rounded = np.float32(threshold)
     return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < threshold else rounded
 
 
 def classify(importance: F32, prune_below: float, protect_from: float) -> U8:
-    """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
+    """Classify elements: `PRUNE` below the first threshold, `PROTECT` at or above the second, else `NORMAL`.
 
-    NaN is ``NORMAL``.
+    NaN is `NORMAL`.
 
     Args:
         importance: float32[n], C-contiguous, not negative.
         prune_below: 0 prunes nothing.
-        protect_from: infinity protects nothing, infinite elements included.  Elements that
+        protect_from: infinity protects nothing, infinite elements included. Elements that
             satisfy both conditions are protected.
 
     Returns:

@@ -1,21 +1,21 @@
 """Keys of floating-point numbers: the mapping of values to histogram bins.
 
 The top bits of an IEEE-754 number, exponent and the first mantissa bits, are a logarithmic bucket:
-they grow by one whenever the magnitude passes the next of ``2**MANTISSA_BITS`` equal steps within an
-octave.  This is the linearly interpolated mapping of DDSketch (Masson, Rim and Lee, VLDB
+they grow by one whenever the magnitude passes the next of `2**MANTISSA_BITS` equal steps within an
+octave. This is the linearly interpolated mapping of DDSketch (Masson, Rim and Lee, VLDB
 2019, section 2, has the exact logarithm; the authors' libraries offer both), and it costs one shift
 instead of a logarithm.
 
-With 6 mantissa bits a bucket ``[a, b)`` is at its widest, relative to its values, at the bottom of an
-octave, where ``b = a * (1 + 1/64)``.  The relative error of the representative ``2ab / (a + b)`` is then
-at most ``(b - a) / (a + b) = 1/129 = 0.775 %``, which is ``ALPHA``.
+With 6 mantissa bits a bucket `[a, b)` is at its widest, relative to its values, at the bottom of an
+octave, where `b = a * (1 + 1/64)`. The relative error of the representative `2ab / (a + b)` is then
+at most `(b - a) / (a + b) = 1/129 = 0.775 %`, which is `ALPHA`.
 
 Magnitude keys of fp32 run from 0 to 16383:
 
 ====================  =======================================================
-``0 .. 63``           zero and subnormals; counted as zero
-``64 .. 16319``       normal numbers
-``16320 .. 16383``    infinities and NaN
+`0 .. 63`           zero and subnormals; counted as zero
+`64 .. 16319`       normal numbers
+`16320 .. 16383`    infinities and NaN
 ====================  =======================================================
 """
 
@@ -48,11 +48,11 @@ def key_edges(keys: npt.ArrayLike) -> F64:
     """Return the smallest magnitude of each magnitude key.
 
     Args:
-        keys: integers in ``FIRST_NORMAL .. NON_FINITE``; the edge of ``NON_FINITE`` itself is
-            ``2**128``, the real number just past the largest fp32.
+        keys: integers in `FIRST_NORMAL .. NON_FINITE`; the edge of `NON_FINITE` itself is
+            `2**128`, the real number just past the largest fp32.
 
     Returns:
-        float64, the shape of ``keys``.
+        float64, the shape of `keys`.
     """
     k = np.asarray(keys, dtype=np.int64)
     fraction = 1.0 + (k % KEYS_PER_OCTAVE) / KEYS_PER_OCTAVE
@@ -69,24 +69,24 @@ def _all_resolved_bins() -> tuple[F64, F64]:
 
 @dataclass(frozen=True)
 class KeyWindow:
-    """The magnitude keys ``[lo, hi)`` that a sketch resolves; everything else falls into shared bins.
+    """The magnitude keys `[lo, hi)` that a sketch resolves; everything else falls into shared bins.
 
-    A full range is 16256 keys per sign, most of them never hit: weights span a dozen octaves.  A window
+    A full range is 16256 keys per sign, most of them never hit: weights span a dozen octaves. A window
     keeps rows short enough that a joint sketch, one row per previous code, stays in cache.
 
-    Bins of one sign, ``n = hi - lo + 3`` of them:
+    Bins of one sign, `n = hi - lo + 3` of them:
 
     =================  ===============================================================
-    ``0``              under: magnitude key below ``lo``, zero and subnormals included
-    ``1 + (key - lo)`` resolved: ``lo <= key < hi``
-    ``hi - lo + 1``    over: finite, key at or past ``hi``
-    ``hi - lo + 2``    infinities and NaN
+    `0`              under: magnitude key below `lo`, zero and subnormals included
+    `1 + (key - lo)` resolved: `lo <= key < hi`
+    `hi - lo + 1`    over: finite, key at or past `hi`
+    `hi - lo + 2`    infinities and NaN
     =================  ===============================================================
 
-    A row has ``size = 2 * n`` bins: positive sign in ``[0, n)``, negative sign in ``[n, 2n)``.
+    A row has `size = 2 * n` bins: positive sign in `[0, n)`, negative sign in `[n, 2n)`.
 
     Raises:
-        ValueError: unless ``FIRST_NORMAL <= lo < hi <= NON_FINITE``.
+        ValueError: unless `FIRST_NORMAL <= lo < hi <= NON_FINITE`.
     """
 
     lo: int
@@ -117,10 +117,10 @@ class KeyWindow:
             x: float32, any shape.
 
         Returns:
-            int64 of the same shape, in ``[0, size)``.
+            int64 of the same shape, in `[0, size)`.
 
         Raises:
-            TypeError: ``x`` is not float32; a silent cast would move values across bin edges.
+            TypeError: `x` is not float32; a silent cast would move values across bin edges.
         """
         if x.dtype != np.float32:
             raise TypeError(f"bin_of needs float32, got {x.dtype}")
@@ -134,18 +134,18 @@ class KeyWindow:
     def values(self) -> F64:
         """Return the representative of every bin, float64[size].
 
-        Resolved ``[a, b)``: ``2ab / (a + b)``, within ``ALPHA`` of every value of the bin.  Under: 0.
-        Over: its lower edge, a bound and not an estimate.  Non-finite: infinity.
+        Resolved `[a, b)`: `2ab / (a + b)`, within `ALPHA` of every value of the bin. Under: 0.
+        Over: its lower edge, a bound and not an estimate. Non-finite: infinity.
         """
         edge, centre = self._resolved_bins()
         one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
         return np.concatenate((one_sign, -one_sign))
 
     def edges(self) -> tuple[F64, F64]:
-        """Return the real interval of every bin: two float64[size] with ``low <= x <= high``, the smaller first.
+        """Return the real interval of every bin: two float64[size] with `low <= x <= high`, the smaller first.
 
-        The edge of larger magnitude is excluded: positive bins are ``[low, high)``, negative ones
-        ``(low, high]``.  Over ends at ``2**128``; non-finite bins are the point at infinity.
+        The edge of larger magnitude is excluded: positive bins are `[low, high)`, negative ones
+        `(low, high]`. Over ends at `2**128`; non-finite bins are the point at infinity.
         """
         edge, _ = self._resolved_bins()
         inner = np.concatenate(([0.0], edge, [np.inf]))
@@ -161,9 +161,9 @@ class KeyWindow:
     def bit_values(self) -> F64:
         """Return the representative magnitude in the bits domain, float64[size], the same for both signs.
 
-        The bits domain is the magnitude bits read as an integer, over ``2**23``: a piecewise linear
-        ``log2(|x|) + 127`` for normal numbers.  Resolved: the middle of the bin in that domain.  The
-        shared bins follow ``values``: under is that of zero, 0; over its lower edge; non-finite infinity.
+        The bits domain is the magnitude bits read as an integer, over `2**23`: a piecewise linear
+        `log2(|x|) + 127` for normal numbers. Resolved: the middle of the bin in that domain. The
+        shared bins follow `values`: under is that of zero, 0; over its lower edge; non-finite infinity.
         """
         centre = (np.arange(self.lo, self.hi) + 0.5) / KEYS_PER_OCTAVE
         one_sign = np.concatenate(([0.0], centre, [self.hi / KEYS_PER_OCTAVE, np.inf]))

@@ -1,9 +1,9 @@
 """NumPy implementations of the kernels, written to be read next to their formulas.
 
-All arrays are C-contiguous, and one-dimensional unless documented otherwise; ``x`` is float32[n].  ``inv_scale``
-multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous codes, uint8[n]; where it is
-``None`` every element uses row ``context`` of the table.  Wrong dtypes or shapes, and codes past the end of a table,
-raise ``ValueError``.
+All arrays are C-contiguous, and one-dimensional unless documented otherwise; `x` is float32[n]. `inv_scale`
+multiplies `x` in fp32 before its key is taken. `parent` holds the previous codes, uint8[n]; where it is
+`None` every element uses row `context` of the table. Wrong dtypes or shapes, and codes past the end of a table,
+raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _scale(x: F32, inv_scale: float) -> F32:
 
 
 def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
-    """Add the elements of ``x`` to ``counts``, int64[size], of the window ``[lo, hi)``."""
+    """Add the elements of `x` to `counts`, int64[size], of the window `[lo, hi)`."""
     window = KeyWindow(lo, hi)
     check_array("counts", counts, np.int64, (window.size,))
     counts += np.bincount(window.bin_of(_scale(x, inv_scale)), minlength=window.size)
@@ -32,7 +32,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 def joint_sketch(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
-    """Add the pairs (parent code, bin) to ``counts``, int64[rows, size]."""
+    """Add the pairs (parent code, bin) to `counts`, int64[rows, size]."""
     window = KeyWindow(lo, hi)
     check_array("counts", counts, np.int64)
     check_rows("counts", counts, parent, context, x.size, window.size)
@@ -42,7 +42,7 @@ def joint_sketch(
 
 
 def count_octaves(x: F32, counts: I64) -> None:
-    """Add the elements of ``x`` to ``counts``, int64[512], by sign and biased exponent, the top bits of a float."""
+    """Add the elements of `x` to `counts`, int64[512], by sign and biased exponent, the top bits of a float."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
     counts += np.bincount(x.view(np.uint32) >> 23, minlength=512)
@@ -51,7 +51,7 @@ def count_octaves(x: F32, counts: I64) -> None:
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
-    """Set ``codes[i] = table[parent code, bin]``, with table uint8[rows, size] and codes uint8[n]."""
+    """Set `codes[i] = table[parent code, bin]`, with table uint8[rows, size] and codes uint8[n]."""
     window = KeyWindow(lo, hi)
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
@@ -60,7 +60,7 @@ def quantize(
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
-    """Return the fp32 bits of the elements whose code is ``protected_code`` (-1: none), in order: uint32[m]."""
+    """Return the fp32 bits of the elements whose code is `protected_code` (-1: none), in order: uint32[m]."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     bits: U32 = x.view(np.uint32)[codes.astype(np.int64) == protected_code]
@@ -70,11 +70,11 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """Quantize the position of each element inside its cell to ``bits`` bits.
+    """Quantize the position of each element inside its cell to `bits` bits.
 
-    With ``u`` the scaled element, or in the bits domain its magnitude bits over ``2**23``, and ``c`` its
-    code: ``out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)``.  A cell with
-    ``inv_width`` 0 is not refined: its symbol is 0.  So is the symbol of NaN.
+    With `u` the scaled element, or in the bits domain its magnitude bits over `2**23`, and `c` its
+    code: `out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)`. A cell with
+    `inv_width` 0 is not refined: its symbol is 0. So is the symbol of NaN.
 
     Args:
         low: lower edge of each cell, float64[256] (float32 is accepted), in units of the domain.
@@ -104,7 +104,7 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """Set ``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
+    """Set `out = levels[code] * scale` in fp32; protected elements take the next of `protected`, unscaled.
 
     Args:
         codes: uint8[n].
@@ -114,8 +114,8 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
         out: float32[n].
 
     Returns:
-        The number of codes equal to ``protected_code``.  The caller compares it to ``m``: where it is larger, the last
-        elements had no value left and hold ``levels[protected_code] * scale``.
+        The number of codes equal to `protected_code`. The caller compares it to `m`: where it is larger, the last
+        elements had no value left and hold `levels[protected_code] * scale`.
     """
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
@@ -140,15 +140,15 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """Dequantize as ``dequantize`` does, to the middle of the part of the cell that the symbol selects.
+    """Dequantize as `dequantize` does, to the middle of the part of the cell that the symbol selects.
 
-    With ``c`` the code and ``r`` the refinement symbol, ``u = low[c] + (r + 0.5) * (width[c] / 2**bits)`` in
-    fp64.  Linear domain: the value is ``u`` rounded to fp32.  Bits domain: the fp32 whose bits are ``rint(u *
-    2**23)``, with the sign of ``sign[c]``.  Cells of ``width`` 0 have the value ``levels[c]``.  Then times
-    ``scale`` in fp32.
+    With `c` the code and `r` the refinement symbol, `u = low[c] + (r + 0.5) * (width[c] / 2**bits)` in
+    fp64. Linear domain: the value is `u` rounded to fp32. Bits domain: the fp32 whose bits are `rint(u *
+    2**23)`, with the sign of `sign[c]`. Cells of `width` 0 have the value `levels[c]`. Then times
+    `scale` in fp32.
 
     Args:
-        refinement: uint8[n], below ``2**bits``.
+        refinement: uint8[n], below `2**bits`.
         low, width, sign: float64, one per code (float32 is accepted).
     """
     check_bits(bits)
@@ -184,7 +184,7 @@ def from_bf16(halves: U16) -> F32:
 
 
 def pack(symbols: U8, bits: int) -> U8:
-    """Pack symbols below ``2**bits`` into a stream of bits, the lowest bit of the first symbol first.
+    """Pack symbols below `2**bits` into a stream of bits, the lowest bit of the first symbol first.
 
     Args:
         symbols: uint8[n].
@@ -201,7 +201,7 @@ def pack(symbols: U8, bits: int) -> U8:
 
 
 def unpack(packed: U8, bits: int, out: U8) -> None:
-    """Invert ``pack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
+    """Invert `pack`: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))

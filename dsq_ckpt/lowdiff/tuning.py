@@ -1,34 +1,34 @@
 """Intervals between snapshots and sizes of batches: LowDiff's equations, the cost model of this package, and a tuner.
 
 *Wasted time* is the time of a job beyond its iterations: steady overhead, and after each failure the recovery and the
-lost work (§II-B).  `wasted_time` and `optimum` are equations 8 and 10 of LowDiff (§V-C).  `CostModel` describes this
+lost work (§II-B). `wasted_time` and `optimum` are equations 8 and 10 of LowDiff (§V-C). `CostModel` describes this
 package, and `Tuner` applies it while a job runs.
 
-**The equations.**  The paper counts the lost work of a failure, ``b / 2``, in iterations, and writes ``1 / f`` for the
+**The equations.**  The paper counts the lost work of a failure, `b / 2`, in iterations, and writes `1 / f` for the
 iterations between snapshots: its unit of time is the iteration, so W, R_F, R_D and M have to be in iterations too.
-With seconds and an iteration of ``t`` seconds, f being snapshots per iteration, equation 8 reads ::
+With seconds and an iteration of `t` seconds, f being snapshots per iteration, equation 8 reads ::
 
     wasted = N T / M (b t / 2 + R_F + R_D / 2 (1 / (f b) - 1)) + N T S f / (W t)
 
-Its derivatives vanish where ``f² b = R_D W t / (2 S M)`` and ``f b² = R_D / t``: equation 9 with ``t = 1``.  Division
-of the second, squared, by the first leaves ``b³ = 2 S R_D M / (W t³)``, and then ``f³ = R_D W² t³ / (4 S² M²)``:
-equation 10 is right, and ``f b = (R_D² W / (2 S M))^(1/3)``.  This is the minimum: the three terms that depend on f and
-b are exponentials of linear functions of ``log f`` and ``log b``, so their sum is convex in these logarithms.  At the
-optimum the terms are equal.  The optimum may be infeasible: nothing ensures ``b >= 1``, and ``f b <= 1`` (a batch in a
-snapshot's interval) holds only for ``R_D² <= 2 S M / W``.
+Its derivatives vanish where `f² b = R_D W t / (2 S M)` and `f b² = R_D / t`: equation 9 with `t = 1`. Division
+of the second, squared, by the first leaves `b³ = 2 S R_D M / (W t³)`, and then `f³ = R_D W² t³ / (4 S² M²)`:
+equation 10 is right, and `f b = (R_D² W / (2 S M))^(1/3)`. This is the minimum: the three terms that depend on f and
+b are exponentials of linear functions of `log f` and `log b`, so their sum is convex in these logarithms. At the
+optimum the terms are equal. The optimum may be infeasible: nothing ensures `b >= 1`, and `f b <= 1` (a batch in a
+snapshot's interval) holds only for `R_D² <= 2 S M / W`.
 
 **Differences from this package.**
 
 * R_D is the time to merge one *batch*: the equations count batches, so a batch of summed gradients must merge in the
-  time of one gradient.  This holds for SGD, but Adam cannot be replayed from a sum.  If each step of a batch is
-  replayed, R_D is ``b`` times the replay of a step: ``(1 / f - b) / 2`` steps are merged, the derivative by b has no
-  root, and ``b = 1`` is best.
+  time of one gradient. This holds for SGD, but Adam cannot be replayed from a sum. If each step of a batch is
+  replayed, R_D is `b` times the replay of a step: `(1 / f - b) / 2` steps are merged, the derivative by b has no
+  root, and `b = 1` is best.
 * A batch costs nothing to write, although Table I is explained by "many writes due to insufficient batching".
   Equation 8 does not describe that table: fitted to its 24 cells (1, b, 1/(f b) and f) it misses them by 0.17 rms.
   With a cost per batch and replay per step (1, b, 1/b, f and 1/f, the terms of `CostModel`) it misses by 0.05.
-* The table's FCF must be iterations between snapshots, as in Exp. 5: best batches grow with it.  The text around it
+* The table's FCF must be iterations between snapshots, as in Exp. 5: best batches grow with it. The text around it
   reads it as a frequency, and explains it the wrong way round.
-* A snapshot stops training for S / W.  Here it stops training for `Costs.stall`, and is written in the background.
+* A snapshot stops training for S / W. Here it stops training for `Costs.stall`, and is written in the background.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from typing import Any, NamedTuple
 from dsq_ckpt.errors import ConfigError
 
 MAX_LOAD = 0.8
-"""Largest load of the checkpointing process.  A fully loaded process never catches up after a slow write."""
+"""Largest load of the checkpointing process. A fully loaded process never catches up after a slow write."""
 HYSTERESIS = 1.02
 """Settings that waste at most this many times the optimum stay, such as an interval of 1.2 times the best one."""
 PRIOR_SECONDS = 2 * 3600.0
 """Assumed seconds between failures before the first one: the geometric mean of 5 minutes and 2 days, after the paper's
 "minutes to days"."""
 DEFAULT_REPLAY = 1 / 3
-"""Iterations to replay a step, assumed until the first recovery.  A high value, so that snapshots are frequent."""
+"""Iterations to replay a step, assumed until the first recovery. A high value, so that snapshots are frequent."""
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running means."""
 _LEAST = 1e-9  # seconds or bytes: a positive stand-in for values below a clock's resolution
@@ -70,8 +70,8 @@ class Bounds:
     """The ranges of the settings, both ends included; equal ends fix a setting.
 
     Attributes:
-        every: steps from one snapshot to the next.  The upper end bounds the log on disk and the time of a recovery.
-        batch: steps written at once.  The upper end bounds the steps that a failure loses.
+        every: steps from one snapshot to the next. The upper end bounds the log on disk and the time of a recovery.
+        batch: steps written at once. The upper end bounds the steps that a failure loses.
 
     Raises:
         ConfigError: an end is below 1, ends are in the wrong order, or batches exceed all intervals.
@@ -174,9 +174,9 @@ def wasted_time(costs: Costs, f: float, b: float, run_time: float) -> float:
 
 
 def optimum(costs: Costs) -> tuple[float, float]:
-    """Return ``(f, b)``, snapshots per iteration and steps per batch, at the minimum of `wasted_time` (equation 10).
+    """Return `(f, b)`, snapshots per iteration and steps per batch, at the minimum of `wasted_time` (equation 10).
 
-    Neither is rounded or bounded: b may be below 1 and ``f b`` above it.
+    Neither is rounded or bounded: b may be below 1 and `f b` above it.
     """
     t = costs.iteration
     merge, write, mtbf = costs.merge_seconds / t, costs.write_seconds / t, costs.mtbf / t
@@ -187,15 +187,15 @@ def optimum(costs: Costs) -> tuple[float, float]:
 class CostModel:
     """A model of wasted time if each logged step is replayed and a separate process writes.
 
-    Let F be ``snapshot_every``, t an iteration, c the stall of training by a snapshot, ``p = S / W`` the time to write
-    a snapshot, r the replay of a step, ``w = batch_fixed + b batch_step`` the time to write a batch, M the mean time
-    between failures.  Failures are uniformly distributed in time.  On average a failure happens
+    Let F be `snapshot_every`, t an iteration, c the stall of training by a snapshot, `p = S / W` the time to write
+    a snapshot, r the replay of a step, `w = batch_fixed + b batch_step` the time to write a batch, M the mean time
+    between failures. Failures are uniformly distributed in time. On average a failure happens
 
-    * ``age = F t / 2 + p - c`` seconds of training after the newest snapshot that is complete on disk was taken
+    * `age = F t / 2 + p - c` seconds of training after the newest snapshot that is complete on disk was taken
       (training continues while a snapshot is written, for p - c after its stall);
-    * ``lost = b t / 2 + w`` seconds of training after the last step that is complete on disk.
+    * `lost = b t / 2 + w` seconds of training after the last step that is complete on disk.
 
-    The steps in between are replayed, at r instead of t.  With the overhead of every step, ::
+    The steps in between are replayed, at r instead of t. With the overhead of every step, ::
 
         wasted / run_time = (R_F + lost + r / t max(0, age - lost)) / M + (c / F + slowdown) / t
         busy = batch_fixed / b + batch_step + p / F                      (of the checkpointing process, per step)
@@ -206,8 +206,8 @@ class CostModel:
         F = sqrt(2 (c + k p) M / (r t))        Young's interval, with replay instead of lost work
         b = sqrt(k batch_fixed M / ((t - r) (t / 2 + batch_step)))
 
-    Without contention the smallest batch that the process can keep up with is best.  A little contention makes the best
-    batch much larger, since failures are rare and writes are frequent.  The model is of first order in
+    Without contention the smallest batch that the process can keep up with is best. A little contention makes the best
+    batch much larger, since failures are rare and writes are frequent. The model is of first order in
     wasted / run_time, and ignores failures during a recovery.
     """
 
@@ -218,12 +218,12 @@ class CostModel:
         return self.costs.batch_fixed / batch + self.costs.batch_step + self.costs.write_seconds / every
 
     def slowdown(self, every: float, batch: float, max_load: float = 1.0) -> float:
-        """Return the additional seconds of a step, without stalls; training waits for a load above ``max_load``."""
+        """Return the additional seconds of a step, without stalls; training waits for a load above `max_load`."""
         busy = self.busy(every, batch)
         return self.costs.contention * busy + max(0.0, busy - max_load * self.costs.iteration)
 
     def wasted_time(self, every: float, batch: float, run_time: float, max_load: float = 1.0) -> float:
-        """Return the wasted GPU-seconds of all ranks in ``run_time`` seconds; ``max_load`` as for `slowdown`."""
+        """Return the wasted GPU-seconds of all ranks in `run_time` seconds; `max_load` as for `slowdown`."""
         c = self.costs
         age, lost_time = every * c.iteration / 2 + max(0.0, c.write_seconds - c.stall_seconds), self._lost(batch)
         failure = c.load + lost_time + c.replay / c.iteration * max(0.0, age - lost_time)
@@ -231,7 +231,7 @@ class CostModel:
         return c.ranks * run_time * (failure / c.mtbf + steady)
 
     def optimum(self) -> tuple[float, float]:
-        """Return ``(snapshot_every, batch)`` from the two closed formulas; batch is infinite if r >= t."""
+        """Return `(snapshot_every, batch)` from the two closed formulas; batch is infinite if r >= t."""
         c, every = self.costs, self._intervals(1)[0]
         if c.replay >= c.iteration:  # losing a step is cheaper than replaying it
             return every, math.inf
@@ -276,8 +276,8 @@ class Tuner:
     Args:
         start: settings until an iteration, a snapshot and a batch were measured.
         bounds: bounds of the settings.
-        mtbf: mean seconds between failures; None to estimate it as ``(PRIOR_SECONDS + run time) / (1 + failures)``, as
-            if the job had run `PRIOR_SECONDS` before and failed once.  Without failures the intervals grow over time.
+        mtbf: mean seconds between failures; None to estimate it as `(PRIOR_SECONDS + run time) / (1 + failures)`, as
+            if the job had run `PRIOR_SECONDS` before and failed once. Without failures the intervals grow over time.
         contention: see `Costs`.
 
     Raises:
@@ -313,14 +313,14 @@ class Tuner:
         """Add measurements to the running means.
 
         Args:
-            iteration: seconds of one step, without waiting for checkpoints.  With the waiting, a checkpointing process
+            iteration: seconds of one step, without waiting for checkpoints. With the waiting, a checkpointing process
                 that falls behind would seem to keep up, since it slows down the steps.
             steps: number of steps of this duration, counted as run time.
             stall: seconds that a snapshot stopped training.
             snapshot: seconds and bytes of writing a snapshot.
-            batch: seconds, bytes and steps of writing a batch.  The time of its bytes at a snapshot's bandwidth counts
+            batch: seconds, bytes and steps of writing a batch. The time of its bytes at a snapshot's bandwidth counts
                 as a cost of its steps, the rest as a cost of each batch.
-            encoding: seconds to encode one step, not included in ``batch``.
+            encoding: seconds to encode one step, not included in `batch`.
             load: seconds to load a snapshot.
             replay: seconds to replay one step.
             failures: number of new failures.

@@ -1,18 +1,18 @@
 """Sketches: logarithmic histograms of signed values that answer quantiles and merge by addition.
 
-The guarantee.  For any q in [0, 1], ``quantile(q)`` is within a factor ``1 +- ALPHA`` of the element of rank
-``floor(q * (n - 1))`` among the n finite elements in ascending order, with ``ALPHA = 1/129 = 0.775 %``, if
-that element is a normal fp32 number inside the sketch's window.  The same holds for ``magnitude_quantile``
-and absolute values.  It holds for any data, whatever its distribution and size, and after any number of
+The guarantee. For any q in [0, 1], `quantile(q)` is within a factor `1 +- ALPHA` of the element of rank
+`floor(q * (n - 1))` among the n finite elements in ascending order, with `ALPHA = 1/129 = 0.775 %`, if
+that element is a normal fp32 number inside the sketch's window. The same holds for `magnitude_quantile`
+and absolute values. It holds for any data, whatever its distribution and size, and after any number of
 merges: a merged sketch equals, bin for bin, the sketch of all the data at once.
 
 Outside the guarantee: elements below the window (zero and fp32 subnormals, always) are estimated as zero, and
-elements above a window that is not ``FULL`` as its upper edge.  fp64 input is first rounded to fp32, which
+elements above a window that is not `FULL` as its upper edge. fp64 input is first rounded to fp32, which
 adds at most 2**-24 to the relative error and turns values past the fp32 range into infinities.
 
 The algorithm is DDSketch (Masson, Rim and Lee, "DDSketch: a fast and fully-mergeable quantile sketch with
-relative-error guarantees", VLDB 2019, section 2; insertion and quantile are its Algorithms 1 and 2).  Its
-collapsing of the lowest buckets is not needed, because fp32 has only ``FULL.size`` buckets: the array is
+relative-error guarantees", VLDB 2019, section 2; insertion and quantile are its Algorithms 1 and 2). Its
+collapsing of the lowest buckets is not needed, because fp32 has only `FULL.size` buckets: the array is
 dense and its length fixed, so merging the sketches of many processes is one sum of arrays.
 """
 
@@ -35,7 +35,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def _blocks(x: Any) -> Iterator[Any]:
-    """Cut an array or tensor of any shape into parts of at most ``BLOCK_ELEMENTS``, without copying."""
+    """Cut an array or tensor of any shape into parts of at most `BLOCK_ELEMENTS`, without copying."""
     longest = max(x.shape, default=1)
     elements = int(np.prod(x.shape, dtype=np.int64))
     if elements <= BLOCK_ELEMENTS:
@@ -73,13 +73,13 @@ class Sketch:
         counts: int64[window.size], used without a copy. Default: all zero.
 
     Raises:
-        ValueError: ``counts`` has another dtype or shape.
+        ValueError: `counts` has another dtype or shape.
     """
 
     window: KeyWindow
     """Range of magnitudes that are resolved."""
     counts: I64
-    """int64[window.size].  Summing these over processes merges their sketches."""
+    """int64[window.size]. Summing these over processes merges their sketches."""
 
     def __init__(self, window: KeyWindow = FULL, counts: I64 | None = None) -> None:
         if counts is None:
@@ -92,13 +92,13 @@ class Sketch:
 
     @classmethod
     def of(cls, x: Any, window: KeyWindow = FULL) -> Sketch:
-        """Return the sketch of ``x``; see ``add``."""
+        """Return the sketch of `x`; see `add`."""
         sketch = cls(window)
         sketch.add(x)
         return sketch
 
     def add(self, x: Any) -> None:
-        """Count the elements of ``x``.
+        """Count the elements of `x`.
 
         Args:
             x: NumPy array or torch tensor (any device) of fp16, bf16, fp32 or fp64, any shape and strides.
@@ -110,7 +110,7 @@ class Sketch:
             kernels.sketch(block, self.window.lo, self.window.hi, 1.0, self.counts)
 
     def merge(self, other: Sketch) -> None:
-        """Add the counts of ``other``, which is unchanged.
+        """Add the counts of `other`, which is unchanged.
 
         Raises:
             ValueError: the windows differ.
@@ -120,7 +120,7 @@ class Sketch:
         self.counts = self.counts + other.counts
 
     def __add__(self, other: Sketch) -> Sketch:
-        """Return a new sketch, merged from both; raises ``ValueError`` if ``merge`` does."""
+        """Return a new sketch, merged from both; raises `ValueError` if `merge` does."""
         merged = Sketch(self.window, self.counts.copy())
         merged.merge(other)
         return merged
@@ -141,10 +141,10 @@ class Sketch:
         return int(self.counts[self.window.n - 1] + self.counts[-1])
 
     def quantile(self, q: float) -> float:
-        """Estimate the finite element of rank ``floor(q * (n - 1))`` in ascending order.
+        """Estimate the finite element of rank `floor(q * (n - 1))` in ascending order.
 
         Raises:
-            ValueError: ``q`` is not in [0, 1], or there are no finite elements.
+            ValueError: `q` is not in [0, 1], or there are no finite elements.
         """
         finite, values = self.window.n - 1, self.window.values()
         positive, negative = self.counts[:finite], self.counts[self.window.n : -1]
@@ -153,13 +153,13 @@ class Sketch:
         return _at_rank(ascending, estimates, q)
 
     def magnitude_quantile(self, q: float) -> float:
-        """Estimate a quantile of absolute values; see ``quantile``."""
+        """Estimate a quantile of absolute values; see `quantile`."""
         finite = self.window.n - 1
         magnitudes = self.counts.reshape(2, self.window.n)[:, :finite].sum(axis=0)
         return _at_rank(magnitudes, self.window.values()[:finite], q)
 
     def mean_square(self) -> float:
-        """Return the mean square of the finite elements, within ``2 ALPHA + ALPHA**2``; 0 if there are none."""
+        """Return the mean square of the finite elements, within `2 ALPHA + ALPHA**2`; 0 if there are none."""
         n = self.window.n
         magnitudes = self.counts.reshape(2, n)[:, : n - 1].sum(axis=0)
         total = int(magnitudes.sum())
@@ -167,7 +167,7 @@ class Sketch:
 
 
 def _at_rank(counts: I64, values: F64, q: float) -> float:
-    """Return the value of the first bin whose cumulative count exceeds ``q * (n - 1)`` (DDSketch, Algorithm 2)."""
+    """Return the value of the first bin whose cumulative count exceeds `q * (n - 1)` (DDSketch, Algorithm 2)."""
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"quantile {q} is not in [0, 1]")
     cumulative = np.cumsum(counts)

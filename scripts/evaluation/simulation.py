@@ -2,7 +2,7 @@
 
 `Failures` says how often ranks fail, `System` what a system of checkpoints costs and what it can go back to;
 `simulate` goes from failure to failure, at a few microseconds each however many steps lie in between, so that months
-of thousands of ranks take no longer than it takes to count their failures.  All systems see the same failures.
+of thousands of ranks take no longer than it takes to count their failures. All systems see the same failures.
 
 *Wasted time* is what a job took beyond its useful iterations (LowDiff, §II-B); the *effective training time ratio*
 is the share of them (Gemini, §7; LowDiff, Exp. 9 and 10).
@@ -36,9 +36,9 @@ class Failures:
 
     Attributes:
         mtbf: mean seconds between failures of one rank.
-        ranks: their rates add up: the job fails every ``mtbf / ranks`` seconds.
+        ranks: their rates add up: the job fails every `mtbf / ranks` seconds.
         software: share of failures that leave the host's memory as it was; the others lose the machine.
-        seed: of the trace.  Traces of one seed are alike but for their scale, whatever the rate.
+        seed: of the trace. Traces of one seed are alike but for their scale, whatever the rate.
     """
 
     mtbf: float
@@ -71,7 +71,7 @@ class Disk:
         every: steps from one checkpoint to the next.
         load: seconds until training goes on from one.
         stall: seconds that one stops training.
-        lag: seconds from the begin of one until it can be loaded; at least ``stall`` where it is written meanwhile.
+        lag: seconds from the begin of one until it can be loaded; at least `stall` where it is written meanwhile.
         batch: steps of the log that are written at once; 0 without a log.
         batch_lag: seconds from the last step of a batch until the batch can be replayed.
         replay: seconds per step.
@@ -132,7 +132,7 @@ class System:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the time of a job went; seconds of wall clock, of which ``wall`` is the sum of the others.
+    """Where the time of a job went; seconds of wall clock, of which `wall` is the sum of the others.
 
     Attributes:
         wall: all of it.
@@ -203,13 +203,13 @@ class _Run:
 def simulate(system: System, failures: Failures, count: int = 2000) -> Outcome:
     """Run a job until so many failures were seen, the last one ending it.
 
-    A failure during a recovery begins it again.  Checkpoints and batches that a failure finds half written are lost,
-    and training goes on counting from where it is: the next checkpoint is ``every`` steps after the last that is whole.
+    A failure during a recovery begins it again. Checkpoints and batches that a failure finds half written are lost,
+    and training goes on counting from where it is: the next checkpoint is `every` steps after the last that is whole.
 
     Args:
         system: what is run.
         failures: when it fails.
-        count: how many failures; the figures are uncertain by about ``1 / sqrt(count)`` of the wasted time.
+        count: how many failures; the figures are uncertain by about `1 / sqrt(count)` of the wasted time.
     """
     disk, memory = system.disk, system.memory
     kept_steps = 0.0  # steps that are done and need not be done again
@@ -239,14 +239,14 @@ def simulate(system: System, failures: Failures, count: int = 2000) -> Outcome:
 
 
 def torch_save(iteration: float, every: int, save: float, load: float) -> System:
-    """Simulate `torch.save`: training stops for ``save`` seconds every so many steps."""
+    """Simulate `torch.save`: training stops for `save` seconds every so many steps."""
     return System("torch.save", iteration, Disk(every, load, stall=save, lag=save))
 
 
 def checkfreq(iteration: float, stall: float, persist: float, load: float, bound: float = 0.035) -> System:
     """Simulate CheckFreq: training stops for a copy, which is written in the background.
 
-    As often as one is written before the next, and stalls stay within ``bound``, a share of training time.
+    As often as one is written before the next, and stalls stay within `bound`, a share of training time.
     """
     every = max(1, math.ceil(persist / iteration), math.ceil(stall / (bound * iteration)))
     return System("CheckFreq", iteration, Disk(every, load, stall=stall, lag=stall + persist))
@@ -259,7 +259,7 @@ def gemini(
 
     Args:
         iteration: seconds of a step.
-        memory: the copies; ``hardware`` is the chance that a lost host's peer is not lost with it.
+        memory: the copies; `hardware` is the chance that a lost host's peer is not lost with it.
         overhead: seconds that each step takes longer for the traffic of the copies.
         disk_every: steps between checkpoints on disk (every 3 hours in the paper of Gemini).
         save: seconds that one stops training.
@@ -269,9 +269,9 @@ def gemini(
 
 
 def naive(iteration: float, every: int, save: float, load: float, difference: float, merge: float) -> System:
-    """Simulate naive differential checkpoints: each step waits ``difference`` seconds for its own checkpoint.
+    """Simulate naive differential checkpoints: each step waits `difference` seconds for its own checkpoint.
 
-    Restored from a full checkpoint, written every so many steps in ``save`` seconds, and ``merge`` seconds per step.
+    Restored from a full checkpoint, written every so many steps in `save` seconds, and `merge` seconds per step.
     """
     disk = Disk(every, load, stall=save, lag=save, batch=1, replay=merge)
     return System("naive differential", iteration, disk, overhead=difference)
@@ -281,7 +281,7 @@ def lowdiff(costs: Costs, every: int, batch: int, overhead: float = 0.0) -> Syst
     """Simulate LowDiff as implemented here, under the assumptions of `CostModel`.
 
     Args:
-        costs: all but ``mtbf``, ``ranks`` and ``merge`` of them count.
+        costs: all but `mtbf`, `ranks` and `merge` of them count.
         every: steps from one snapshot to the next.
         batch: steps written at once.
         overhead: seconds that handing over a gradient takes at each step, whatever the settings.
@@ -366,8 +366,8 @@ def table(
         seed: of the trace, which is the same for all cells.
 
     Returns:
-        A row per cell: ``every``, ``batch``, and four figures.  ``equation`` is equation 8, ``equation_simulated`` a
-        job under its assumptions; ``model`` is `CostModel`, ``model_simulated`` a job under its own.
+        A row per cell: `every`, `batch`, and four figures. `equation` is equation 8, `equation_simulated` a
+        job under its assumptions; `model` is `CostModel`, `model_simulated` a job under its own.
     """
     failures = Failures(costs.mtbf, seed=seed)
 

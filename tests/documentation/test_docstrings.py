@@ -1,7 +1,8 @@
-"""Docstrings of public names describe every parameter, and nothing that is not a parameter."""
+"""Docstrings of public names describe every parameter, and nothing else as one; all docstrings have one markup."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import dsq_ckpt
+from tests.helpers.processes import ROOT
 
 INTERFACES = (dsq_ckpt.DSQStorageWriter, dsq_ckpt.DSQStorageReader)
 """Classes whose methods PyTorch calls and documents."""
@@ -61,3 +63,16 @@ def test_results_are_described(name: str) -> None:
     text = inspect.cleandoc(PUBLIC[name].__doc__)
     if not isinstance(PUBLIC[name], type) and returned not in (None, "None"):
         assert "\nReturns:\n    " in text or text.startswith(("Return a", "Return the", "Return numbers")), text
+
+
+def test_markup_is_the_same_everywhere() -> None:
+    """Code in single backquotes, as `default_role` of docs/conf.py has it, and one space between sentences."""
+    found = []
+    for folder in ("dsq_ckpt", "triton_kernels", "scripts", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+                    continue
+                if isinstance(text := node.value.value, str) and re.search(r"``|[a-z`)]\.  [A-Z`]", text):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found

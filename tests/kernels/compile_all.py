@@ -1,6 +1,6 @@
 """Compile every kernel for an H100, which needs none, and print as JSON what is in the machine code's assembly.
 
-The interpreter forgives what the compiler does not (and adds floats its own way): started by ``test_compiled``.
+The interpreter forgives what the compiler does not (and adds floats its own way): started by `test_compiled`.
 """
 
 from __future__ import annotations

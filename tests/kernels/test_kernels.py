@@ -174,7 +174,7 @@ def test_too_few_protected_values_are_reported_not_read(implementation):
 @pytest.mark.parametrize("log_domain", [False, True])
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_refinement_brings_values_within_half_a_part(implementation, bits, log_domain):
-    """refine, then dequantize_refined: at most half of ``width / 2**bits`` off, in the cell's domain."""
+    """refine, then dequantize_refined: at most half of `width / 2**bits` off, in the cell's domain."""
     rng = np.random.default_rng(9)
     codes = rng.integers(0, 16, 5000).astype(np.uint8)
     low, width, sign = np.zeros(256), np.zeros(256), np.ones(256)

@@ -94,7 +94,7 @@ def test_a_numeric_search_finds_equation_10(c):
 
 
 def test_wasted_time_counts_gpu_seconds():
-    """One failure: half a batch of 4 (1 s), a load (3 s), (100 / 4 - 1) / 2 merges (48 s).  72 snapshots (144 s)."""
+    """One failure: half a batch of 4 (1 s), a load (3 s), (100 / 4 - 1) / 2 merges (48 s). 72 snapshots (144 s)."""
     assert wasted_time(COSTS, 0.01, 4, 3600.0) == pytest.approx(1 + 3 + 48 + 144)
     assert wasted_time(replace(COSTS, ranks=8), 0.01, 4, 3600.0) == pytest.approx(8 * 196)
 

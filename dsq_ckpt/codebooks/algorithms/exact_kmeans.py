@@ -5,10 +5,10 @@ intervals follows from the best splits into k - 1 (Wang and Song, "Ckmeans.1d.dp
 
     D[k, j] = min over i of  D[k - 1, i - 1] + cost(i, j)
 
-where ``cost(i, j)`` is the weighted sum of squared distances of points i..j to their mean, read in constant
-time from prefix sums.  The best i grows with j, so the row is filled by divide and conquer over j in
+where `cost(i, j)` is the weighted sum of squared distances of points i..j to their mean, read in constant
+time from prefix sums. The best i grows with j, so the row is filled by divide and conquer over j in
 O(n log n) (Gronlund, Larsen, Mathiasen and Nielsen, "Fast exact k-means, k-medians and Bregman divergence
-clustering in 1D", 2017).  Deterministic: no seeds, no restarts.
+clustering in 1D", 2017). Deterministic: no seeds, no restarts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _solve(points, weights, k_max):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class KMeansPath:
-    """The optimal clusterings for 1, 2, ..., ``k_max`` clusters."""
+    """The optimal clusterings for 1, 2, ..., `k_max` clusters."""
 
     points: F64
     """float64[n]: the points of positive weight, ascending."""
@@ -92,10 +92,10 @@ class KMeansPath:
     _starts: I32
 
     def starts(self, k: int) -> I64:
-        """Return the index into ``points`` of the first point of each of the k clusters, int64[k].
+        """Return the index into `points` of the first point of each of the k clusters, int64[k].
 
         Raises:
-            ValueError: ``k`` is not in 1..k_max.
+            ValueError: `k` is not in 1..k_max.
         """
         if not 1 <= k <= self.k_max:
             raise ValueError(f"k is {k}, this path has 1..{self.k_max}")
@@ -107,7 +107,7 @@ class KMeansPath:
         return starts
 
     def levels(self, k: int) -> F64:
-        """Return the weighted means of the k clusters, float64[k], ascending; raises as ``starts``."""
+        """Return the weighted means of the k clusters, float64[k], ascending; raises as `starts`."""
         starts = self.starts(k)
         # Offsets from each cluster's first point keep their precision far from zero.
         origin = self.points[starts]
@@ -116,19 +116,19 @@ class KMeansPath:
         return origin + np.add.reduceat(self.weights * offsets, starts) / weight
 
     def boundaries(self, k: int) -> F64:
-        """Return the midpoints of neighbouring levels, float64[k - 1]; raises as ``starts``."""
+        """Return the midpoints of neighbouring levels, float64[k - 1]; raises as `starts`."""
         levels = self.levels(k)
         return 0.5 * (levels[:-1] + levels[1:])
 
     def cost(self, k: int) -> float:
-        """Return the weighted sum of squared distances to the level of each point's cluster; raises as ``starts``."""
+        """Return the weighted sum of squared distances to the level of each point's cluster; raises as `starts`."""
         starts = self.starts(k)
         point_levels = np.repeat(self.levels(k), np.diff(np.append(starts, self.points.size)))
         return float(np.sum(self.weights * (self.points - point_levels) ** 2))
 
 
 def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> KMeansPath:
-    """Solve weighted 1-D k-means exactly for every k up to ``k_max``.
+    """Solve weighted 1-D k-means exactly for every k up to `k_max`.
 
     Args:
         points: float64[n], finite, strictly ascending.
@@ -136,7 +136,7 @@ def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> K
         k_max: largest number of clusters wanted, >= 1.
 
     Returns:
-        The path; its ``k_max`` is smaller than requested if fewer points have weight.
+        The path; its `k_max` is smaller than requested if fewer points have weight.
 
     Raises:
         ValueError: the arguments are not as above, or no point has weight.

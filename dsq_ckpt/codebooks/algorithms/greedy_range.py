@@ -1,7 +1,7 @@
 """Adaptive range of uniform quantization by greedy search: Check-N-Run, for comparison.
 
 Check-N-Run (Eisenman et al., NSDI 2022; "adaptive asymmetric quantization") takes the greedy search of Guan et al.,
-"Post-Training 4-bit Quantization on Embedding Tables", 2019, which PyTorch has as ``choose_qparams_optimized``.
+"Post-Training 4-bit Quantization on Embedding Tables", 2019, which PyTorch has as `choose_qparams_optimized`.
 Inshrinkerator (section 8.2, "Adaptive"; Table 11) compares with it: 8 to 256 bins, 10 to 100 step bins, and 0.1 to
 0.5 of the range to search.
 """
@@ -20,7 +20,7 @@ from dsq_ckpt.kernels.jit import jit
 
 @jit
 def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int) -> float:
-    """Return the weighted squared error of ``bins`` levels from ``low`` to ``high``; values outside are clipped.
+    """Return the weighted squared error of `bins` levels from `low` to `high`; values outside are clipped.
 
     It is summed bin by bin: differences of prefix sums would lose the digits that decide near ties.
     """
@@ -35,7 +35,7 @@ def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int
 
 @jit
 def _search_greedily(values: Any, weights: Any, bins: int, stride: float, moves: int) -> Any:
-    """Search as ``adaptive_range`` does: ``moves`` strides, each at the end where the error grows less."""
+    """Search as `adaptive_range` does: `moves` strides, each at the end where the error grows less."""
     first, last = values[0], values[-1]
     best_low, best_high = first, last
     best = _squared_error(values, weights, first, last, bins)
@@ -56,24 +56,24 @@ def _search_greedily(values: Any, weights: Any, bins: int, stride: float, moves:
 def adaptive_range(
     values: npt.ArrayLike, counts: npt.ArrayLike, bins: int, step_bins: int, search_range: float
 ) -> tuple[float, float]:
-    """Find the range to quantize uniformly with ``bins`` levels (``uniform_levels``), by greedy search.
+    """Find the range to quantize uniformly with `bins` levels (`uniform_levels`), by greedy search.
 
-    Starting from the full range, one end at a time moves inwards by a stride of 1 / ``step_bins`` of the full range:
-    the end whose move leaves the smaller squared error, the upper one on a tie.  The search ends when the range is
-    smaller by ``search_range``, rounded up to whole strides.  The result is the visited range of smallest error, on a
+    Starting from the full range, one end at a time moves inwards by a stride of 1 / `step_bins` of the full range:
+    the end whose move leaves the smaller squared error, the upper one on a tie. The search ends when the range is
+    smaller by `search_range`, rounded up to whole strides. The result is the visited range of smallest error, on a
     tie the wider, so the error is never above that of the full range.
 
     PyTorch's code keeps a range only if both of its successors are worse, and so never the last; the search
-    itself is the same.  It also rounds the lower end and the step to fp16, which is its format and not the method.
+    itself is the same. It also rounds the lower end and the step to fp16, which is its format and not the method.
 
     Args:
-        values, counts: the layer's histogram, see ``as_histogram``.
+        values, counts: the layer's histogram, see `as_histogram`.
         bins: levels, >= 2, both ends of the range among them.
         step_bins: strides in the full range, >= 1.
         search_range: fraction of the full range that may be cut off, in [0, 1); one stride is always left.
 
     Returns:
-        The lower and the upper end, ``low <= high``; equal for a histogram of one bin.
+        The lower and the upper end, `low <= high`; equal for a histogram of one bin.
 
     Raises:
         ValueError: an argument is not as above.

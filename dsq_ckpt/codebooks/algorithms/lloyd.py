@@ -1,7 +1,7 @@
 """K-means of the papers: weighted k-means++ seeding and Lloyd's iterations on a histogram.
 
-Inshrinkerator, section 4.4, Algorithms 2 and 3.  The algorithm finds a local optimum that depends on the seed;
-``exact_kmeans`` finds the global one.  It is used for comparison with the papers.
+Inshrinkerator, section 4.4, Algorithms 2 and 3. The algorithm finds a local optimum that depends on the seed;
+`exact_kmeans` finds the global one. It is used for comparison with the papers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dsq_ckpt.core.arrays import F64
 
 
 def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float = 0.2) -> F64:
-    """Return the weight of each bucket: ``sigma * frequency + (1 - sigma) * |value|``, both normalized (Algorithm 2).
+    """Return the weight of each bucket: `sigma * frequency + (1 - sigma) * |value|`, both normalized (Algorithm 2).
 
-    The paper does not define its ``Normalize``.  Here it divides by the maximum: both terms then have the
+    The paper does not define its `Normalize`. Here it divides by the maximum: both terms then have the
     range [0, 1] whatever the number of elements and the scale of the tensor, and more buckets do not change
-    the balance.  Buckets without elements, which the paper's histogram does not hold, get weight 0.
+    the balance. Buckets without elements, which the paper's histogram does not hold, get weight 0.
 
     Args:
         frequency: elements per bucket, [n], >= 0.
@@ -28,7 +28,7 @@ def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float
         float64[n].
 
     Raises:
-        ValueError: ``sigma`` is outside [0, 1], or the lengths differ.
+        ValueError: `sigma` is outside [0, 1], or the lengths differ.
     """
     f, magnitude = np.asarray(frequency, np.float64), np.abs(np.asarray(values, np.float64))
     if not 0.0 <= sigma <= 1.0:
@@ -46,7 +46,7 @@ def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float
 def seed_levels(points: F64, weights: F64, k: int, rng: np.random.Generator) -> F64:
     """Choose k of the points by weighted k-means++ seeding (Algorithm 3); ascending.
 
-    Its ``min_distance`` is taken as the squared distance, as in the k-means++ it extends (Arthur and
+    Its `min_distance` is taken as the squared distance, as in the k-means++ it extends (Arthur and
     Vassilvitskii, SODA 2007), so that the expected cost keeps that bound.
     """
     chosen = [rng.choice(points.size, p=weights / weights.sum())]
@@ -85,7 +85,7 @@ def lloyd_kmeans(
         Levels, float64[min(k, points of positive weight)], ascending.
 
     Raises:
-        ValueError: the lengths differ, a weight is negative, no point has weight or ``k`` < 1.
+        ValueError: the lengths differ, a weight is negative, no point has weight or `k` < 1.
     """
     p, w = np.asarray(points, np.float64), np.asarray(weights, np.float64)
     if p.ndim != 1 or p.shape != w.shape:

@@ -1,6 +1,6 @@
 """Sketching and quantization of chunks in device memory, so that codes instead of floats are copied to the host.
 
-``passes`` computes sketches, ``coding`` computes codes, ``transfer`` copies codes to the host in the background. Work
+`passes` computes sketches, `coding` computes codes, `transfer` copies codes to the host in the background. Work
 that a device cannot do is done on the host with the same result: a save must not fail for lack of a kernel.
 """
 
