@@ -30,7 +30,7 @@ class Tradeoff(NamedTuple):
             configuration is within the bound, and `search.fallback` is `conservative`.
         check_degradation: the same, measured by `check`; None without `check` too.
         exact: weights are stored exactly, since no configuration is within the bound.
-        bytes_logical: size of the source's tensors in bytes.
+        bytes_logical: uncompressed size of the source's tensors in bytes.
         bytes_kept: size of the checkpoint in bytes.
         evaluations: number of calls of `evaluate`.
         seconds: duration of the search and the write.

@@ -239,7 +239,7 @@ def initialize_subclass_states(objects: Mapping[Any, Any], nesting: Nesting) -> 
 
 
 def refuse_subclass_part(name: str, path: Path, names: Container[str]) -> None:
-    """Raise an error if a saved entry is a part of a tensor subclass, for a place without a tensor of that class.
+    """Raise an error if a saved entry is a part of a tensor subclass and would be loaded where no such tensor is.
 
     Args:
         name: flat name of the entry.
@@ -247,7 +247,7 @@ def refuse_subclass_part(name: str, path: Path, names: Container[str]) -> None:
         names: flat names of all saved entries.
 
     Raises:
-        LoadFailed: it is one.
+        LoadFailed: the entry is such a part.
     """
     if (depth := find_class_key(path, names)) is not None:
         raise LoadFailed(

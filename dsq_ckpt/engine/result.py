@@ -32,7 +32,7 @@ class SaveResult:
         path: its directory.
         save_id: id of this save; an overwritten checkpoint has another one.
         bytes_written: bytes of all files that this save wrote, on all ranks.
-        bytes_logical: bytes of the state, uncompressed, and of DeepSpeed's own files as they are.
+        bytes_logical: uncompressed size of the state in bytes, with DeepSpeed's own files as they are.
         depth: deltas since the keyframe; 0: it is one.
         seconds: from the call until the commit.
         refinement: "kept", or "none" where nothing has one.

@@ -4,7 +4,7 @@
     ...
     optimizer.step(); log.step()
 
-    state = dsq_ckpt.lowdiff.recover("run", model, optimizer)
+    recovered = dsq_ckpt.lowdiff.recover("run", model, optimizer)
 
 LowDiff and LowDiff+: Yao et al., "Optimizing Frequent Checkpointing via Low-Cost Differential for Distributed Training
 Systems".

@@ -38,7 +38,7 @@ def test_examples(number: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     exec(code, first)
     again = _names()
     exec(code, again)
-    assert again["state"].step == 30 and again["state"].exact and again["state"].closed
+    assert again["recovered"].step == 30 and again["recovered"].exact and again["recovered"].closed
     for one, other in zip(first["model"].parameters(), again["model"].parameters(), strict=True):
         assert torch.equal(one, other)
 
