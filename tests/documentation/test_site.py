@@ -19,6 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with the options of `make docs`."""
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
+    importlib.import_module("matplotlib.font_manager")  # logs once per machine that it lists the fonts
     makefile = (ROOT / "Makefile").read_text()
     options = re.search(r"-m sphinx (.*) docs docs/_build", makefile)
     assert options is not None
