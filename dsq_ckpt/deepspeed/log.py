@@ -22,8 +22,7 @@ from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
 from dsq_ckpt.lowdiff.capture import CapturedStep, capture_gradients
-from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, Uncompressed
-from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, Uncompressed, gradient_compressor
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.recovery import recover_train_state
@@ -225,7 +224,7 @@ def gradient_log(
         CheckpointExists: the run has a log, and `resume` is None.
         ConfigError: an argument is out of range, or steps of this engine cannot be replayed from gradients.
     """
-    chosen = compressor_of(compressor)
+    chosen = gradient_compressor(compressor)
     if not isinstance(chosen, Uncompressed):
         _check_compressor(engine, chosen)
     _check_state_names(state)

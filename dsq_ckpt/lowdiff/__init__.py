@@ -10,13 +10,26 @@ LowDiff and LowDiff+: Yao et al., "Optimizing Frequent Checkpointing via Low-Cos
 Systems".
 """
 
-from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
+import warnings
+from typing import Any
+
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, gradient_compressor
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovered import Recovered
 from dsq_ckpt.lowdiff.recovery import recover
 from dsq_ckpt.lowdiff.replica import Replica
 
-Compressor = GradientCompressor
-"""Former name of `GradientCompressor`."""
+__all__ = ["GradientCompressor", "GradientLog", "Recovered", "Replica", "gradient_compressor", "recover"]
 
-__all__ = ["Compressor", "GradientCompressor", "GradientLog", "Recovered", "Replica", "compressor", "recover"]
+_FORMER = {"Compressor": "GradientCompressor", "compressor": "gradient_compressor"}
+"""Former names, which `dsq_ckpt.Compressor` made ambiguous."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return an object by its former name, with a warning."""
+    if name not in _FORMER:
+        raise AttributeError(f"module 'dsq_ckpt.lowdiff' has no attribute {name!r}")
+    warnings.warn(
+        f"dsq_ckpt.lowdiff.{name} is now dsq_ckpt.lowdiff.{_FORMER[name]}", DeprecationWarning, stacklevel=2
+    )
+    return globals()[_FORMER[name]]

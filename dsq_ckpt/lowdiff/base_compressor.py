@@ -33,9 +33,9 @@ class GradientCompressor(ABC):
     """A compressor that synchronizes the gradients of a model, and describes each result.
 
     Example:
-        >>> from dsq_ckpt.lowdiff.compressors import compressor
+        >>> from dsq_ckpt.lowdiff.compressors import gradient_compressor
         >>> model = nn.Linear(100, 10)
-        >>> topk = compressor("topk:0.01")
+        >>> topk = gradient_compressor("topk:0.01")
         >>> topk.attach(model)
         >>> model(torch.ones(1, 100)).sum().backward()
         >>> topk.take()[model.weight].support.shape
@@ -45,7 +45,7 @@ class GradientCompressor(ABC):
     name: ClassVar[str]
     """Kind of the compressor, the first word of its spec."""
     spec: str
-    """Spec from which `compressor` creates an equal compressor."""
+    """Spec from which `gradient_compressor` creates an equal compressor."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Gradient compressors by name: `compressor("topk:0.01")`.
+"""Gradient compressors by name: `gradient_compressor("topk:0.01")`.
 
 ====================  ==============================================================================================
 `topk:RATIO`        the largest RATIO of each gradient's elements, 0 < RATIO <= 1, default 0.01
@@ -25,7 +25,9 @@ from dsq_ckpt.lowdiff.kmeans import KMeans
 from dsq_ckpt.lowdiff.rounding import Bf16, Fp16
 from dsq_ckpt.lowdiff.topk import TopK
 
-__all__ = ["Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeans", "TopK", "Uncompressed", "compressor"]
+__all__ = [
+    "Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeans", "TopK", "Uncompressed", "gradient_compressor",
+]
 
 _SIMILARITY = 0.5  # names are short, so that one problems letter of four matters
 
@@ -49,7 +51,7 @@ class Uncompressed(GradientCompressor):
         return {}
 
 
-def compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
+def gradient_compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
     """Create a compressor from its spec, such as "topk:0.01" or "topk:0.01,feedback=off".
 
     Args:

@@ -17,8 +17,7 @@ from torch import nn
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import capture_gradients
-from dsq_ckpt.lowdiff.compressors import GradientCompressor
-from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, gradient_compressor
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovered import Recovered, check_resume
 from dsq_ckpt.lowdiff.train_state import Stateful
@@ -82,7 +81,7 @@ class GradientLog(Recorder):
         for name, value in (("snapshot_every", snapshot_every), ("batch", batch)):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; expected a positive number of steps, or 'auto'")
-        self._compressor = compressor_of(compressor)
+        self._compressor = gradient_compressor(compressor)
         self._tuner = _create_tuner(snapshot_every, batch, mtbf, check_resume(resume))
         self._agreed_settings = self._proposed_settings()
         super().__init__(

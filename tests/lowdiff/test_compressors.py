@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import dsq_ckpt
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, gradient_compressor
 from dsq_ckpt.lowdiff.kmeans import dequantize, quantize_shard
 from dsq_ckpt.lowdiff.topk import largest_indices
 from tests.helpers.processes import torchrun
@@ -45,10 +46,20 @@ def test_on_ranks(ranks):
     ],
 )
 def test_specs_are_normalised(given_spec, normal):
-    gradient_compressor = compressor(given_spec)
-    assert gradient_compressor.spec == normal and gradient_compressor.name == normal.partition(":")[0]
-    assert compressor(gradient_compressor.spec).spec == normal
-    assert compressor(gradient_compressor) is gradient_compressor
+    compressor = gradient_compressor(given_spec)
+    assert compressor.spec == normal and compressor.name == normal.partition(":")[0]
+    assert gradient_compressor(compressor.spec).spec == normal
+    assert gradient_compressor(compressor) is compressor
+
+
+def test_former_names_are_read_with_a_warning():
+    """`dsq_ckpt.Compressor` is another class, so `dsq_ckpt.lowdiff` has one name for each."""
+    with pytest.warns(DeprecationWarning, match="is now dsq_ckpt.lowdiff.GradientCompressor"):
+        assert dsq_ckpt.lowdiff.Compressor is GradientCompressor
+    with pytest.warns(DeprecationWarning, match="is now dsq_ckpt.lowdiff.gradient_compressor"):
+        assert dsq_ckpt.lowdiff.compressor is gradient_compressor
+    with pytest.raises(AttributeError, match="no attribute 'compressors_of'"):
+        _ = dsq_ckpt.lowdiff.compressors_of
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_specs_are_normalised(given_spec, normal):
 )
 def test_wrong_specs_are_explained_at_once(spec, parts):
     with pytest.raises(ConfigError) as error:
-        compressor(spec)
+        gradient_compressor(spec)
     assert all(part in str(error.value) for part in parts), error.value
 
 
@@ -142,7 +153,7 @@ def backward(module: nn.Module, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_sent_and_kept_elements_make_the_whole(dtype):
     module = gradients((30, 20), (7,), (0, 5), (), (3, 4, 5), dtype=dtype)
-    topk = compressor("topk:0.05")
+    topk = gradient_compressor("topk:0.05")
     topk.attach(module)
     residuals = {name: torch.zeros(p.shape) for name, p in module.named_parameters()}
     for step in range(6):
@@ -168,13 +179,13 @@ def test_sent_and_kept_elements_make_the_whole(dtype):
 def test_traces_of_a_plain_module(spec):
     module = gradients((40, 30), (5,), (0,), (2, 6, 4, 4))
     module.p3.data = module.p3.data.to(memory_format=torch.channels_last)
-    gradient_compressor = compressor(spec)
-    gradient_compressor.attach(module)
+    compressor = gradient_compressor(spec)
+    compressor.attach(module)
     for step in range(3):
         module.zero_grad()
         known = backward(module, step)
-        infos = gradient_compressor.take()
-        assert gradient_compressor.take() == {}
+        infos = compressor.take()
+        assert compressor.take() == {}
         for name, p in module.named_parameters():
             flat, info = p.grad.reshape(-1), infos[p]
             if not p.numel():
@@ -182,16 +193,16 @@ def test_traces_of_a_plain_module(spec):
                 continue
             places, values = info.probe
             assert torch.equal(flat[places], values) and 0 < len(places) <= 64
-            if gradient_compressor.name == "topk":
+            if compressor.name == "topk":
                 covered = torch.zeros(len(flat), dtype=torch.bool)
                 covered[info.support] = True
                 assert not flat[~covered].any()
-            elif gradient_compressor.name == "kmeans":
+            elif compressor.name == "kmeans":
                 assert torch.isin(flat, info.levels).all() and len(info.levels) <= 8
             else:
                 assert info.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[spec]
                 assert torch.equal(p.grad, known[name].to(info.dtype).float())
-            if gradient_compressor.name != "topk":
+            if compressor.name != "topk":
                 assert flat.abs().max() == values.abs().max()
 
 
@@ -199,7 +210,7 @@ def test_channels_last_is_as_row_major():
     one, other = gradients((8, 6, 4, 4), (5, 3)), gradients((8, 6, 4, 4), (5, 3))
     other.p0.data = other.p0.data.to(memory_format=torch.channels_last)
     other.p1.data = torch.randn(3, 5).t()
-    compressors = [compressor("topk:0.1"), compressor("topk:0.1")]
+    compressors = [gradient_compressor("topk:0.1"), gradient_compressor("topk:0.1")]
     for module, topk in zip((one, other), compressors, strict=True):
         topk.attach(module)
         for step in range(3):
@@ -214,7 +225,7 @@ def test_channels_last_is_as_row_major():
 
 def test_accumulated_gradients_are_compressed_again():
     module = gradients((50, 10))
-    compressor("topk:0.02,feedback=off").attach(module)
+    gradient_compressor("topk:0.02,feedback=off").attach(module)
     first = backward(module, 0)["p0"]
     sent_gradient = module.p0.grad.clone()
     second = backward(module, 1)["p0"]
@@ -249,13 +260,13 @@ def test_quantized_is_near_the_best():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_stay_visible(spec, value):
     module = gradients((20, 10))
-    gradient_compressor = compressor(spec)
-    gradient_compressor.attach(module)
+    compressor = gradient_compressor(spec)
+    compressor.attach(module)
     (module.p0[3, 4] * value).backward()
     assert not module.p0.grad.isfinite().all()
-    info = gradient_compressor.take()[module.p0]
+    info = compressor.take()[module.p0]
     assert info.levels is None
-    assert all(residual.isfinite().all() for residual in gradient_compressor.state().values())
+    assert all(residual.isfinite().all() for residual in compressor.state().values())
 
 
 def small_training(spec: str | None) -> float:
@@ -263,7 +274,7 @@ def small_training(spec: str | None) -> float:
     x = torch.randn(256, 10)
     y = torch.sin(x @ torch.randn(10, 2))
     model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 2))
-    compressor(spec).attach(model)
+    gradient_compressor(spec).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(300):
         optimizer.zero_grad()
@@ -284,14 +295,14 @@ def test_training_reaches_about_the_same_loss(one_thread):
 @pytest.mark.parametrize("spec", ["topk:0.05", "kmeans:4"])
 def test_a_loaded_state_goes_on_bit_for_bit(spec):
     module = gradients((30, 20), (7,))
-    gradient_compressor = compressor(spec)
-    gradient_compressor.attach(module)
-    assert {name: list(r.shape) for name, r in gradient_compressor.state().items()} == {"p0": [30, 20], "p1": [7]}
+    compressor = gradient_compressor(spec)
+    compressor.attach(module)
+    assert {name: list(r.shape) for name, r in compressor.state().items()} == {"p0": [30, 20], "p1": [7]}
     for step in range(3):
         module.zero_grad()
         backward(module, step)
-    residuals, again = {name: r.clone() for name, r in gradient_compressor.state().items()}, copy.deepcopy(module)
-    other = compressor(spec)
+    residuals, again = {name: r.clone() for name, r in compressor.state().items()}, copy.deepcopy(module)
+    other = gradient_compressor(spec)
     other.attach(again)
     other.load_state(residuals)
     for each in (module, again):
@@ -299,11 +310,11 @@ def test_a_loaded_state_goes_on_bit_for_bit(spec):
         backward(each, 3)
     for p, q in zip(module.parameters(), again.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    assert all(torch.equal(residual, other.state()[name]) for name, residual in gradient_compressor.state().items())
+    assert all(torch.equal(residual, other.state()[name]) for name, residual in compressor.state().items())
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    topk = compressor("topk:0.1")
+    topk = gradient_compressor("topk:0.1")
     with pytest.raises(ConfigError, match=r"before attach\(\)"):
         topk.state()
     topk.attach(gradients((4, 5), (3,)))
@@ -314,7 +325,7 @@ def test_a_state_that_does_not_fit_is_refused():
     ))
     assert not topk.state()["p0"].any()
     for spec in ("none", "fp16", "topk:0.1,feedback=off"):
-        without: GradientCompressor = compressor(spec)
+        without: GradientCompressor = gradient_compressor(spec)
         without.attach(gradients((4,)))
         assert without.state() == {}
         without.load_state({})
@@ -324,7 +335,7 @@ def test_a_state_that_does_not_fit_is_refused():
 
 def test_detached_gradients_are_left_alone():
     module = gradients((20, 10))
-    topk = compressor("topk:0.01")
+    topk = gradient_compressor("topk:0.01")
     topk.attach(module)
     with pytest.raises(ConfigError, match="attached to a model already"):
         topk.attach(module)
@@ -342,7 +353,7 @@ def test_frozen_and_shared_parameters():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     module[1].weight = module[0].weight
     module[2].weight.requires_grad_(False)
-    topk = compressor("topk:0.1")
+    topk = gradient_compressor("topk:0.1")
     topk.attach(module)
     module(torch.ones(1, 8)).sum().backward()
     assert set(topk.take()) == {module[0].weight, module[2].bias}
@@ -351,8 +362,8 @@ def test_frozen_and_shared_parameters():
 
 def test_gradients_that_cannot_be_compressed():
     with pytest.raises(ConfigError, match=r"p0 is torch\.complex64"):
-        compressor("topk:0.1").attach(gradients((3,), dtype=torch.complex64))
+        gradient_compressor("topk:0.1").attach(gradients((3,), dtype=torch.complex64))
     embedding = nn.Embedding(10, 4, sparse=True)
-    compressor("topk:0.1").attach(embedding)
+    gradient_compressor("topk:0.1").attach(embedding)
     with pytest.raises(ConfigError, match="weight has sparse gradients"):
         embedding(torch.tensor([1])).sum().backward()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.compressors import compressor
+from dsq_ckpt.lowdiff.compressors import gradient_compressor
 from dsq_ckpt.lowdiff.streamer import GradientStreamer
 from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import Case, Loop
@@ -51,7 +51,7 @@ def follow(loop: Loop, run, holders, steps: int) -> None:
 
 def test_compressors_take_turns(tmp_path, holders):
     loop = ddp(bucket_cap_mb=0.0005)
-    topk = compressor("topk:0.5")
+    topk = gradient_compressor("topk:0.5")
     for turn in range(2):
         topk.attach(loop.model)
         train(loop, range(2))
@@ -80,10 +80,10 @@ def test_a_compiled_model(tmp_path, holders):
 
 def test_errors_name_the_owner_of_the_hook():
     loop = ddp()
-    first = compressor("topk:0.5")
+    first = gradient_compressor("topk:0.5")
     first.attach(loop.model)
     with pytest.raises(ConfigError, match=r"this model has compressor 'topk:0.5.*' already; detach or"):
-        compressor("fp16").attach(loop.model)
+        gradient_compressor("fp16").attach(loop.model)
     streamer = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
     with pytest.raises(ConfigError, match="this model has compressor 'topk"):
         streamer.attach()
@@ -104,7 +104,7 @@ def test_somebody_elses():
         streamer.attach()
     streamer.detach()
     with pytest.raises(ConfigError, match=r"compressor 'fp16' cannot be .* leave out the other one. DDP says: "):
-        compressor("fp16").attach(loop.model)
+        gradient_compressor("fp16").attach(loop.model)
 
 
 def test_inside_of_something():

@@ -65,9 +65,9 @@ class Training:
         self.done = 0
         self.compressor: Any = None
         if setting.compressor != "none":
-            from dsq_ckpt.lowdiff.compressors import compressor
+            from dsq_ckpt.lowdiff.compressors import gradient_compressor
 
-            self.compressor = compressor(setting.compressor)
+            self.compressor = gradient_compressor(setting.compressor)
             self.compressor.attach(self.model)
 
     def leave_compression(self) -> None:

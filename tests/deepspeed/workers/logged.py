@@ -22,7 +22,7 @@ from common import batch, begin, check, end, engine_of, error_of, everywhere, se
 import dsq_ckpt
 import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed.flat_buffers import iter_masters
-from dsq_ckpt.lowdiff import compressor, segments
+from dsq_ckpt.lowdiff import gradient_compressor, segments
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
 from tests.lowdiff.nursery import Nursery
 
@@ -189,7 +189,7 @@ def averages() -> None:
     engine = make(KINDS["stage 0, bf16"], 3)
     world = dist.group.WORLD
     for spec, near in {"fp16": 1e-2, "bf16": 2e-2, "kmeans:64": 0.2, "topk:1": 1e-2}.items():
-        chosen = compressor(spec)
+        chosen = gradient_compressor(spec)
         assert isinstance(chosen, HookedCompressor)
         chosen.attach_without_hooks(engine.module)
         torch.manual_seed(dist.get_rank())

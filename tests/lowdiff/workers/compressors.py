@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, gradient_compressor
 
 SPECS = ("topk:0.05", "topk:0.3,feedback=off", "fp16", "bf16", "kmeans:16", "kmeans:5,feedback=off")
 SMALL = 0.0005
@@ -104,7 +104,7 @@ def valid(info: GradientInfo, gradient: Tensor) -> None:
 
 def follow_topk(model: DDP, ratio: float, feedback: bool, steps: int = 5) -> None:
     """Every step against torch.topk, on this rank's own gradients."""
-    topk = compressor(f"topk:{ratio},feedback={'on' if feedback else 'off'}")
+    topk = gradient_compressor(f"topk:{ratio},feedback={'on' if feedback else 'off'}")
     topk.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     residuals = {name: torch.zeros(p.shape).reshape(-1) for name, p in inner(model).items()}
@@ -154,13 +154,13 @@ def traces_hold_and_ranks_agree() -> None:
     for spec in SPECS:
         for make in (perceptron, images):
             model = DDP(make(), bucket_cap_mb=SMALL)
-            gradient_compressor = compressor(spec)
-            gradient_compressor.attach(model)
+            compressor = gradient_compressor(spec)
+            compressor.attach(model)
             optimizer = torch.optim.Adam(model.parameters())
             for step in range(4):
                 optimizer.zero_grad()
                 backward(model, step)
-                infos = gradient_compressor.take()
+                infos = compressor.take()
                 assert set(infos) == set(model.parameters())
                 for p, info in infos.items():
                     valid(info, p.grad)
@@ -173,7 +173,7 @@ def traces_hold_and_ranks_agree() -> None:
 @check
 def kmeans_conserves_across_rebuilds() -> None:
     model = DDP(perceptron(), bucket_cap_mb=SMALL)
-    kmeans = compressor("kmeans:4")
+    kmeans = gradient_compressor("kmeans:4")
     kmeans.attach(model)
     before = {name: torch.zeros(p.shape) for name, p in inner(model).items()}
     owners = []
@@ -200,7 +200,7 @@ def mean_is_right_in_the_long_run() -> None:
     steps = 80
     for spec, bound in (("topk:0.05", 0.3), ("kmeans:3", 0.1), ("kmeans:2", 0.3)):
         model = DDP(nn.Linear(40, 1, bias=False))
-        compressor(spec).attach(model)
+        gradient_compressor(spec).attach(model)
         x = torch.randn(1, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
         total = torch.zeros(1, 40)
         for _ in range(steps):
@@ -227,8 +227,8 @@ class Branches(nn.Module):
 def residuals_of_unused_parameters_wait() -> None:
     for spec in ("topk:0.1", "kmeans:3"):
         model = DDP(Branches(), find_unused_parameters=True)
-        gradient_compressor = compressor(spec)
-        gradient_compressor.attach(model)
+        compressor = gradient_compressor(spec)
+        compressor.attach(model)
         weight, world = model.module.sometimes.weight, dist.get_world_size()
         pending = torch.zeros(weight.shape)
         for step, users in enumerate((world, 0, 1, 0, world)):  # ranks that use it
@@ -238,9 +238,9 @@ def residuals_of_unused_parameters_wait() -> None:
             local = local_gradients(model, run).get("sometimes.weight", torch.zeros(weight.shape))
             model.zero_grad(set_to_none=True)
             run(model)
-            infos = gradient_compressor.take()
+            infos = compressor.take()
             assert (weight.grad is None) == (users == 0) and (weight in infos) == (users > 0)
-            left = torch.stack(gathered(gradient_compressor.state()["sometimes.weight"])).sum(0)
+            left = torch.stack(gathered(compressor.state()["sometimes.weight"])).sum(0)
             if spec.startswith("topk"):  # of each rank its own
                 left /= world
             applied = torch.zeros(weight.shape) if weight.grad is None else weight.grad
@@ -259,7 +259,7 @@ def accumulation_without_synchronization() -> None:
         backward(module, 2)
 
     model = DDP(perceptron())
-    topk = compressor("topk:0.1")
+    topk = gradient_compressor("topk:0.1")
     topk.attach(model)
     local = local_gradients(model, accumulate)
     with model.no_sync():
@@ -277,7 +277,7 @@ def accumulation_without_synchronization() -> None:
         valid(infos[p], p.grad)
 
 
-def run_of(model: DDP, gradient_compressor: GradientCompressor, optimizer: Any, steps: range) -> None:
+def run_of(model: DDP, compressor: GradientCompressor, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         backward(model, step)
@@ -290,17 +290,17 @@ def a_loaded_state_goes_on_bit_for_bit() -> None:
     for spec, make in (("topk:0.05", perceptron), ("kmeans:4", lambda: nn.Sequential(nn.Linear(12, 5, bias=False)))):
         torch.manual_seed(4)
         model = DDP(make(), bucket_cap_mb=SMALL if make is perceptron else 25)
-        gradient_compressor = compressor(spec)
-        gradient_compressor.attach(model)
+        compressor = gradient_compressor(spec)
+        compressor.attach(model)
         optimizer = torch.optim.Adam(model.parameters())
-        run_of(model, gradient_compressor, optimizer, range(3))
+        run_of(model, compressor, optimizer, range(3))
         weights, moments = copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())
-        residuals = {name: value.clone() for name, value in gradient_compressor.state().items()}
-        run_of(model, gradient_compressor, optimizer, range(3, 6))
+        residuals = {name: value.clone() for name, value in compressor.state().items()}
+        run_of(model, compressor, optimizer, range(3, 6))
 
         again = DDP(make(), bucket_cap_mb=SMALL if make is perceptron else 25)
         again.module.load_state_dict(weights)
-        other = compressor(spec)
+        other = gradient_compressor(spec)
         other.attach(again)
         other.load_state(residuals)
         resumed = torch.optim.Adam(again.parameters())
@@ -308,7 +308,7 @@ def a_loaded_state_goes_on_bit_for_bit() -> None:
         run_of(again, other, resumed, range(3, 6))
         for one, two in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(one, two)
-        for name, value in gradient_compressor.state().items():
+        for name, value in compressor.state().items():
             assert torch.equal(value, other.state()[name])
 
 
@@ -316,7 +316,7 @@ def a_loaded_state_goes_on_bit_for_bit() -> None:
 def nan_reaches_all_ranks() -> None:
     for spec in SPECS:
         model = DDP(perceptron())
-        compressor(spec).attach(model)
+        gradient_compressor(spec).attach(model)
         with torch.no_grad():
             x = batch(model, 0)
             if dist.get_rank() == dist.get_world_size() - 1:
@@ -328,9 +328,9 @@ def nan_reaches_all_ranks() -> None:
 @check
 def compressors_take_turns() -> None:
     model = DDP(perceptron())
-    topk = compressor("topk:0.05")
+    topk = gradient_compressor("topk:0.05")
     topk.attach(model)
-    fails(lambda: compressor("fp16").attach(model), "has compressor 'topk:0.05' already")
+    fails(lambda: gradient_compressor("fp16").attach(model), "has compressor 'topk:0.05' already")
     fails(lambda: topk.attach(DDP(perceptron())), "attached to a model already")
     topk.detach()
     local = local_gradients(model, lambda alone: backward(alone, 0))
@@ -338,15 +338,15 @@ def compressors_take_turns() -> None:
     assert topk.take() == {}
     for name, p in inner(model).items():
         torch.testing.assert_close(p.grad, torch.stack(gathered(local[name])).mean(0))
-    half = compressor("fp16")
+    half = gradient_compressor("fp16")
     half.attach(model)
     backward(model, 1)
     assert {info.dtype for info in half.take().values()} == {torch.float16}
     taken = DDP(perceptron())
     taken.register_comm_hook(None, default_hooks.allreduce_hook)
-    fails(lambda: compressor("kmeans").attach(taken), "cannot be the communication hook")
-    fails(lambda: compressor("topk").attach(nn.Sequential(model)), "contains a DistributedDataParallel")
-    compressor("none").attach(taken)
+    fails(lambda: gradient_compressor("kmeans").attach(taken), "cannot be the communication hook")
+    fails(lambda: gradient_compressor("topk").attach(nn.Sequential(model)), "contains a DistributedDataParallel")
+    gradient_compressor("none").attach(taken)
 
 
 def fails(action: Callable[[], None], message: str) -> None:
