@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dsq_ckpt.api.oneshot import Evaluate, Source, compress
+from dsq_ckpt.api.oneshot import Evaluate, StateLike, compress
+from dsq_ckpt.api.oneshot_config import is_valid_bound
 from dsq_ckpt.api.saving import ConfigLike
-from dsq_ckpt.api.snapshot_config import is_valid_bound
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.paths import resolve_local_path
 from dsq_ckpt.storage.target_directory import refuse_target
@@ -51,7 +51,7 @@ class Tradeoff(NamedTuple):
 
 
 def explore(
-    source: Source,
+    source: StateLike,
     directory: str | os.PathLike[str],
     *,
     evaluate: Evaluate,

@@ -30,7 +30,7 @@ from dsq_ckpt.api.object_placeholders import (
     select_objects,
 )
 from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
-from dsq_ckpt.api.stateful import expand_stateful, load_into, to_state_dict, warn_of_nested_stateful
+from dsq_ckpt.api.stateful import as_state_dict, expand_stateful, load_into, warn_of_nested_stateful
 from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
@@ -123,7 +123,7 @@ def load(
             del module_state[name]
         warn_of_unexpected_tensors(module_state, path, comm)
         return
-    to_state_dict(state_dict, "load(state_dict, path)")
+    as_state_dict(state_dict, "load(state_dict, path)")
     load_with_modules(
         state_dict, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
         no_dist=no_dist, history=history,

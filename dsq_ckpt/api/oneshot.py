@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.oneshot_config import oneshot_config, quantize_small_weights
 from dsq_ckpt.api.saving import ConfigLike
-from dsq_ckpt.api.snapshot_config import quantize_small_weights, snapshot_config
 from dsq_ckpt.api.stateful import expand_stateful, get_state_dict
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped_files import State
 from dsq_ckpt.convert.partitioner import partition_source
-from dsq_ckpt.convert.sources import InMemory, open_source, read_state_dict
-from dsq_ckpt.convert.sources import Source as OpenedSource
+from dsq_ckpt.convert.sources import InMemory, Source, open_source, read_state_dict
 from dsq_ckpt.core.arguments import expect, expect_folds
 from dsq_ckpt.core.interrupts import in_user_code, propagate_handler_errors
 from dsq_ckpt.core.tensor_subclasses import replace_subclasses
@@ -50,12 +49,12 @@ from dsq_ckpt.storage.paths import expand_path, resolve_local_path
 from dsq_ckpt.storage.target_directory import refuse_target
 
 Evaluate = Callable[[], float]
-Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
+StateLike = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
 
 
 @propagate_handler_errors()
 def compress(
-    source: Source,
+    source: StateLike,
     path: str | os.PathLike[str],
     *,
     config: ConfigLike = None,
@@ -124,14 +123,14 @@ def compress(
     """
     comm = communicator or SingleProcess()
 
-    def prepare() -> tuple[Path, DSQConfig, OpenedSource]:
+    def prepare() -> tuple[Path, DSQConfig, Source]:
         target = resolve_local_path(path)
         expect("source", source, Mapping | nn.Module | str | os.PathLike, "a state dict, a module, or a path")
         refuse_target(target, overwrite)
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
         expect_folds(evaluate, check)
-        resolved = snapshot_config(config, max_degradation, evaluate is not None, probes)
+        resolved = oneshot_config(config, max_degradation, evaluate is not None, probes)
         opened = _open(source, target, model, evaluate)
         if max_degradation is not None and probes:
             resolved = quantize_small_weights(resolved, config, opened.tensors)
@@ -169,13 +168,13 @@ def compress(
     return result
 
 
-def _open(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> OpenedSource:
+def _open(source: StateLike, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Source:
     """Open the source; with `evaluate` and `model`, load it into the model and open the model's tensors."""
     if isinstance(source, nn.Module) and model not in (None, source):
         raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
     if evaluate is not None and model is None and not isinstance(source, nn.Module):
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
-    opened: OpenedSource
+    opened: Source
     if isinstance(source, nn.Module | Mapping):
         state = get_state_dict(source) if isinstance(source, nn.Module) else expand_stateful(dict(source))
         opened = _open_state_dict(dict(state))
@@ -228,7 +227,7 @@ def _check_ranks_agree(comm: Communicator, settings: RankSettings, arguments: Ma
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 
-def _local_share(opened: OpenedSource, comm: Communicator) -> LocalState:
+def _local_share(opened: Source, comm: Communicator) -> LocalState:
     """Return the shards that this rank reads and writes; rank 0 also has the values that are not tensors."""
     values = opened.read(partition_source(opened, comm.size)[comm.rank])
     parts = [

@@ -24,7 +24,7 @@ from dsq_ckpt.api.dcp_errors import (
     unwrap_dcp_error,
     unwrap_dcp_errors,
 )
-from dsq_ckpt.api.stateful import expand_stateful, find_saved_model, to_state_dict, warn_of_nested_stateful
+from dsq_ckpt.api.stateful import as_state_dict, expand_stateful, find_saved_model, warn_of_nested_stateful
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_flags, expect_path
 from dsq_ckpt.core.interrupts import hold_signals
@@ -119,7 +119,7 @@ def _prepare_save(
     """Return a function that creates a writer with these options, and the state dict of `value`."""
     def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
-        state = to_state_dict(value, _SAVE_CALL)
+        state = as_state_dict(value, _SAVE_CALL)
         saved_model = find_saved_model(value, state) if model is None else model
         return DSQStorageWriter(path, model=saved_model, **options), state
 

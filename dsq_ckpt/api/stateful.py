@@ -26,7 +26,7 @@ _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, 
 _UNINITIALIZED = "not initialized, as its module has seen no batch yet: call the model with one"
 
 
-def to_state_dict(value: Any, call: str) -> dict[str, Any]:
+def as_state_dict(value: Any, call: str) -> dict[str, Any]:
     """Return a state dict as it is, or the state dict of a module.
 
     Args:

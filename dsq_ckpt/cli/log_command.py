@@ -7,7 +7,7 @@ from typing import Any
 from dsq_ckpt.cli import output
 from dsq_ckpt.report.gradient_log import LogSession
 from dsq_ckpt.report.history import CLASSES, History, Leftovers
-from dsq_ckpt.report.searches import Search
+from dsq_ckpt.report.searches import SearchTexts
 
 
 def print_history(history: History) -> None:
@@ -59,7 +59,7 @@ def print_history(history: History) -> None:
 
 def _search_table(history: History) -> Any:
     """Return a table of the searches. It is separate from the checkpoints, since terminals have 80 or 100 columns."""
-    by_checkpoint = [(entry, Search.from_manifest(entry.manifest)) for entry in history.entries]
+    by_checkpoint = [(entry, SearchTexts.from_manifest(entry.manifest)) for entry in history.entries]
     searches = [search for _, search in by_checkpoint if search is not None]
     restores = any(search.restore is not None for search in searches)
     missed = any(not search.satisfied for search in searches)

@@ -50,9 +50,9 @@ def _read_states(block: Array, at: int, uses_lanes: int, states: Array) -> tuple
     if block.size - at < (HEAD if uses_lanes else 4) or (block.size - at) % 2:
         return BAD_SIZE, 0
     if uses_lanes:
-        tail, at = lanes.load(block, at, 2), at + 2
+        tail, at = lanes.load_integer(block, at, 2), at + 2
     for j in range(LANES if uses_lanes else 1):
-        states[j] = lanes.load(block, at, 4)
+        states[j] = lanes.load_integer(block, at, 4)
         at += 4
         if states[j] < LOW:
             return BAD_STATE, 0

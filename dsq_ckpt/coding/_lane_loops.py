@@ -25,7 +25,7 @@ _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their
 
 
 @jit
-def load(block: Array, at: int, size: int) -> int:
+def load_integer(block: Array, at: int, size: int) -> int:
     """Return an integer of `size` bytes."""
     value = _i64(0)
     for i in range(size):
@@ -40,7 +40,7 @@ def _refill(x: int, block: Array, at: int) -> tuple[int, int]:
         return x, at
     if at + 2 > block.size:
         return x, TRUNCATED
-    return x << 16 | load(block, at, 2), at + 2
+    return x << 16 | load_integer(block, at, 2), at + 2
 
 
 @jit
@@ -127,7 +127,7 @@ def decode_tail(tables: Any, parent: Array, out: Array, start: int, states: Arra
         if states[j] >> 16 != 1:
             return LEFT
         words[2 * j], words[2 * j + 1] = states[j] & 0xFF, states[j] >> 8 & 0xFF
-    states[0] = load(words, 0, 4)
+    states[0] = load_integer(words, 0, 4)
     at = _decode_single(tables, parent, out, start, states, words, 4)
     return at if at < 0 else LEFT if words[at:].any() else 0
 
@@ -138,16 +138,16 @@ def _decode(tables: Any, parent: Array, out: Array, block: Array) -> int:
     if n < SINGLE:
         if block.size < 4 or block.size % 2:
             return BAD_SIZE
-        states[0] = load(block, 0, 4)
+        states[0] = load_integer(block, 0, 4)
         at = _decode_single(tables, parent, out, 0, states, block, 4)
         return at if at < 0 else 0 if at == block.size else LEFT
     if block.size < HEAD or block.size % 2:
         return BAD_SIZE
-    start = n - load(block, 0, 2)
+    start = n - load_integer(block, 0, 2)
     if start < 0:
         return BAD_SIZE
     for j in range(LANES):
-        states[j] = load(block, 2 + 4 * j, 4)
+        states[j] = load_integer(block, 2 + 4 * j, 4)
         if states[j] < LOW:
             return BAD_STATE
     at = decode_turns(tables, parent, out, start, states, block, _i64(HEAD))
@@ -207,7 +207,7 @@ def encode_tail(tables: Any, shift: int, parent: Array, codes: Array, n: int, st
     states[0], states[1] = LOW + (x[0] & 0xFFFF), LOW + (x[0] >> 16)
     for j in range(2, LANES):
         if place < words.size:
-            states[j] = LOW + load(words, place, 2)
+            states[j] = LOW + load_integer(words, place, 2)
             place += 2
     return tail, certain
 

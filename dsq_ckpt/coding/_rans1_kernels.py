@@ -1,7 +1,7 @@
 """Kernels of `rans1.py`: the inner loop, and the tables it reads.
 
 Numba turns mixed signed and unsigned arithmetic into floating point, hence the many explicit `np.uint64`.
-The loop is one function: arrays handed to another function cost two atomic additions per call. Tables bound
+The loop is one function: arrays handed to another function cost two atomic additions per call. Rans1Tables bound
 their own indices by construction; what comes from encoded bytes is checked.
 """
 
@@ -28,13 +28,13 @@ _ESCAPE_FLAG = np.uint64(TOTAL)
 _WORD_MASK = np.uint64(0xFFFF)
 _LOW = np.uint64(INITIAL_STATE)
 
-# Columns of Tables.escapes
+# Columns of Rans1Tables.escapes
 _COUNT, _FREQ = (np.uint64(i) for i in range(2))
 
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 
-class Tables(NamedTuple):
+class Rans1Tables(NamedTuple):
     """Tables that the loops read; r is the row (previous code) and s the symbol.
 
     Attributes:
@@ -52,9 +52,9 @@ class Tables(NamedTuple):
     escapes: Array
     escaped: Array
 
-    def from_row(self, row: int) -> Tables:
+    def from_row(self, row: int) -> Rans1Tables:
         """Return the tables without the rows before this one."""
-        return Tables(
+        return Rans1Tables(
             self.rows[row:],
             self.slots,
             self.decoder[row << 8 :],
@@ -154,12 +154,12 @@ def _fill_tables(
             escapes[r, 1] = np.uint64(each)
 
 
-def make_tables(freqs: Array, firsts: Array, escape_freqs: Array) -> Tables:
+def make_tables(freqs: Array, firsts: Array, escape_freqs: Array) -> Rans1Tables:
     """Return the tables of a model, whose arrays `rans1.Rans1Coder` describes."""
     n_rows = freqs.shape[0]
     used = np.flatnonzero(firsts >= 0)
     n_slots = 1 + int((TOTAL + 1 - freqs[used, firsts[used]].astype(np.int64)).sum())
-    tables = Tables(
+    tables = Rans1Tables(
         rows=np.zeros(n_rows, np.uint64),
         slots=np.zeros(n_slots, np.uint8),
         decoder=np.empty(n_rows << 8, np.uint32),

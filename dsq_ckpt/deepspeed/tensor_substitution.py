@@ -20,7 +20,7 @@ from dsq_ckpt.engine.local_state import LocalShard
 from dsq_ckpt.engine.tied import get_memory_key
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
+from dsq_ckpt.storage.pickle_refs import FlatRange, TensorPlaceholder
 
 
 def iter_shards(
@@ -179,14 +179,14 @@ class Substitution:
     def _substitute_tensor(self, tensor: torch.Tensor) -> Any:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor
-        stored_tensor = self._find_stored_tensor(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
-        if stored_tensor is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # a pickle would hold all of it
+        placeholder = self._find_placeholder(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
+        if placeholder is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # a pickle would hold all of it
             copied = tensor.detach().clone()
             copied = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
             return self._views.setdefault((get_memory_key(tensor), tensor.shape), copied)
-        return tensor if stored_tensor is None else stored_tensor
+        return tensor if placeholder is None else placeholder
 
-    def _find_stored_tensor(self, tensor: torch.Tensor) -> StoredTensor | None:
+    def _find_placeholder(self, tensor: torch.Tensor) -> TensorPlaceholder | None:
         address = tensor.data_ptr()
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
@@ -208,7 +208,7 @@ class Substitution:
             ranges.append(FlatRange(buffer.fqn(slice_), start, end - begin, begin - first))
             filled_end = end - first
         gap_values += _get_gap_values(tensor, filled_end, tensor.numel())
-        return StoredTensor(self._save_id, tensor.dtype, tuple(tensor.shape), ranges, gap_values)
+        return TensorPlaceholder(self._save_id, tensor.dtype, tuple(tensor.shape), ranges, gap_values)
 
 
 def write_substituted(

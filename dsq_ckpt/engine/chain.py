@@ -31,7 +31,7 @@ from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import explain_parent_errors
 from dsq_ckpt.storage.manifest import Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
-from dsq_ckpt.storage.record_fields import FACTORS, parse_dtype
+from dsq_ckpt.storage.record_fields import FACTOR_KEYS, parse_dtype
 from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_directory
 from dsq_ckpt.storage.shard import RecordRef
 
@@ -297,7 +297,7 @@ class ParentCheckpoint:
         record = self.checkpoint.read_record(ref)
         if tuple(record["shape"]) != key.shape or parse_dtype(record["dtype"]) not in QUANTIZABLE:
             return None
-        if not FACTORS.isdisjoint(record):  # its codes are in units that change from save to save
+        if not FACTOR_KEYS.isdisjoint(record):  # its codes are in units that change from save to save
             return None
         values = self._cache.values.get(key)
         if values is None:

@@ -278,7 +278,7 @@ class SaveHistory:
             path: a checkpoint of the run, whether it exists or not; None: forget all runs.
         """
         run = None if path is None else get_run(resolve_checkpoint_path(path))
-        other_jobs.forget(run)
+        other_jobs.forget_run_watches(run)
         with self._lock:
             self._known[:] = [checkpoint for checkpoint in self._known if run is not None and checkpoint.run != run]
             self.warned_since_keyframe.clear()

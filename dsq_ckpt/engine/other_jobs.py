@@ -66,7 +66,7 @@ def mark_shared(run: Path) -> None:
     _shared_runs.add(get_run(run / "any"))
 
 
-def forget(run: Path | None = None) -> None:
+def forget_run_watches(run: Path | None = None) -> None:
     """Forget a run directory, or all."""
     for key in [run] if run is not None else list(_run_watches):
         _run_watches.pop(key, None)

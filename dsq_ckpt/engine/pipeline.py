@@ -33,7 +33,7 @@ from dsq_ckpt.engine.context import SaveContext, make_context
 from dsq_ckpt.engine.history import ChunkCache, KnownCheckpoint
 from dsq_ckpt.engine.local_state import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
-from dsq_ckpt.engine.quantizing import QuantizedState, quantize
+from dsq_ckpt.engine.quantizing import QuantizedState, quantize_state
 from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
@@ -131,7 +131,7 @@ class SavePipeline:
     ) -> QuantizedState:
         """Sketch, sum over ranks, choose the configuration and quantize lazily; collective over `comm`."""
         workers = workers.for_elements(_count_elements(item.key for item in (*local.items, *local.replicas)))
-        state = quantize(self.options, context, local, comm, workers)
+        state = quantize_state(self.options, context, local, comm, workers)
         self.plan, self._watch = state.plan, state.watch
         self._unquantized_names = {item.key.fqn for item in state.unquantized}
         return state

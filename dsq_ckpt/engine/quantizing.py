@@ -72,7 +72,7 @@ class QuantizedState:
     watch: ChangeWatch = field(default_factory=ChangeWatch)
 
 
-def quantize(
+def quantize_state(
     options: SaveOptions, context: SaveContext, local: LocalItems, comm: Communicator, workers: Workers
 ) -> QuantizedState:
     """Sum the sketches of all ranks, choose the configuration, then quantize lazily by chunk; collective.

@@ -38,7 +38,7 @@ from dsq_ckpt.quantization.step_lengths import sum_step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
-Group = Literal["save", "load", "more"]
+KernelGroup = Literal["save", "load", "more"]
 
 SECONDS = 15
 """Approximate time to compile the kernels of a save."""
@@ -154,7 +154,7 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
-_TASKS: dict[Group, list[Callable[[], object]]] = {
+_TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     "save": [
         lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
         lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
@@ -171,7 +171,7 @@ _TASKS: dict[Group, list[Callable[[], object]]] = {
         _run_importance, lambda: _run_unpack(False), _run_compensate,
     ],
 }
-ALL: tuple[Group, ...] = ("save", "load", "more")
+ALL: tuple[KernelGroup, ...] = ("save", "load", "more")
 
 
 class _Background:
@@ -180,11 +180,11 @@ class _Background:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
-        self.queue: list[Group] = []
-        self.done: set[Group] = set()
+        self.queue: list[KernelGroup] = []
+        self.done: set[KernelGroup] = set()
         self.stopped = self.begun = False
 
-    def enqueue(self, groups: Sequence[Group]) -> None:
+    def enqueue(self, groups: Sequence[KernelGroup]) -> None:
         with self.changed:
             self.queue = [*groups, *(group for group in self.queue if group not in groups)]
             self.queue = [group for group in self.queue if group not in self.done]
@@ -210,7 +210,7 @@ class _Background:
                     self.thread = None
                 self.changed.notify_all()
 
-    def is_pending(self, group: Group) -> bool:
+    def is_pending(self, group: KernelGroup) -> bool:
         """Wait at most a second for a group, and return whether the thread still has to compile it."""
         with self.changed:
             def waits() -> bool:
@@ -218,7 +218,7 @@ class _Background:
 
             return not self.changed.wait_for(lambda: not waits(), _QUIET_SECONDS)
 
-    def next_group(self) -> Group | None:
+    def next_group(self) -> KernelGroup | None:
         with self.changed:
             self.queue = [group for group in self.queue if group not in self.done]
             if self.queue and not self.stopped:
@@ -243,7 +243,7 @@ def start() -> None:
     _background.enqueue(("save", "load"))
 
 
-def wait(group: Group) -> None:
+def wait(group: KernelGroup) -> None:
     """Wait until the kernels of a group are compiled; after a second, log a message on rank 0.
 
     Exceptions of a signal handler are raised here.
@@ -274,7 +274,7 @@ def _log_wait() -> None:
     logger.warning(text)  # on stderr where logging is not set up
 
 
-def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> list[Exception]:
+def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: False) -> list[Exception]:
     """Compile the kernels of a group, or read them from files; kernels that other processes compile come last.
 
     Returns:

@@ -21,12 +21,13 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.base_compressor import GradientCompressor, GradientInfo
-from dsq_ckpt.lowdiff.kmeans import KMeans
+from dsq_ckpt.lowdiff.kmeans import KMeansCompressor
 from dsq_ckpt.lowdiff.rounding import Bf16, Fp16
 from dsq_ckpt.lowdiff.topk import TopK
 
 __all__ = [
-    "Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeans", "TopK", "Uncompressed", "gradient_compressor",
+    "Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeansCompressor", "TopK", "Uncompressed",
+    "gradient_compressor",
 ]
 
 _SIMILARITY = 0.5  # names are short, so that one problems letter of four matters
@@ -100,7 +101,7 @@ def _make_kmeans(argument: str, feedback: bool, problems: list[str]) -> Gradient
     levels = int(argument or 16) if argument.isdecimal() or not argument else 0
     if not 2 <= levels <= 256:
         problems.append(f"the number of levels is '{argument}', expected an integer from 2 to 256")
-    return KMeans(levels, feedback)
+    return KMeansCompressor(levels, feedback)
 
 
 def _without_argument(kind: Callable[[], GradientCompressor]) -> CompressorFactory:

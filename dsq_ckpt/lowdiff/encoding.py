@@ -41,7 +41,7 @@ def encode_sparse(indices: torch.Tensor, values: torch.Tensor, add: AddBlock) ->
     """Encode values at int64 indices, in any order; an index may repeat with the same value.
 
     Returns:
-        Plain data for `decode`.
+        Plain data for `decode_gradient`.
     """
     ordered, first = np.unique(indices.numpy(), return_index=True)
     gaps = np.diff(ordered, prepend=-1) - 1
@@ -89,7 +89,7 @@ def encode_dense(
     return {"as": "raw", "values": add(_pack(values))}
 
 
-def decode(entry: Mapping[str, Any], out: torch.Tensor, get: GetBlock) -> None:
+def decode_gradient(entry: Mapping[str, Any], out: torch.Tensor, get: GetBlock) -> None:
     """Decode the result of `encode_sparse` or `encode_dense` into `out`, a 1-D tensor of the encoded dtype.
 
     Raises:

@@ -38,7 +38,7 @@ from dsq_ckpt.lowdiff.buckets import (
     start_all_gather,
 )
 from dsq_ckpt.lowdiff.feedback import FeedbackCompressor
-from dsq_ckpt.lowdiff.probe import Probe, ProbeIndices
+from dsq_ckpt.lowdiff.probe import GradientProbe, ProbeIndices
 from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12
@@ -54,7 +54,7 @@ class _OwnedRange(NamedTuple):
     strides: tuple[int, ...]
 
 
-class KMeans(FeedbackCompressor):
+class KMeansCompressor(FeedbackCompressor):
     """A compressor that quantizes each rank's shard of a bucket to at most `levels` levels, one of which is zero."""
 
     name: ClassVar[str] = "kmeans"
@@ -84,7 +84,7 @@ class KMeans(FeedbackCompressor):
         updated = self._add_residuals(bucket, shard, rank * length)
         levels, codes = quantize_shard(shard.cpu().numpy(), self.levels)
         if self.feedback and np.isfinite(levels).all():
-            decoded = torch.from_numpy(dequantize(codes, levels)).to(shard.device)
+            decoded = torch.from_numpy(dequantize_shard(codes, levels)).to(shard.device)
             self._store_residuals(updated, shard - decoded, rank * length)
         row = np.zeros(4 * self.levels + length, np.uint8)
         row[: 4 * self.levels] = np.pad(levels, (0, self.levels - len(levels)), mode="edge").view(np.uint8)
@@ -170,7 +170,7 @@ class KMeans(FeedbackCompressor):
         values = decoded.numpy()
         for rank, row in enumerate(rows):
             shard = values[rank * length : (rank + 1) * length]
-            shard[:] = dequantize(row[4 * self.levels :][: len(shard)], levels[rank])
+            shard[:] = dequantize_shard(row[4 * self.levels :][: len(shard)], levels[rank])
         if decoded is not bucket.flat:
             bucket.flat.copy_(decoded)
         return self._record_infos(bucket, levels, length)
@@ -195,7 +195,7 @@ def _overlap(slice_: BucketSlice, first: int, length: int) -> tuple[slice, slice
     return slice(start - first, stop - first), slice(start - slice_.start, stop - slice_.start)
 
 
-def _gradient_info(levels: Tensor, build_probe: Callable[[], Probe | None]) -> GradientInfo:
+def _gradient_info(levels: Tensor, build_probe: Callable[[], GradientProbe | None]) -> GradientInfo:
     distinct = levels.unique()
     is_quantized = len(distinct) <= _MAX_KNOWN_LEVELS and not bool(distinct.isnan().any())
     probe = build_probe()
@@ -237,7 +237,7 @@ def quantize_shard(values: F32, max_levels: int) -> tuple[F32, U8]:
     return levels, codes
 
 
-def dequantize(codes: U8, levels: F32) -> F32:
+def dequantize_shard(codes: U8, levels: F32) -> F32:
     """Return the level of each code, float32[n]."""
     values = np.empty(len(codes), np.float32)
     kernels.dequantize(np.ascontiguousarray(codes), levels, 1.0, -1, np.empty(0, np.float32), values)

@@ -14,7 +14,7 @@ from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, record_current_stream
 _ELEMENTS = 16
 """Elements per parameter, in addition to the largest element of the bucket."""
 
-Probe = tuple[Tensor, Tensor]
+GradientProbe = tuple[Tensor, Tensor]
 """Indices and values; see `GradientInfo.probe`."""
 
 
@@ -36,7 +36,7 @@ class ProbeIndices:
         chosen = [spaced_indices(slice_.elements, _ELEMENTS) + slice_.start for slice_ in bucket.slices]
         return cls(torch.cat(chosen).to(bucket.flat.device), concatenated_ranges([len(indices) for indices in chosen]))
 
-    def read_probes(self, bucket: Bucket) -> list[Callable[[], Probe | None]]:
+    def read_probes(self, bucket: Bucket) -> list[Callable[[], GradientProbe | None]]:
         """Read the elements of a bucket; return a function for each slice that builds its probe later."""
         if not bucket.flat.numel():
             return [lambda: None for _ in bucket.slices]
@@ -58,7 +58,7 @@ def _argmax_magnitude(flat: Tensor) -> Tensor:
     return torch.tensor([high if values[high] >= -values[low] else low])
 
 
-def _build_probe(slice_: BucketSlice, spaced: Probe, largest: Probe) -> Probe | None:
+def _build_probe(slice_: BucketSlice, spaced: GradientProbe, largest: GradientProbe) -> GradientProbe | None:
     """Return the probe of a slice: its spaced elements, and the bucket's largest element if it is in the slice."""
     if not slice_.elements:
         return None

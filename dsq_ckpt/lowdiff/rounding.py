@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from dsq_ckpt.lowdiff.base_compressor import GradientInfo
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, HookedCompressor, completed_future
-from dsq_ckpt.lowdiff.probe import Probe, ProbeIndices
+from dsq_ckpt.lowdiff.probe import GradientProbe, ProbeIndices
 
 _HOOKS = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
 
@@ -71,5 +71,5 @@ class Bf16(_Rounded):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-def _gradient_info(dtype: torch.dtype, build_probe: Callable[[], Probe | None]) -> GradientInfo:
+def _gradient_info(dtype: torch.dtype, build_probe: Callable[[], GradientProbe | None]) -> GradientInfo:
     return GradientInfo(None, dtype, None, build_probe())

@@ -19,7 +19,7 @@ import torch
 from dsq_ckpt.core.regular_files import read_regular, unreadable_error
 from dsq_ckpt.core.strict_json import parse_strict_json
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
-from dsq_ckpt.lowdiff.encoding import decode, decode_sparse_indices
+from dsq_ckpt.lowdiff.encoding import decode_gradient, decode_sparse_indices
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo
@@ -164,7 +164,7 @@ class LogSegment:
                 entries = [self.entries[number] for number in encoded["params"]]
                 sizes = [entry.elements for entry in entries]
                 flat = torch.empty(sum(sizes), dtype=parse_dtype(encoded["dtype"]))
-                decode(encoded, flat, blocks.__getitem__)
+                decode_gradient(encoded, flat, blocks.__getitem__)
                 for entry, gradient in zip(entries, flat.split(sizes), strict=True):
                     gradients[entry.name] = gradient
         return gradients

@@ -30,7 +30,7 @@ from dsq_ckpt.lowdiff.buckets import (
     start_all_gather,
 )
 from dsq_ckpt.lowdiff.feedback import FeedbackCompressor, clear_nonfinite
-from dsq_ckpt.lowdiff.probe import Probe, concatenated_ranges, spaced_indices
+from dsq_ckpt.lowdiff.probe import GradientProbe, concatenated_ranges, spaced_indices
 
 _PROBES = 64
 _SAMPLE = 4096
@@ -162,7 +162,7 @@ class _Plan:
         )
 
 
-def _gradient_info(slice_: BucketSlice, indices: Tensor, probe: Probe) -> GradientInfo:
+def _gradient_info(slice_: BucketSlice, indices: Tensor, probe: GradientProbe) -> GradientInfo:
     probe_indices, values = (record_current_stream(tensor) for tensor in probe)
     support = slice_.to_row_major(record_current_stream(indices).reshape(-1))
     row_major_probe = (slice_.to_row_major(probe_indices), values) if len(probe_indices) else None

@@ -34,7 +34,7 @@ from dsq_ckpt.quantization.passes import (
     underflows,
 )
 from dsq_ckpt.quantization.restored_values import LoadCounts
-from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, count_octaves
+from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, count_octaves_of_bins
 
 _T = TypeVar("_T")
 
@@ -103,7 +103,7 @@ def build_global_sketch(
             replace(c, frame=None) if c.group in by_octave else c for c in chunks if c.key not in counted
         ], workers)
         for sparse in [*sketches, *sketch_chunks(gauges, workers)]:
-            octaves[index[sparse.chunk.key.fqn]] += count_octaves(sparse.bins, sparse.counts)
+            octaves[index[sparse.chunk.key.fqn]] += count_octaves_of_bins(sparse.bins, sparse.counts)
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # a negative value is no second moment: stored exactly
         by_sign: dict[str, Counts] = {}

@@ -265,7 +265,7 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
     return {fqn: size[fqn] - median for fqn in names}
 
 
-def count_octaves(bins: Counts, counts: Counts) -> Counts:
+def count_octaves_of_bins(bins: Counts, counts: Counts) -> Counts:
     """Return the number of elements by biased exponent, int64[256]; 0: zeros and subnormals, 255: Inf and NaN."""
     key = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
     exponent = np.where(key == FULL.n - 1, 255, (key + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)

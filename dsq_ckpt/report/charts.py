@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from dsq_ckpt.core import figures
 
 WIDTH, HEIGHT = 1000, 300
-Values = Sequence[float | None]
+SeriesValues = Sequence[float | None]
 Unit = Literal["bytes", "seconds", "share", "bits", "count", "metric"]
 _MAX_DOTS = 60  # largest number of checkpoints for which lines have dots
 _MARGIN = 1.15  # factor between the largest value and the end of a logarithmic axis
@@ -33,7 +33,7 @@ class Series(NamedTuple):
     """
 
     name: str
-    values: Values
+    values: SeriesValues
     tone: str
     style: Literal["line", "dashed", "dots", "bar"] = "line"
 
@@ -90,7 +90,7 @@ class Chart:
         """Each series, with its newest value as text."""
         newest = [next((value for value in reversed(s.values) if value is not None), None) for s in self.series]
         return [
-            (series, "" if value is None or self.unit == "count" else format_value(value, self.unit))
+            (series, "" if value is None or self.unit == "count" else format_with_unit(value, self.unit))
             for series, value in zip(self.series, newest, strict=True)
         ]
 
@@ -99,7 +99,7 @@ Scale = Callable[[float], float]
 """A function that maps a value to its position on an axis: 0 to 1, or beyond for values outside of the axis."""
 
 
-def format_value(value: float, unit: Unit) -> str:
+def format_with_unit(value: float, unit: Unit) -> str:
     """Format a value with its unit."""
     if unit == "bytes":
         return figures.size(round(value))

@@ -23,7 +23,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.report import sections
 from dsq_ckpt.report.charts import WIDTH, Chart
 from dsq_ckpt.report.history import History, RunCheckpoint
-from dsq_ckpt.report.searches import Search
+from dsq_ckpt.report.searches import SearchTexts
 from dsq_ckpt.storage.atomic_io import create_file
 from dsq_ckpt.storage.description import compute_restored_error
 from dsq_ckpt.version import __version__
@@ -198,7 +198,7 @@ def _table_rows(history: History, restores: dict[int, str]) -> list[dict[str, An
     rows = []
     for index, entry in enumerate(history.entries):
         manifest, counts = entry.manifest, entry.classes["everything"]
-        search = Search.from_manifest(manifest)
+        search = SearchTexts.from_manifest(manifest)
         before = history.entries[index - 1].manifest.save_id if index else None
         notes = [entry.notes(), restores.get(index, "")]
         if manifest.previous_name and manifest.previous != before and index not in restores:

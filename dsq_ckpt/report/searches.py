@@ -12,7 +12,7 @@ VARIANT = "variant"  # as in search.space, which would import torch
 
 
 @dataclass
-class Search:
+class SearchTexts:
     """Texts for the fields of a manifest's `quality`; "-" for a missing field."""
 
     chosen: str
@@ -24,7 +24,7 @@ class Search:
     satisfied: bool
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest) -> Search | None:
+    def from_manifest(cls, manifest: Manifest) -> SearchTexts | None:
         """Return the search that chose the configuration of a checkpoint, or None if there was no search."""
         record = manifest.quality
         if not record:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from dsq_ckpt.report.charts import Chart, Series, Unit, Values
+from dsq_ckpt.report.charts import Chart, Series, SeriesValues, Unit
 from dsq_ckpt.report.history import History, RunCheckpoint
 from dsq_ckpt.storage.manifest import GroupReport, Manifest
 
@@ -38,7 +38,7 @@ def size_charts(history: History) -> list[Chart]:
     ]
 
 
-def _running_total(values: Sequence[int]) -> Values:
+def _running_total(values: Sequence[int]) -> SeriesValues:
     return list(accumulate(values))
 
 
@@ -120,7 +120,7 @@ def _spans_decades(series: Sequence[Series]) -> bool:
     return bool(values) and min(values) > 0 and max(values) > _LOG_RANGE * min(values)
 
 
-def _quality_values(manifests: Sequence[Manifest], name: str) -> Values:
+def _quality_values(manifests: Sequence[Manifest], name: str) -> SeriesValues:
     return [_as_number((manifest.quality or {}).get(name)) for manifest in manifests]
 
 
@@ -128,7 +128,7 @@ def _as_number(value: object) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _has_values(values: Values) -> bool:
+def _has_values(values: SeriesValues) -> bool:
     return any(value is not None for value in values)
 
 

@@ -138,7 +138,7 @@ def guided_exhaustive(
     Raises:
         ValueError: arguments out of range, a size that is NaN, or (from `send`) not one outcome per point.
     """
-    check_counts(batch, limit)
+    check_limits(batch, limit)
     return _search_boxes(CubeState(shape, size), batch, limit)
 
 
@@ -244,7 +244,7 @@ def _choose_points(state: CubeState, diagonals: list[Point], batch: int) -> list
     return chosen
 
 
-def check_counts(batch: int, limit: int | None) -> None:
+def check_limits(batch: int, limit: int | None) -> None:
     """Raise ValueError for rounds of no trials and for negative limits."""
     if batch < 1:
         raise ValueError(f"batch must be at least 1, not {batch}")

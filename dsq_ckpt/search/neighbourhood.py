@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dsq_ckpt.config.space import Point
-from dsq_ckpt.search.guided import CubeState, Search, check_counts
+from dsq_ckpt.search.guided import CubeState, Search, check_limits
 
 
 def neighbourhood(
@@ -49,7 +49,7 @@ def neighbourhood(
     Raises:
         ValueError: arguments out of range, a size that is NaN, or (from `send`) not one outcome per point.
     """
-    check_counts(batch, limit)
+    check_limits(batch, limit)
     if radius < 0:
         raise ValueError(f"radius must not be negative, not {radius}")
     if len(centre) != len(shape) or not all(0 <= index < side for index, side in zip(centre, shape, strict=True)):

@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, QuantizingChunk, add_residual, protected_bf16
 from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.compensation import Compensation
-from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
+from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode_chunk
 from dsq_ckpt.search.input_recording import record_inputs
 from dsq_ckpt.search.recount import recount_codes
 
@@ -302,7 +302,7 @@ class TrialModel:
         """Return the restored values of a chunk, float32, clamped to the range of its dtype."""
         bits = fitted.refinement_bits if refined else 0
         if device.is_supported(chunk) and fitted.partition_turn is None:
-            values = decode(chunk, self._tables.get(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
+            values = decode_chunk(chunk, self._tables.get(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _clamp_to_dtype(values, chunk.tensor.dtype)
         source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self.workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)

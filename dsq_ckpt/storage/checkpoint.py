@@ -26,8 +26,8 @@ from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain, read_block_elements
 from dsq_ckpt.storage.chunk_load import (
+    ChunkDecoder,
     ChunkLoad,
-    CodedChunk,
     RecordDecoder,
     SecondMomentFactor,
     allocate_output,
@@ -35,14 +35,14 @@ from dsq_ckpt.storage.chunk_load import (
     decode_all,
     decode_coded,
     decode_nothing,
-    multiply_by_roots,
+    multiply_by_second_moments,
     split_blocks,
 )
 from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, translate_record_errors
 from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.record_fields import (
-    FACTORS,
+    FACTOR_KEYS,
     check_factors,
     get_exponent,
     get_protected_count,
@@ -177,7 +177,7 @@ class Checkpoint(CheckpointFiles):
 
     def _prepare_coded_chunk(
         self, ref: RecordRef, refined: bool, workers: Workers, cached: Mapping[RecordRef, Codes], keep: bool
-    ) -> CodedChunk | None:
+    ) -> ChunkDecoder | None:
         """Return a chunk for block-wise decoding; None if that is not possible."""
         record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
@@ -190,7 +190,7 @@ class Checkpoint(CheckpointFiles):
         if (measure := self._find_second_moments(record)) is not None:
             times = get_root_multiplier(record)
             if self.read_record(measure)["type"] == "plain":
-                factor = partial(multiply_by_roots, times, self._decode_plain(measure, workers))
+                factor = partial(multiply_by_second_moments, times, self._decode_plain(measure, workers))
             else:
                 measure_chunk = self._prepare_coded_chunk(measure, False, workers, cached, keep)
                 if measure_chunk is None or measure_chunk.step != values.step:
@@ -198,7 +198,7 @@ class Checkpoint(CheckpointFiles):
                 factor = SecondMomentFactor(measure, measure_chunk, times)
         count = math.prod(record["shape"])
         codes = np.empty(count, np.uint8) if keep and chain else cached.get(ref)
-        return CodedChunk(chain, values, codes, count, factor)
+        return ChunkDecoder(chain, values, codes, count, factor)
 
     def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:
         """Return the record of the second moments by whose roots a record was divided; None if it was not."""
@@ -231,7 +231,7 @@ class Checkpoint(CheckpointFiles):
         for index, link in enumerate(reversed(self.follow_chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.read_record(link)
             own_values = link == ref and not index and record["type"] == "coded"
-            check_factors(link, record, FACTORS if own_values else ())
+            check_factors(link, record, FACTOR_KEYS if own_values else ())
             if record["type"] == ("plain" if index else "merged"):
                 raise CorruptCheckpoint(
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
@@ -335,7 +335,7 @@ class Checkpoint(CheckpointFiles):
     @translate_record_errors
     def _make_record_decoder(self, ref: RecordRef, record: dict[str, Any], refined: bool) -> RecordDecoder:
         """Return the decoder from the codes of a record to values."""
-        check_factors(ref, record, FACTORS)
+        check_factors(ref, record, FACTOR_KEYS)
         book, protected = self.read_codebook(ref), self._read_protected(ref.file, record)
         name = f"{Path(ref.file).stem}.refinement"
         entry = None

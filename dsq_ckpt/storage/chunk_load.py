@@ -100,8 +100,8 @@ class RecordDecoder(NamedTuple):
             self.scales.multiply(out, span.start)
 
 
-class CodedChunk:
-    """Chunk of codes along a chain, decoded block by block by several threads.
+class ChunkDecoder:
+    """Decoder of a chunk along a chain, block by block in several threads.
 
     Attributes:
         step: elements per block.
@@ -112,7 +112,7 @@ class CodedChunk:
         self, records: list[ChainRecord], values: RecordDecoder, codes: Codes | None, count: int,
         factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None,
     ) -> None:
-        """Create a chunk.
+        """Create a decoder.
 
         Args:
             records: records of its chain, from the keyframe on; empty if `codes` are known.
@@ -187,7 +187,7 @@ class SecondMomentFactor:
     """
 
     ref: RecordRef
-    chunk: CodedChunk
+    chunk: ChunkDecoder
     multiply: Callable[[F32, F32], None]
 
     def __call__(self, span: slice, out: F32, scratch: Scratch) -> DecodingTask:
@@ -217,7 +217,7 @@ class ChunkLoad(NamedTuple):
     second_moments: tuple[RecordRef, Codes] | None = None
 
 
-def decode_coded(chunk: CodedChunk, span: slice, out: torch.Tensor, scratch: Scratch) -> DecodingTask:
+def decode_coded(chunk: ChunkDecoder, span: slice, out: torch.Tensor, scratch: Scratch) -> DecodingTask:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
@@ -235,7 +235,9 @@ def decode_nothing(span: slice, out: torch.Tensor, scratch: Scratch) -> None:
     """Do nothing: the tensor is complete."""
 
 
-def multiply_by_roots(times: Callable[[F32, F32], None], squares: F32, span: slice, out: F32, _: Scratch) -> None:
+def multiply_by_second_moments(
+    times: Callable[[F32, F32], None], squares: F32, span: slice, out: F32, _: Scratch,
+) -> None:
     """Multiply the values of a block by the roots of decoded second moments."""
     times(out, squares[span])
 

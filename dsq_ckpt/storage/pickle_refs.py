@@ -1,7 +1,7 @@
 """Placeholders of tensors in pickled files of another format, whose values are in the checkpoint beside the files.
 
-`torch.save` of a `StoredTensor` writes a call of `decode`, so `torch.load` of the file returns ordinary tensors in any
-program that can import this package. Decoding reads checksummed containers and executes no stored code.
+`torch.save` of a `TensorPlaceholder` writes a call of `decode`, so `torch.load` of the file returns ordinary tensors in
+any program that can import this package. Decoding reads checksummed containers and executes no stored code.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlatRange(NamedTuple):
     at: int
 
 
-class StoredTensor:
+class TensorPlaceholder:
     """Placeholder of a tensor in a state dict to be pickled.
 
     Args:
@@ -91,7 +91,7 @@ class StoredTensor:
 
 
 def decode(spec: dict[str, Any]) -> torch.Tensor:
-    """Return the tensor of a `StoredTensor` placeholder, on the CPU; called by unpicklers.
+    """Return the tensor of a `TensorPlaceholder`, on the CPU; called by unpicklers.
 
     The checkpoint is the directory of the file that `torch.load` is reading, or that of `stored_in`.
 

@@ -14,7 +14,7 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.quantization.moments import multiply_by_octave_units, multiply_by_roots
 from dsq_ckpt.storage.shard import RecordRef
 
-FACTORS = frozenset({"unit", "root", "scales"})
+FACTOR_KEYS = frozenset({"unit", "root", "scales"})
 """Keys of a record that specify factors of its dequantized values."""
 _MAX_EXPONENT = 100
 
@@ -26,7 +26,7 @@ def get_root_multiplier(record: dict[str, Any]) -> Callable[[F32, F32], None]:
 
 def check_factors(ref: RecordRef, record: dict[str, Any], names: Collection[str]) -> None:
     """Raise CorruptCheckpoint for a record with two factors, or with a factor that is not in `names`."""
-    factors = sorted(FACTORS & record.keys())
+    factors = sorted(FACTOR_KEYS & record.keys())
     if len(factors) > 1 or not set(factors) <= set(names):
         raise CorruptCheckpoint(
             f"'{ref.file}' record {ref.record} has {factors}, expected one of them, and none in a sum"

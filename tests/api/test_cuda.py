@@ -98,13 +98,13 @@ def test_a_save_while_training_goes_on_has_the_state_at_the_call(tmp_path, monke
 def test_by_default_a_state_is_copied_to_memory_that_is_pinned_once(tmp_path, monkeypatch):
     gc.collect()  # what other tests left
     copies.release_spare_memory()
-    names, quantize = [], pipeline.quantize
+    names, quantize = [], pipeline.quantize_state
 
     def noted(*arguments: Any) -> Any:
         names.append("training" if threading.current_thread() is threading.main_thread() else "background")
         return quantize(*arguments)
 
-    monkeypatch.setattr(pipeline, "quantize", noted)
+    monkeypatch.setattr(pipeline, "quantize_state", noted)
     run, places = Run(), []
     for number in range(3):
         run.train(number, number + 1)

@@ -13,7 +13,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, SaveFailed
-from dsq_ckpt.api.snapshot_config import _bounded_config
+from dsq_ckpt.api.oneshot_config import _bounded_config
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_safetensors, write_torch
 from tests.helpers.states import find_differences, load_copy

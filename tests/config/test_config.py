@@ -12,8 +12,8 @@ import yaml
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
+from dsq_ckpt.api.oneshot_config import _explicit_keys
 from dsq_ckpt.api.saving import as_config
-from dsq_ckpt.api.snapshot_config import _explicit_keys
 from dsq_ckpt.codebooks import CODEBOOKS
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.config.schema import BY_SIZE, QuantizeConfig, TensorConfig

@@ -48,13 +48,13 @@ def ruin(state):
 @pytest.fixture
 def quantizing(monkeypatch):
     """Names of the threads that quantized."""
-    names, original = [], pipeline.quantize
+    names, original = [], pipeline.quantize_state
 
     def noted(*arguments):
         names.append("training" if threading.current_thread() is threading.main_thread() else "background")
         return original(*arguments)
 
-    monkeypatch.setattr(pipeline, "quantize", noted)
+    monkeypatch.setattr(pipeline, "quantize_state", noted)
     return names
 
 
@@ -190,7 +190,7 @@ def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
 def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):
     """As soon as its future is done, whether it failed or not; a writer that other threads wait for keeps none."""
     pointers = []
-    original = pipeline.quantize
+    original = pipeline.quantize_state
 
     def noted(options, context, local, *rest):
         pointers.append({item.key.fqn: item.load().data_ptr() for item in local.items})
@@ -198,7 +198,7 @@ def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):
             raise OSError("full")
         return original(options, context, local, *rest)
 
-    monkeypatch.setattr(pipeline, "quantize", noted)
+    monkeypatch.setattr(pipeline, "quantize_state", noted)
     state = {"w": torch.randn(2000, 200), "b": torch.randn(5000)}
     for number in range(4):
         future = dsq_ckpt.async_save(state, tmp_path / str(number))

@@ -15,7 +15,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.compressors import GradientCompressor, gradient_compressor
-from dsq_ckpt.lowdiff.kmeans import dequantize, quantize_shard
+from dsq_ckpt.lowdiff.kmeans import dequantize_shard, quantize_shard
 from dsq_ckpt.lowdiff.topk import largest_indices
 from tests.helpers.processes import torchrun
 
@@ -241,7 +241,7 @@ def test_accumulated_gradients_are_compressed_again():
 def test_quantized_values_are_levels(values, most):
     x = np.array(values, np.float32)
     levels, codes = quantize_shard(x, most)
-    decoded = dequantize(codes, levels)
+    decoded = dequantize_shard(codes, levels)
     assert 1 <= len(levels) <= most and (np.diff(levels) > 0).all() and 0 in levels
     assert np.isin(decoded, levels).all() and not decoded[x == 0].any()
     # Bins are decided as a whole: the nearest level, up to their width of 1/64.
@@ -252,7 +252,7 @@ def test_quantized_values_are_levels(values, most):
 def test_quantized_is_near_the_best():
     x = np.random.default_rng(0).standard_normal(20000).astype(np.float32)
     levels, codes = quantize_shard(x, 16)
-    error = np.mean((x - dequantize(codes, levels)) ** 2)
+    error = np.mean((x - dequantize_shard(codes, levels)) ** 2)
     assert error < 1.2 * 0.009497  # Max (1960): Lloyd-Max at 16 levels, none of which is zero
 
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.lowdiff.encoding import decode, decode_sparse_indices, encode_dense, encode_sparse, scales_from_probes
+from dsq_ckpt.lowdiff.encoding import (
+    decode_gradient,
+    decode_sparse_indices,
+    encode_dense,
+    encode_sparse,
+    scales_from_probes,
+)
 from tests.lowdiff.loops import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -39,7 +45,7 @@ def dense(values, scales=(1.0,), half=None, levels=None):
     blocks = Blocks()
     entry = encode_dense(values, scales, half, levels, blocks.add)
     out = torch.full_like(values, 7)
-    decode(entry, out, blocks.__getitem__)
+    decode_gradient(entry, out, blocks.__getitem__)
     assert bits(out) == bits(values)
     return entry["as"], sum(map(len, blocks))
 
@@ -73,7 +79,7 @@ def test_sparse(dtype, seed, places, times):
     blocks = Blocks()
     entry = encode_sparse(given_places, whole[given_places], blocks.add)
     out = torch.full_like(whole, 7)
-    decode(entry, out, blocks.__getitem__)
+    decode_gradient(entry, out, blocks.__getitem__)
     assert bits(out) == bits(whole)
     assert torch.equal(decode_sparse_indices(entry, elements, blocks.__getitem__), unique)
 
@@ -91,7 +97,7 @@ def test_sparse_gradients_with_all_places():
     values = any_bits(torch.float32, 1000, 0)
     entry = encode_sparse(torch.arange(1000), values, blocks.add)
     out = torch.empty(1000)
-    decode(entry, out, blocks.__getitem__)
+    decode_gradient(entry, out, blocks.__getitem__)
     assert bits(out) == bits(values)
 
 
@@ -128,7 +134,7 @@ def test_empty():
         blocks = Blocks()
         entry = encode_sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype), blocks.add)
         out = torch.ones(5, dtype=dtype)
-        decode(entry, out, blocks.__getitem__)
+        decode_gradient(entry, out, blocks.__getitem__)
         assert not out.any()
 
 
@@ -157,7 +163,7 @@ def test_values_tell_their_scale(half, scale, size, seed):
     entry = encode_dense(values, [1.0], half, None, lambda block: blocks.append(block) or len(blocks) - 1, search=True)
     assert entry["as"] == "half"
     out = torch.empty_like(values)
-    decode(entry, out, blocks.__getitem__)
+    decode_gradient(entry, out, blocks.__getitem__)
     assert bits(out) == bits(values)
 
 
@@ -167,7 +173,7 @@ def test_values_that_are_of_no_scale(values):
     add = lambda block: blocks.append(block) or len(blocks) - 1  # noqa: E731
     entry = encode_dense(values, [1.0], torch.bfloat16, None, add, search=True)
     out = torch.empty_like(values)
-    decode(entry, out, blocks.__getitem__)
+    decode_gradient(entry, out, blocks.__getitem__)
     assert bits(out) == bits(values)
 
 
@@ -187,14 +193,16 @@ def test_entries_that_lie(change):
     blocks = Blocks()
     entry = {**encode_sparse(torch.tensor([1, 5, 900]), torch.ones(3), blocks.add), **change}
     with pytest.raises(DSQError):
-        decode(entry, torch.empty(1000), blocks.__getitem__)
+        decode_gradient(entry, torch.empty(1000), blocks.__getitem__)
+    entry = encode_sparse(torch.tensor([1000]), torch.ones(1), blocks.add)
     with pytest.raises(DSQError):
-        decode(encode_sparse(torch.tensor([1000]), torch.ones(1), blocks.add), torch.empty(10), blocks.__getitem__)
+        decode_gradient(entry, torch.empty(10), blocks.__getitem__)
 
 
 def test_levels_that_are_not_there():
     blocks = Blocks()
     entry = encode_dense(torch.ones(50), (1.0,), None, torch.tensor([0.0, 1.0]), blocks.add)
     other = encode_dense(torch.full((50,), 5.0), (1.0,), None, torch.tensor([5.0]), blocks.add)
+    changed = {**entry, "levels": other["levels"], "count": other["count"]}
     with pytest.raises(DSQError, match="level"):
-        decode({**entry, "levels": other["levels"], "count": other["count"]}, torch.empty(50), blocks.__getitem__)
+        decode_gradient(changed, torch.empty(50), blocks.__getitem__)

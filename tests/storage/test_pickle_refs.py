@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
+from dsq_ckpt.storage.pickle_refs import FlatRange, TensorPlaceholder
 from tests.helpers.commands import find_file, flip_bit
 
 SHAPE = (40, 25)
@@ -38,8 +38,8 @@ def tag(tmp_path):
     rest = [(504, torch.tensor([1.5, -2.5]))]
     save_id = Manifest.read(directory).save_id
     state = {
-        "flat": StoredTensor(save_id, torch.float32, (543,), pieces, rest), "step": 3,
-        "half": StoredTensor(save_id, torch.bfloat16, SHAPE, [FlatRange("model.weight", 0, 1000, 0)], []),
+        "flat": TensorPlaceholder(save_id, torch.float32, (543,), pieces, rest), "step": 3,
+        "half": TensorPlaceholder(save_id, torch.bfloat16, SHAPE, [FlatRange("model.weight", 0, 1000, 0)], []),
     }
     torch.save(state, directory / "x_states.pt")
     flat = torch.zeros(543)
@@ -124,7 +124,7 @@ def test_an_altered_checkpoint(tag):
 @pytest.mark.parametrize("piece", [FlatRange("model.other", 0, 3, 0), FlatRange("model.weight", 998, 3, 0)])
 def test_references_to_missing_entries_raise(tag, piece):
     directory = tag[0]
-    wrong = StoredTensor(Manifest.read(directory).save_id, torch.float32, (3,), [piece], [])
+    wrong = TensorPlaceholder(Manifest.read(directory).save_id, torch.float32, (3,), [piece], [])
     torch.save(wrong, directory / "wrong.pt")
     with pytest.raises(CorruptCheckpoint, match=piece.fqn):
         load(directory / "wrong.pt")

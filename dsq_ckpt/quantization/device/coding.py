@@ -223,7 +223,7 @@ class DeviceChunk:
         self.__dict__.update(state, _lock=threading.Lock())
 
 
-def decode(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
+def decode_chunk(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
     """Return a chunk as a reader decodes it, float32[n], on its device; with `bits` 0, from the base layer."""
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None

@@ -23,7 +23,7 @@ from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, QuantizingChunk
 from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
 from dsq_ckpt.quantization.device import coding, transfer
-from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache, decode
+from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache, decode_chunk
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
@@ -349,7 +349,7 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
         model = torch.nn.Module()
         model.register_buffer("w", x)
         trial = TrialModel(model, [chunk], workers)
-        decoded = decode(chunk, DeviceTableCache().get(fitted, x.device), bits).view(x.shape)
+        decoded = decode_chunk(chunk, DeviceTableCache().get(fitted, x.device), bits).view(x.shape)
         device.DEVICES.clear()
         assert torch.equal(decoded, trial._decode_chunk(chunk, fitted, bits))
 

@@ -18,7 +18,7 @@ _MIN_ELEMENTS = 1024
 """Number of elements from which a codebook of its own makes a tensor smaller."""
 
 
-def snapshot_config(config: ConfigLike, max_degradation: float | None, evaluates: bool, probes: int) -> DSQConfig:
+def oneshot_config(config: ConfigLike, max_degradation: float | None, evaluates: bool, probes: int) -> DSQConfig:
     """Return the configuration of a single checkpoint.
 
     Raises:
