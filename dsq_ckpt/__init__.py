@@ -81,8 +81,11 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return public names, including those not imported yet."""
-    return sorted({*globals(), *_MODULE_OF})
+    """Return the public names and the modules of the package, whether they are imported already or not."""
+    from pkgutil import iter_modules
+
+    modules = {module.name for module in iter_modules(__path__) if not module.name.startswith("_")}
+    return sorted({*__all__, *modules} - {"triton_kernels"})  # needs Triton, which not every installation has
 
 
 __all__ = [

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from types import ModuleType
 
 import pytest
 import tomllib
@@ -94,3 +95,11 @@ def test_every_public_name_is_there(module):
     package = importlib.import_module(module)
     assert all(hasattr(package, name) for name in {*package.__all__, *dir(package)})
     assert pickle.loads(b"cdsq_ckpt\ndecode\n.") is dsq_ckpt.decode
+
+
+def test_completion_offers_public_names_and_modules_alone():
+    """Names that the package imports for itself, such as `Any`, are left out."""
+    assert set(dsq_ckpt.__all__) <= set(dir(dsq_ckpt))
+    others = set(dir(dsq_ckpt)) - set(dsq_ckpt.__all__)
+    assert {"deepspeed", "integrations", "lowdiff", "report"} <= others
+    assert all(isinstance(getattr(dsq_ckpt, name), ModuleType) for name in others)

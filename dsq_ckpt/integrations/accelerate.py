@@ -35,6 +35,8 @@ from dsq_ckpt.integrations.staged_checkpoint import StagedCheckpoint, is_compres
 from dsq_ckpt.integrations.training_state import TrainingState
 from dsq_ckpt.storage.paths import resolve_local_path
 
+__all__ = ["attach"]
+
 _UNSUPPORTED_TYPES = (DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 

@@ -34,6 +34,8 @@ from dsq_ckpt.integrations.mixins import add_mixin
 from dsq_ckpt.integrations.staged_checkpoint import StagedCheckpoint, is_compressed_on_all_ranks
 from dsq_ckpt.integrations.training_state import TrainingState
 
+__all__ = ["attach"]
+
 _WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "*.index.json")
 
 

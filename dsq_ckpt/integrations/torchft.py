@@ -42,6 +42,8 @@ from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFaile
 from dsq_ckpt.storage.manifest import MANIFEST
 from dsq_ckpt.storage.manifest_names import is_plain_name
 
+__all__ = ["DSQTransport"]
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -33,6 +33,8 @@ from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.manifest import is_complete
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 
+__all__ = ["DSQCheckpointManager"]
+
 _STEP = re.compile(r"step-(\d+)")
 
 
