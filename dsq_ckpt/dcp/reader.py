@@ -55,7 +55,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.restored_values import record_load
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
+from dsq_ckpt.storage.chunk_load import ChunkLoad, CodeReuse, decode_all
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.record_fields import parse_dtype
 from dsq_ckpt.storage.refinement import RefinementOption, check_refinement, uses_refinement
@@ -220,7 +220,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 output = alias_of(targets[0]) if exclusive == [True] else None
                 load = checkpoint.prepare_load(
                     ref, refined, workers, output, _get_element_range(items, key.shape),
-                    _is_whole_chunk(items, key) and "residual" not in record, decoded_codes,
+                    CodeReuse(_is_whole_chunk(items, key) and "residual" not in record, decoded_codes),
                 )
                 self._check_targets(index.fqn, load.tensor.dtype, targets)
                 pending.append(_PendingChunk(ref, key, items, targets, output))

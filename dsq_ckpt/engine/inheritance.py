@@ -11,7 +11,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import (
@@ -24,51 +26,50 @@ from dsq_ckpt.storage.links import (
     read_parent_manifest,
 )
 from dsq_ckpt.storage.manifest import ManifestFile
+from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
 def link_parent_files(
-    parent: Path, save_id: str, target: Path, names: frozenset[str], copies: int, fsync: bool,
-    previous: Path | None = None,
+    parent: ParentRef, target: Path, names: frozenset[str], storage: StorageConfig, previous: ParentRef | None = None
 ) -> None:
     """Link the required files of the parent into a new checkpoint; keyframe files may have several copies.
 
-    Of `copies` consecutive checkpoints of a chain no two share a keyframe file: each links it from the checkpoint
-    `copies` before it, or copies it if that one is gone.
+    Of `storage.keyframe_copies` consecutive checkpoints of a chain no two share a keyframe file: each links it from the
+    checkpoint that many before it, or copies it if that one is gone.
 
     Args:
-        parent: directory of the parent.
-        save_id: save id of the parent.
+        parent: the parent.
         target: directory of the new checkpoint.
         names: names of the parent's data files.
-        copies: number of copies of each keyframe file on the device; 1: all checkpoints share it.
-        fsync: flush copies to the device.
-        previous: directory of the previous checkpoint; None: the parent.
+        storage: says how many copies of each keyframe file are kept, and whether copies are flushed to the device.
+        previous: the previous checkpoint; None: the parent.
 
     Raises:
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or a copy has another checksum.
         SaveFailed: the parent was removed or replaced meanwhile.
     """
-    with explain_parent_errors(parent, save_id):
+    directory = expand_path(parent.path)
+    with explain_parent_errors(directory, parent.save_id):
         if is_remote(target):
-            _copy_from_other_run(parent, save_id, target, names)
+            _copy_from_other_run(directory, parent.save_id, target, names)
         else:
-            _link(parent, target, names, copies, fsync, previous)
+            newest = directory if previous is None else expand_path(previous.path)
+            _link(directory, target, names, storage, newest)
 
 
-def _link(
-    parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool, previous: Path | None
-) -> None:
+def _link(parent: Path, target: Path, names: frozenset[str], storage: StorageConfig, newest: Path) -> None:
+    copies = storage.keyframe_copies
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
             by_name = {file.name: file for file in files.manifest.files}
             keyframes = {name for name in names & by_name.keys() if files.required_files(name) == {name}}
-        holders = _list_newest_first(previous or parent, copies) if keyframes else []
+        holders = _list_newest_first(newest, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
-                file = by_name[name]
-                _link_or_copy([holder / name for holder in holders], parent / name, target / name, file, copies, fsync)
-    link_files(parent, target, names, fsync)
+                sources = [holder / name for holder in holders]
+                _link_or_copy(sources, parent / name, target / name, by_name[name], storage)
+    link_files(parent, target, names, storage.fsync)
 
 
 def _copy_from_other_run(parent: Path, save_id: str, target: Path, names: frozenset[str]) -> None:
@@ -86,9 +87,9 @@ def _list_newest_first(newest: Path, count: int) -> list[Path]:
 
 
 def _link_or_copy(
-    holders: list[Path], parent: Path, target: Path, file: ManifestFile, copies: int, fsync: bool
+    holders: list[Path], parent: Path, target: Path, file: ManifestFile, storage: StorageConfig
 ) -> None:
-    """Link a file from the oldest of `copies` holders if no other holder shares it, else copy it.
+    """Link a file from the oldest of as many holders as there are copies, if no other holder shares it; else copy it.
 
     A checkpoint after the parent may not need the file, and then does not hold it.
     """
@@ -96,7 +97,7 @@ def _link_or_copy(
     for path in holders:
         with suppress(FileNotFoundError):
             inodes.append(path.stat().st_ino)
-    if len(inodes) == copies and inodes[-1] not in inodes[:-1]:
+    if len(inodes) == storage.keyframe_copies and inodes[-1] not in inodes[:-1]:
         try:
             os.link(holders[-1], target)
             return
@@ -105,4 +106,4 @@ def _link_or_copy(
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-    copy_file(next((path for path in holders if path.exists()), parent), target, fsync, file)
+    copy_file(next((path for path in holders if path.exists()), parent), target, storage.fsync, file)

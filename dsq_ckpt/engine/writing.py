@@ -117,10 +117,7 @@ def write_rank(
         base_file, result.refinement, result.requires = shard.finish()
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.position > 1 else None
-            link_parent_files(
-                expand_path(context.parent.path), context.parent.save_id, path, frozenset(result.requires),
-                storage.keyframe_copies, storage.fsync, before and expand_path(before.path),
-            )
+            link_parent_files(context.parent, path, frozenset(result.requires), storage, before)
         if storage.fsync and context.ranks > 1:  # with one rank the commit flushes the directory
             get_storage(path).flush(path)
     result.files.append(base_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain, read_block_elements
 from dsq_ckpt.storage.chunk_load import (
+    NO_REUSE,
     ChunkDecoder,
     ChunkLoad,
+    CodeReuse,
     RecordDecoder,
     SecondMomentFactor,
     allocate_output,
@@ -124,7 +126,7 @@ class Checkpoint(CheckpointFiles):
     @translate_record_errors
     def prepare_load(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
-        span: tuple[int, int] | None = None, keep: bool = False, cached: Mapping[RecordRef, Codes] | None = None,
+        span: tuple[int, int] | None = None, reuse: CodeReuse = NO_REUSE,
     ) -> ChunkLoad:
         """Return the load of a chunk for `decode_all`, which decodes chunks in parallel.
 
@@ -137,8 +139,7 @@ class Checkpoint(CheckpointFiles):
             into: destination, used if its shape, dtype and layout fit.
             span: first and last element to load, the last exclusive; None: all. Other blocks are not read, unless the
                 chunk has protected values, which are stored in the order of the codes.
-            keep: keep the codes of the chain, and of the second moments that scale it; 1 byte per element.
-            cached: codes of whole chunks, by record, that are decoded already.
+            reuse: codes that are decoded already, and whether those of this chunk are kept.
         """
         record, naming = self.read_record(ref), partial(self.translate_errors, ref.file)
         shape, dtype = record["shape"], parse_dtype(record["dtype"])
@@ -154,7 +155,7 @@ class Checkpoint(CheckpointFiles):
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
             read(slice(None), out.view(-1), workers.scratch)
             return ChunkLoad(out, [], read, naming)
-        if (chunk := self._prepare_coded_chunk(ref, refined, workers, cached or {}, keep)) is not None:
+        if (chunk := self._prepare_coded_chunk(ref, refined, workers, reuse)) is not None:
             out = allocate_output(shape, dtype, into)
             return ChunkLoad(
                 out, chunk.select_blocks(span), partial(decode_coded, chunk), naming, chunk.codes, chunk.second_moments
@@ -165,7 +166,7 @@ class Checkpoint(CheckpointFiles):
         self._multiply_by_roots(record, values, workers)
         out = allocate_output(shape, dtype, into)
         copy_clamped(torch.from_numpy(values), out.view(-1))
-        return ChunkLoad(out, [], decode_nothing, naming, codes if keep and record["type"] == "coded" else None)
+        return ChunkLoad(out, [], decode_nothing, naming, codes if reuse.keep and record["type"] == "coded" else None)
 
     def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor, __: Scratch) -> None:
         """Read an exactly stored chunk as a whole into a flat tensor."""
@@ -176,14 +177,14 @@ class Checkpoint(CheckpointFiles):
             copy_clamped(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
     def _prepare_coded_chunk(
-        self, ref: RecordRef, refined: bool, workers: Workers, cached: Mapping[RecordRef, Codes], keep: bool
+        self, ref: RecordRef, refined: bool, workers: Workers, reuse: CodeReuse
     ) -> ChunkDecoder | None:
         """Return a chunk for block-wise decoding; None if that is not possible."""
         record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
             return None
         values = self._make_record_decoder(ref, record, refined)
-        chain = [] if ref in cached else self._read_chain(ref)
+        chain = [] if ref in reuse.known else self._read_chain(ref)
         if any(link.step != values.step for link in chain):
             return None
         factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None = None
@@ -192,12 +193,12 @@ class Checkpoint(CheckpointFiles):
             if self.read_record(measure)["type"] == "plain":
                 factor = partial(multiply_by_second_moments, times, self._decode_plain(measure, workers))
             else:
-                measure_chunk = self._prepare_coded_chunk(measure, False, workers, cached, keep)
+                measure_chunk = self._prepare_coded_chunk(measure, False, workers, reuse)
                 if measure_chunk is None or measure_chunk.step != values.step:
                     return None
                 factor = SecondMomentFactor(measure, measure_chunk, times)
         count = math.prod(record["shape"])
-        codes = np.empty(count, np.uint8) if keep and chain else cached.get(ref)
+        codes = np.empty(count, np.uint8) if reuse.keep and chain else reuse.known.get(ref)
         return ChunkDecoder(chain, values, codes, count, factor)
 
     def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:
@@ -243,7 +244,7 @@ class Checkpoint(CheckpointFiles):
             if record["type"] == "merged":
                 self.read_superstep(link, own).add_to(out, workers)
             else:
-                self._dequantize(link, record, own, refined and link == ref, workers, out, index > 0)
+                self._dequantize(link, own, refined and link == ref, workers, out, index > 0)
 
     @translate_record_errors
     def _read_scales(self, ref: RecordRef, record: dict[str, Any]) -> MatrixScales | None:
@@ -312,11 +313,10 @@ class Checkpoint(CheckpointFiles):
 
     @translate_record_errors
     def _dequantize(
-        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: F32,
-        onto: bool,
+        self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32, onto: bool
     ) -> None:
         """Dequantize a record into `out`, float32, flat, its blocks in parallel; with `onto` add it to `out`."""
-        values = self._make_record_decoder(ref, record, refined)
+        values = self._make_record_decoder(ref, self.read_record(ref), refined)
         blocks = list(split_blocks(len(codes), values.step))
         before = np.cumsum([0, *(values.count_protected(codes[span]) for span in blocks)])
         values.check_protected_count(int(before[-1]))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,6 +196,21 @@ class SecondMomentFactor:
         squares = scratch.array("squares", len(out), np.float32)
         yield from self.chunk.decode(span, squares, scratch)
         self.multiply(out, squares)
+
+
+class CodeReuse(NamedTuple):
+    """Codes that a load need not decode, and whether it keeps those that it decodes.
+
+    Attributes:
+        keep: keep the codes of the chain, and of the second moments that scale it; 1 byte per element.
+        known: codes of whole chunks, by record, that are decoded already.
+    """
+
+    keep: bool = False
+    known: Mapping[RecordRef, Codes] = MappingProxyType({})
+
+
+NO_REUSE = CodeReuse()
 
 
 class ChunkLoad(NamedTuple):

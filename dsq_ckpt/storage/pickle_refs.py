@@ -28,7 +28,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
+from dsq_ckpt.storage.chunk_load import NO_REUSE, ChunkLoad, CodeReuse, decode_all
 from dsq_ckpt.storage.manifest import MANIFEST
 from dsq_ckpt.storage.record_fields import parse_dtype
 from dsq_ckpt.storage.shard import RecordRef
@@ -190,8 +190,8 @@ def read_flat(
                 keeps = cache is not None and _needs_codes(cache, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())
                 load = checkpoint.prepare_load(
-                    part.ref, refined and checkpoint.has_refinement, workers, into, span, keeps,
-                    cache.by_record if keeps and cache is not None else None,
+                    part.ref, refined and checkpoint.has_refinement, workers, into, span,
+                    CodeReuse(True, cache.by_record) if keeps and cache is not None else NO_REUSE,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))
                 yield load

@@ -17,7 +17,7 @@ import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.chain_decoding import ChainRecord
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.chunk_load import decode_all
+from dsq_ckpt.storage.chunk_load import CodeReuse, decode_all
 from tests.helpers.commands import find_file
 from tests.helpers.states import flat_tensors, load_copy, to_bytes
 
@@ -96,7 +96,7 @@ def test_blocks_that_are_not_needed_may_be_damaged(run, tmp_path):
         ref = checkpoint.find_record("model.w", (0, 0))
         offset, size, _ = checkpoint.read_record(ref)["blocks"][0]
         assert len(checkpoint.prepare_load(ref, True, workers, span=(0, 12_000)).blocks) == math.ceil(12_000 / BLOCK)
-        load = checkpoint.prepare_load(ref, True, workers, span=(5000, 7000), keep=True)
+        load = checkpoint.prepare_load(ref, True, workers, span=(5000, 7000), reuse=CodeReuse(keep=True))
         assert load.blocks == [slice(at * BLOCK, (at + 1) * BLOCK) for at in (4, 5, 6)]
         [load] = decode_all([load], workers)
         part = slice(4 * BLOCK, 7 * BLOCK)
