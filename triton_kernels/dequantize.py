@@ -56,7 +56,7 @@ def dequantize_refined(
 ) -> torch.Tensor:
     """Dequantize as `dequantize` does, to the middle of the part of the cell that the symbol selects.
 
-    `dsq_ckpt.kernels.reference.dequantize_refined` has the formula.
+    `dsq_ckpt.kernels.dequantize_refined` has the formula.
 
     Args:
         refinement: uint8[n], below `2**bits`.

@@ -70,7 +70,7 @@ def refine(
     x: torch.Tensor, codes: torch.Tensor, inv_scale: float, low: torch.Tensor, inv_width: torch.Tensor, bits: int,
     log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
 ) -> None:
-    """Quantize the position of each element inside its cell to `bits` bits; formula: `kernels.reference.refine`.
+    """Quantize the position of each element inside its cell to `bits` bits; formula: `kernels.refine`.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].

@@ -1,7 +1,7 @@
 """Kernels: all elementwise passes over the data.
 
-Each operation exists under one name in `reference` (NumPy, close to the formula) and in `cpu` (Numba), with one
-signature and bit-identical results. This package exports the implementations for the CPU.
+This package exports the implementations for the CPU, of `cpu` (Numba), which say what each operation does. Tests
+compare every implementation, bit for bit, with one in NumPy that is close to the formulas.
 """
 
 from dsq_ckpt.kernels.compensation import compensate

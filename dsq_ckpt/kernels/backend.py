@@ -23,7 +23,7 @@ class Refinement(NamedTuple):
 class Backend(Protocol):
     """Kernels on flat contiguous tensors of one device, tables included.
 
-    Names, arguments and results, bit for bit, are those of `dsq_ckpt.kernels.reference`, with these differences:
+    Names, arguments and results, bit for bit, are those of `dsq_ckpt.kernels.cpu`, with these differences:
 
     * `x`, `weight` and `new` may be float32, bfloat16 or float16, which are converted to fp32; decoded values are
       rounded to the nearest number of the output's dtype.

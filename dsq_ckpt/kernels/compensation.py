@@ -41,7 +41,7 @@ def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, ta
     Args:
         values: float32[inputs, outputs], of any strides; changed in place.
         factors: float32[inputs, inputs], share of an error of input i that is added to input j > i.
-        lo, hi, inv_scale: as in `reference.quantize`.
+        lo, hi, inv_scale: as in `cpu.quantize`.
         table: uint8[bins], codes of a window's bins.
         levels: float32[codes], values of the codes; codes from `levels.size` on are protected.
 

@@ -1,4 +1,9 @@
-"""Numba implementations of the kernels. Names, signatures and results are those of `reference`.
+"""Numba implementations of the kernels.
+
+All arrays are C-contiguous, and one-dimensional unless documented otherwise; `x` is float32[n]. `inv_scale`
+multiplies `x` in fp32 before its key is taken. `parent` holds the previous codes, uint8[n]; where it is
+`None` every element uses row `context` of the table. Wrong dtypes or shapes, and codes past the end of a table,
+raise `ValueError`.
 
 Notes on speed:
 
@@ -140,7 +145,7 @@ def _add_key_counts(ways: U32, window: KeyWindow, counts: I64) -> None:
 
 
 def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
-    """Implement `reference.sketch`."""
+    """Add the elements of `x` to `counts`, int64[size], of the window `[lo, hi)`."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (window.size,))
@@ -161,7 +166,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 def joint_sketch(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
-    """Implement `reference.joint_sketch`."""
+    """Add the pairs (parent code, bin) to `counts`, int64[rows, size]."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
@@ -188,7 +193,7 @@ def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
 
 
 def count_octaves(x: F32, counts: I64) -> None:
-    """Implement `reference.count_octaves`."""
+    """Add the elements of `x` to `counts`, int64[512], by sign and biased exponent, the top bits of a float."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
     ways = np.zeros((4, 512), np.int64)
@@ -221,7 +226,7 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
-    """Implement `reference.quantize`."""
+    """Set `codes[i] = table[parent code, bin]`, with table uint8[rows, size] and codes uint8[n]."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8)
@@ -232,7 +237,7 @@ def quantize(
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
-    """Implement `reference.gather_protected`."""
+    """Return the fp32 bits of the elements whose code is `protected_code` (-1: none), in order: uint32[m]."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     bits: U32 = x.view(np.uint32)[find_positions(codes, protected_code)]
@@ -267,7 +272,18 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """Implement `reference.refine`."""
+    """Quantize the position of each element inside its cell to `bits` bits.
+
+    With `u` the scaled element, or in the bits domain its magnitude bits over `2**23`, and `c` its
+    code: `out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)`. A cell with
+    `inv_width` 0 is not refined: its symbol is 0. So is the symbol of NaN.
+
+    Args:
+        low: lower edge of each cell, float64[256] (float32 is accepted), in units of the domain.
+        inv_width: one over the width of each cell, likewise.
+        bits: 1..8.
+        out: uint8[n].
+    """
     check_bits(bits)
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))

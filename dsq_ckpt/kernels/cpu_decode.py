@@ -1,4 +1,4 @@
-"""Numba implementations of the kernels that decode codes to values; see `cpu` and `reference`."""
+"""Numba implementations of the kernels that decode codes to values; see `cpu`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,19 @@ def look_up(codes, values, out):  # type: ignore[no-untyped-def]
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """Implement `reference.dequantize`."""
+    """Set `out = levels[code] * scale` in fp32; protected elements take the next of `protected`, unscaled.
+
+    Args:
+        codes: uint8[n].
+        levels: float32, one per code.
+        protected_code: the code of protected elements, -1 for none.
+        protected: float32[m].
+        out: float32[n].
+
+    Returns:
+        The number of codes equal to `protected_code`. The caller compares it to `m`: where it is larger, the last
+        elements had no value left and hold `levels[protected_code] * scale`.
+    """
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
@@ -91,7 +103,7 @@ def look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-un
 
 
 def value_table(levels: F32, scale: float) -> F32:
-    """Return the value of each code without refinement, by the formula of `reference.dequantize`."""
+    """Return the value of each code without refinement, by the formula of `dequantize`."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values: F32 = levels.astype(np.float32) * np.float32(scale)
     return values
@@ -100,7 +112,7 @@ def value_table(levels: F32, scale: float) -> F32:
 def refined_value_table(
     bits: int, low: F64, width: F64, sign: F64, levels: F32, scale: float, log_domain: bool
 ) -> F32:
-    """Return the value of each (code, symbol), by the formula of `reference.dequantize_refined`."""
+    """Return the value of each (code, symbol), by the formula of `dequantize_refined`."""
     lower, spread = low[:, None].astype(np.float64), width[:, None].astype(np.float64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
@@ -127,7 +139,17 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """Implement `reference.dequantize_refined` by a table of the value of every (code, symbol)."""
+    """Dequantize as `dequantize` does, to the middle of the part of the cell that the symbol selects.
+
+    With `c` the code and `r` the refinement symbol, `u = low[c] + (r + 0.5) * (width[c] / 2**bits)` in
+    fp64. Linear domain: the value is `u` rounded to fp32. Bits domain: the fp32 whose bits are `rint(u *
+    2**23)`, with the sign of `sign[c]`. Cells of `width` 0 have the value `levels[c]`. Then times
+    `scale` in fp32.
+
+    Args:
+        refinement: uint8[n], below `2**bits`.
+        low, width, sign: float64, one per code (float32 is accepted).
+    """
     check_bits(bits)
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
@@ -154,7 +176,7 @@ def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
 
 
 def to_bf16(bits: U32) -> U16:
-    """Implement `reference.to_bf16`."""
+    """Round fp32 bits, uint32[m], to bf16 bits, uint16[m]: nearest, ties to even; NaN stays (quiet) NaN."""
     check_array("bits", bits, np.uint32)
     out = np.empty(bits.shape, np.uint16)
     _to_bf16(bits, out)
@@ -168,7 +190,7 @@ def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
 
 
 def from_bf16(halves: U16) -> F32:
-    """Implement `reference.from_bf16`."""
+    """Convert bf16 bits, uint16[m], to float32[m], exactly."""
     check_array("halves", halves, np.uint16)
     out = np.empty(halves.shape, np.uint32)
     _from_bf16(halves, out)

@@ -1,4 +1,4 @@
-"""Bit packing in Numba; see `reference`. Eight symbols of b bits are exactly b bytes.
+"""Bit packing in Numba. Eight symbols of b bits are exactly b bytes.
 
 Eight symbols are read as one word. Neighbours are joined, then pairs, then fours: three steps on a whole word instead
 of one per symbol.
@@ -72,7 +72,15 @@ def _as_words(symbols: U8) -> Array:
 
 
 def pack(symbols: U8, bits: int) -> U8:
-    """Implement `reference.pack`: symbols below `2**bits` to uint8[ceil(n * bits / 8)]."""
+    """Pack symbols below `2**bits` into a stream of bits, the lowest bit of the first symbol first.
+
+    Args:
+        symbols: uint8[n].
+        bits: 1..8.
+
+    Returns:
+        uint8[ceil(n * bits / 8)]; bits after the last symbol are zero.
+    """
     check_bits(bits)
     check_array("symbols", symbols, np.uint8)
     check_below("symbols", symbols, 1 << bits)
@@ -88,7 +96,7 @@ def pack(symbols: U8, bits: int) -> U8:
 
 
 def unpack(packed: U8, bits: int, out: U8) -> None:
-    """Implement `reference.unpack`: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
+    """Invert `pack`: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))

@@ -1,4 +1,4 @@
-"""Kernels on CPU tensors, passed as NumPy views to Numba or to the reference.
+"""Kernels on CPU tensors, passed as NumPy views to the kernels for arrays.
 
 bfloat16 and float16 are first converted to fp32, exactly.
 """
@@ -14,7 +14,6 @@ from torch import Tensor
 from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels import changed_codes as changes
-from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.keys import FULL
 
@@ -26,8 +25,8 @@ class HostBackend:
     """Implementation of `backend.Backend` on CPU tensors.
 
     Args:
-        name: "numba" or "reference".
-        operations: module of the operations with two implementations.
+        name: name of the backend, "numba" for this package's own.
+        operations: module with the functions of `cpu`, for NumPy arrays.
     """
 
     def __init__(self, name: str, operations: Any) -> None:
@@ -38,13 +37,13 @@ class HostBackend:
         """Do nothing: operations raise at once."""
 
     def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
-        """Implement `reference.sketch`."""
+        """Implement `cpu.sketch`."""
         self._operations.sketch(_fp32_array(x), lo, hi, inv_scale, _array(counts))
 
     def joint_sketch(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
-        """Implement `reference.joint_sketch`."""
+        """Implement `cpu.joint_sketch`."""
         self._operations.joint_sketch(
             _fp32_array(x), _optional_array(parent), context, lo, hi, inv_scale, _array(counts)
         )
@@ -53,7 +52,7 @@ class HostBackend:
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> None:
-        """Implement `reference.quantize` and `reference.refine`. Protected codes are not counted here."""
+        """Implement `cpu.quantize` and `cpu.refine`. Protected codes are not counted here."""
         values = _fp32_array(x)
         self._operations.quantize(
             values, _optional_array(parent), context, lo, hi, inv_scale, _array(table), _array(codes)
@@ -68,7 +67,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Implement `reference.gather_protected`. All elements are returned, whatever the capacity."""
+        """Implement `cpu.gather_protected`. All elements are returned, whatever the capacity."""
         bits = self._operations.gather_protected(_fp32_array(x), _array(codes), protected_code)
         if bf16:
             halves = self._operations.to_bf16(bits)
@@ -79,7 +78,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
         out: Tensor,
     ) -> None:
-        """Implement `reference.refine`."""
+        """Implement `cpu.refine`."""
         self._operations.refine(
             _fp32_array(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
         )
@@ -87,7 +86,7 @@ class HostBackend:
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
-        """Implement `reference.dequantize`."""
+        """Implement `cpu.dequantize`."""
         values = _fp32_output(out)
         used = self._operations.dequantize(
             _array(codes), _array(levels), scale, protected_code, _array(protected), _array(values)
@@ -98,7 +97,7 @@ class HostBackend:
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
-        """Implement `reference.dequantize_refined`."""
+        """Implement `cpu.dequantize_refined`."""
         values = _fp32_output(out)
         used = self._operations.dequantize_refined(
             _array(codes), _array(refinement), bits, _array(low), _array(width), _array(sign), _array(levels), scale,
@@ -107,11 +106,11 @@ class HostBackend:
         return _copy_to_output(values, out, used)
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
-        """Implement `reference.pack`."""
+        """Implement `cpu.pack`."""
         return torch.from_numpy(self._operations.pack(_array(symbols), bits))
 
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        """Implement `reference.unpack`."""
+        """Implement `cpu.unpack`."""
         self._operations.unpack(_array(packed), bits, _array(out))
 
     def find_changes(
@@ -155,11 +154,6 @@ class HostBackend:
 def numba_backend() -> HostBackend:
     """Return the backend that the CPU uses."""
     return HostBackend("numba", kernels)
-
-
-def reference_backend() -> HostBackend:
-    """Return the reference backend, with which all others are compared."""
-    return HostBackend("reference", reference)
 
 
 def _array(tensor: Tensor) -> Array:

@@ -7,7 +7,7 @@ import pytest
 
 from dsq_ckpt import kernels
 from dsq_ckpt.coding.values import look_up_values
-from dsq_ckpt.kernels import reference
+from tests.helpers import reference_kernels
 
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 20_003)
 
@@ -24,7 +24,7 @@ def test_entries(path, n):
     for rows in (1, 3, 64, 65, 256):
         for bits in range(9):
             table, codes, symbols = given(n, rows, bits)
-            forms = [(symbols, False), (reference.pack(symbols, bits), True)] if bits else [(None, False)]
+            forms = [(symbols, False), (reference_kernels.pack(symbols, bits), True)] if bits else [(None, False)]
             for form, packed in forms:
                 for last in (False, True):
                     space = np.full(n + 33, 7, np.float32)
@@ -48,12 +48,12 @@ def test_formula(path, log):
     for bits in (1, 4, 7):
         _, codes, symbols = given(n, rows, bits, 2)
         expected, result, none = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(0, np.float32)
-        reference.dequantize_refined(
+        reference_kernels.dequantize_refined(
             codes, symbols, bits, low, width, sign, levels, 0.7, -1, none, log, expected)
         table = kernels.refined_value_table(bits, low[:rows], width[:rows], sign[:rows], levels, 0.7, log)
-        look_up_values(table, codes, reference.pack(symbols, bits), True, 255, result)
+        look_up_values(table, codes, reference_kernels.pack(symbols, bits), True, 255, result)
         assert (result.view(np.uint32) == expected.view(np.uint32)).all()
-    reference.dequantize(codes, levels, 0.7, -1, none, expected)
+    reference_kernels.dequantize(codes, levels, 0.7, -1, none, expected)
     look_up_values(kernels.value_table(levels, 0.7)[:, None], codes, None, False, 255, result)
     assert (result.view(np.uint32) == expected.view(np.uint32)).all()
 
@@ -74,7 +74,7 @@ def test_codes_without_an_entry_are_refused(path, place):
 
 def test_arrays_that_do_not_fit(path):
     table, codes, symbols = given(100, 40, 3)
-    out, packed = np.empty(100, np.float32), reference.pack(symbols, 3)
+    out, packed = np.empty(100, np.float32), reference_kernels.pack(symbols, 3)
     for arguments in (
         (table, codes, packed[:-1], True, 0, out),
         (table, codes, symbols[:-1], False, 0, out),

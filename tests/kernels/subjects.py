@@ -11,6 +11,7 @@ import torch
 from dsq_ckpt.kernels import host
 from dsq_ckpt.kernels.backend import Backend
 from dsq_ckpt.kernels.keys import KeyWindow
+from tests.helpers import reference_kernels
 
 NAMES = ["reference", "numba", "triton", "triton-tiny"]
 LARGE = "triton-large"
@@ -47,7 +48,7 @@ class Subject:
 def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     """The subject of this name; Triton's is interpreted where there is no GPU."""
     if not name.startswith("triton"):
-        backend = host.reference_backend() if name == "reference" else host.numba_backend()
+        backend = host.HostBackend(name, reference_kernels) if name == "reference" else host.numba_backend()
         return Subject(name, backend, "cpu", (0, 1, 300, 4097, 5 * 123 * 123))
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import backend, counting, launch

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsq_ckpt import kernels
-from dsq_ckpt.kernels import reference
+from tests.helpers import reference_kernels
 from tests.kernels.subjects import DTYPES, LARGE, ROWS, assert_same, codes, floats, subject_of
 
 
@@ -13,7 +13,7 @@ def check(subject, n, dtype, protected_code=9, protected_count=None, scale=0.7, 
     known, levels = codes(n, n), floats(n + 1, ROWS).numpy()
     held = int((known == protected_code).sum()) if protected_count is None else protected_count
     protected, expected = floats(n + 2, held).numpy(), np.empty(n, np.float32)
-    used = reference.dequantize(known, levels, scale, protected_code, protected, expected)
+    used = reference_kernels.dequantize(known, levels, scale, protected_code, protected, expected)
     result = subject(torch.full((n,), 7.0, dtype=dtype), offset)
     count = subject.backend.dequantize(
         subject(known, offset), subject(levels), scale, protected_code, subject(protected), result
@@ -49,7 +49,7 @@ def test_refined(subject, dtype, bits, log_domain):
     protected, expected = floats(2, 5).numpy(), np.empty(n, np.float32)
     tables = [subject(table) for table in (low, width, sign, levels)]
     for protected_code in (-1, 9):
-        used = reference.dequantize_refined(
+        used = reference_kernels.dequantize_refined(
             known, refinement, bits, low, width, sign, levels, 0.7, protected_code, protected, log_domain, expected
         )
         result = subject.empty(n, dtype)

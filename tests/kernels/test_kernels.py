@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dsq_ckpt.kernels import cpu, reference
+from dsq_ckpt.kernels import cpu
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
+from tests.helpers import reference_kernels
 
 SIZES = [0, 1, 2, 3, 5, 63, 64, 65, 4095, 4096, 4097, 12_345, 140_003]
 """Around the unrolling by 4, the blocks of 64 and 4096, and the histogram's threshold."""
@@ -39,7 +40,7 @@ def assert_same_bits(left: np.ndarray, right: np.ndarray) -> None:
 
 def check_sketch(x, window, scale):
     counts = [np.full(window.size, 3, np.int64) for _ in range(2)]
-    reference.sketch(x, window.lo, window.hi, scale, counts[0])
+    reference_kernels.sketch(x, window.lo, window.hi, scale, counts[0])
     cpu.sketch(x, window.lo, window.hi, scale, counts[1])
     assert counts[0].sum() == 3 * window.size + x.size
     assert_same_bits(*counts)
@@ -47,7 +48,7 @@ def check_sketch(x, window, scale):
 
 def check_joint_sketch(x, parent, window, scale):
     counts = [np.full((ROWS, window.size), 3, np.int64) for _ in range(2)]
-    reference.joint_sketch(x, parent, 7, window.lo, window.hi, scale, counts[0])
+    reference_kernels.joint_sketch(x, parent, 7, window.lo, window.hi, scale, counts[0])
     cpu.joint_sketch(x, parent, 7, window.lo, window.hi, scale, counts[1])
     assert counts[0].sum() == 3 * counts[0].size + x.size
     assert_same_bits(*counts)
@@ -56,7 +57,7 @@ def check_joint_sketch(x, parent, window, scale):
 def check_quantize(x, parent, window, scale):
     table = random_codes(1, ROWS * window.size).reshape(ROWS, window.size)
     codes = [np.full(x.size, 255, np.uint8) for _ in range(2)]
-    reference.quantize(x, parent, 7, window.lo, window.hi, scale, table, codes[0])
+    reference_kernels.quantize(x, parent, 7, window.lo, window.hi, scale, table, codes[0])
     cpu.quantize(x, parent, 7, window.lo, window.hi, scale, table, codes[1])
     assert_same_bits(*codes)
 
@@ -74,7 +75,7 @@ def check_refine(x, codes, scale, bits, log_domain):
     low, width = cells(2, log_domain)
     inv_width = np.divide(1.0, width, out=np.zeros(256), where=width > 0)
     out = [np.full(x.size, 255, np.uint8) for _ in range(2)]
-    reference.refine(x, codes, scale, low, inv_width, bits, log_domain, out[0])
+    reference_kernels.refine(x, codes, scale, low, inv_width, bits, log_domain, out[0])
     cpu.refine(x, codes, scale, low, inv_width, bits, log_domain, out[1])
     assert (out[0] < 1 << bits).all()
     assert (out[0][width[codes] == 0] == 0).all()
@@ -92,11 +93,11 @@ def test_sketch(n, window, scale):
 def test_octaves(n):
     x = random_floats(n, n)
     counts = [np.full(512, 3, np.int64) for _ in range(2)]
-    for implementation, octaves in zip((reference, cpu), counts, strict=True):
+    for implementation, octaves in zip((reference_kernels, cpu), counts, strict=True):
         implementation.count_octaves(x, octaves)
     assert_same_bits(*counts)
     assert counts[0].sum() == x.size + 3 * 512
-    for implementation in (reference, cpu):
+    for implementation in (reference_kernels, cpu):
         with pytest.raises(ValueError, match="counts"):
             implementation.count_octaves(x, counts[0][:256])
 
@@ -114,7 +115,7 @@ def test_joint_sketch_and_quantize(n, scale, with_parent):
 @pytest.mark.parametrize("n", SIZES)
 def test_gather_protected(n, protected_code):
     x, codes = random_floats(n, n), random_codes(n + 1, n)
-    expected = reference.gather_protected(x, codes, protected_code)
+    expected = reference_kernels.gather_protected(x, codes, protected_code)
     assert_same_bits(expected, cpu.gather_protected(x, codes, protected_code))
     assert_same_bits(expected, x.view(np.uint32)[codes == protected_code])
 
@@ -135,7 +136,7 @@ def test_dequantize(n, protected_code):
     out = [np.empty(n, np.float32) for _ in range(2)]
     used = [
         implementation.dequantize(codes, levels, 0.7, protected_code, protected, o)
-        for implementation, o in zip((reference, cpu), out, strict=True)
+        for implementation, o in zip((reference_kernels, cpu), out, strict=True)
     ]
     assert used[0] == used[1] == np.count_nonzero(codes == protected_code)
     assert_same_bits(*out)
@@ -156,13 +157,13 @@ def test_dequantize_refined(n, bits, log_domain, protected_code):
         implementation.dequantize_refined(
             codes, refinement, bits, low, width, sign, levels, 0.7, protected_code, protected, log_domain, o
         )
-        for implementation, o in zip((reference, cpu), out, strict=True)
+        for implementation, o in zip((reference_kernels, cpu), out, strict=True)
     ]
     assert used[0] == used[1] == np.count_nonzero(codes == protected_code)
     assert_same_bits(*out)
 
 
-@pytest.mark.parametrize("implementation", [reference, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
 def test_too_few_protected_values_are_reported_not_read(implementation):
     codes, out = np.full(100, 5, np.uint8), np.zeros(100, np.float32)
     levels = np.full(256, 2.0, np.float32)
@@ -170,7 +171,7 @@ def test_too_few_protected_values_are_reported_not_read(implementation):
     np.testing.assert_array_equal(out, [1.0] * 70 + [2.0] * 30)
 
 
-@pytest.mark.parametrize("implementation", [reference, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
 @pytest.mark.parametrize("log_domain", [False, True])
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_refinement_brings_values_within_half_a_part(implementation, bits, log_domain):
@@ -206,8 +207,8 @@ def test_bf16(seed):
     torch = pytest.importorskip("torch")
     x = random_floats(seed, 100_000)
     halves = cpu.to_bf16(x.view(np.uint32))
-    assert_same_bits(halves, reference.to_bf16(x.view(np.uint32)))
-    assert_same_bits(cpu.from_bf16(halves), reference.from_bf16(halves))
+    assert_same_bits(halves, reference_kernels.to_bf16(x.view(np.uint32)))
+    assert_same_bits(cpu.from_bf16(halves), reference_kernels.from_bf16(halves))
     expected = torch.from_numpy(x).bfloat16().float().numpy()
     np.testing.assert_array_equal(cpu.from_bf16(halves), expected)
     every = np.arange(1 << 16, dtype=np.uint16)
@@ -217,7 +218,7 @@ def test_bf16(seed):
     assert np.isnan(cpu.from_bf16(again[~number])).all()
 
 
-@pytest.mark.parametrize("implementation", [reference, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
 def test_bad_arguments_are_refused(implementation):
     x, codes, window = np.ones(8, np.float32), np.full(8, 9, np.uint8), WINDOWS[1]
     span = (window.lo, window.hi)

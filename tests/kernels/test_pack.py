@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.kernels import reference
+from tests.helpers import reference_kernels
 from tests.kernels.subjects import NAMES, assert_same, codes, subject_of
 
 
@@ -13,7 +13,7 @@ def check(subject, n, bits, offset=0):
     symbols = codes(n, n, 1 << bits)
     packed = subject.backend.pack(subject(symbols, offset), bits)
     subject.backend.check()
-    assert_same(packed, reference.pack(symbols, bits))
+    assert_same(packed, reference_kernels.pack(symbols, bits))
     result = subject(np.full(n, 77, np.uint8), offset)
     subject.backend.unpack(subject(packed, offset), bits, result)
     assert_same(result, symbols)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt.kernels import reference
 from dsq_ckpt.quantization.chunk import protected_bf16
+from tests.helpers import reference_kernels
 from tests.kernels.subjects import DTYPES, ROWS, WINDOW, as_fp32, assert_same, codes, floats
 
 
@@ -19,7 +19,7 @@ def numbers(bits):
 def test_sizes(subject, dtype, bf16):
     for n in subject.sizes:
         x, known = floats(n, n, dtype), codes(n, n)
-        expected = reference.gather_protected(as_fp32(x), known, 9)
+        expected = reference_kernels.gather_protected(as_fp32(x), known, 9)
         result, count = subject.backend.gather_protected(subject(x, 1), subject(known, 1), 9, bf16=bf16)
         assert int(count) == len(expected)
         expected = protected_bf16(expected) if bf16 else expected
@@ -48,7 +48,7 @@ def test_as_counted_while_quantizing(subject, protected_code, share):
 def test_room(subject, bf16):
     """Of elements that fit, all come; of others, those that fit, and how many there are."""
     x, known = floats(1, 300), codes(1, 300)
-    expected = reference.gather_protected(as_fp32(x), known, 9)
+    expected = reference_kernels.gather_protected(as_fp32(x), known, 9)
     expected, m = protected_bf16(expected) if bf16 else expected, len(expected)
     for capacity in (0, 1, m - 1, m, m + 1, 400):
         result, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, capacity=capacity)

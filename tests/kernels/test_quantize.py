@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt import kernels
-from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
+from tests.helpers import reference_kernels
 from tests.kernels.subjects import DTYPES, LARGE, NAMES, ROWS, WINDOW, as_fp32, assert_same, codes, floats, subject_of
 
 SPAN = WINDOW.lo, WINDOW.hi
@@ -32,7 +32,7 @@ def check(subject, x, parent, scale, bits=0, log_domain=False, offset=0, table=N
     n, table = x.numel(), table_of(window=window) if table is None else table
     low, inverse = cells(2, log_domain)
     expected, places = np.empty(n, np.uint8), np.empty(n, np.uint8)
-    reference.quantize(as_fp32(x), parent, 7, window.lo, window.hi, scale, table, expected)
+    reference_kernels.quantize(as_fp32(x), parent, 7, window.lo, window.hi, scale, table, expected)
     result, symbols = subject.empty(n), subject.empty(n)
     refinement = Refinement(subject(low), subject(inverse), bits, log_domain, symbols) if bits else None
     subject.backend.quantize(
@@ -42,7 +42,7 @@ def check(subject, x, parent, scale, bits=0, log_domain=False, offset=0, table=N
     subject.backend.check()
     assert_same(result, expected)
     if bits:
-        reference.refine(as_fp32(x), expected, scale, low, inverse, bits, log_domain, places)
+        reference_kernels.refine(as_fp32(x), expected, scale, low, inverse, bits, log_domain, places)
         assert_same(symbols, places)
 
 
@@ -86,7 +86,7 @@ def test_refine(subject, dtype, log_domain):
     (low, inverse), n = cells(3, log_domain), 300
     x, known, expected, result = floats(4, n, dtype), codes(4, n, 256), np.empty(n, np.uint8), subject.empty(n)
     for bits in (1, 5):
-        reference.refine(as_fp32(x), known, 0.3, low, inverse, bits, log_domain, expected)
+        reference_kernels.refine(as_fp32(x), known, 0.3, low, inverse, bits, log_domain, expected)
         subject.backend.refine(
             subject(x, 1), subject(known, 1), 0.3, subject(low), subject(inverse), bits, log_domain, result
         )

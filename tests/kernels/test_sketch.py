@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt import kernels
-from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
+from tests.helpers import reference_kernels
 from tests.kernels.subjects import DTYPES, LARGE, NAMES, ROWS, WINDOW, as_fp32, assert_same, codes, floats, subject_of
 
 WINDOWS = [FULL, WINDOW, KeyWindow(64, 65), KeyWindow(16319, 16320)]
@@ -17,7 +17,7 @@ WINDOWS = [FULL, WINDOW, KeyWindow(64, 65), KeyWindow(16319, 16320)]
 def check(subject, x, window, scale, offset=0):
     expected = np.full(window.size, 3, np.int64)
     result = subject(expected)
-    reference.sketch(as_fp32(x), window.lo, window.hi, scale, expected)
+    reference_kernels.sketch(as_fp32(x), window.lo, window.hi, scale, expected)
     subject.backend.sketch(subject(x, offset), window.lo, window.hi, scale, result)
     assert_same(result, expected)
 
@@ -25,7 +25,7 @@ def check(subject, x, window, scale, offset=0):
 def check_joint(subject, x, parent, window, scale, rows=ROWS, offset=0):
     expected = np.full((rows, window.size), 3, np.int64)
     result = subject(expected)
-    reference.joint_sketch(as_fp32(x), parent, 7, window.lo, window.hi, scale, expected)
+    reference_kernels.joint_sketch(as_fp32(x), parent, 7, window.lo, window.hi, scale, expected)
     before = None if parent is None else subject(parent, offset)
     subject.backend.joint_sketch(subject(x, offset), before, 7, window.lo, window.hi, scale, result)
     subject.backend.check()

@@ -115,11 +115,6 @@ class KMeansPath:
         weight = np.add.reduceat(self.weights, starts)
         return origin + np.add.reduceat(self.weights * offsets, starts) / weight
 
-    def boundaries(self, k: int) -> F64:
-        """Return the midpoints of neighbouring levels, float64[k - 1]; raises as `starts`."""
-        levels = self.levels(k)
-        return 0.5 * (levels[:-1] + levels[1:])
-
     def cost(self, k: int) -> float:
         """Return the weighted sum of squared distances to the level of each point's cluster; raises as `starts`."""
         starts = self.starts(k)

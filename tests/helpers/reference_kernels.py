@@ -1,4 +1,4 @@
-"""NumPy implementations of the kernels, written to be read next to their formulas.
+"""NumPy implementations of the kernels, written to be read next to their formulas; all others are compared with them.
 
 All arrays are C-contiguous, and one-dimensional unless documented otherwise; `x` is float32[n]. `inv_scale`
 multiplies `x` in fp32 before its key is taken. `parent` holds the previous codes, uint8[n]; where it is
