@@ -230,14 +230,6 @@ class CostModel:
         steady = (c.stall_seconds / every + self.slowdown(every, batch, max_load)) / c.iteration
         return c.ranks * run_time * (failure / c.mtbf + steady)
 
-    def optimum(self) -> tuple[float, float]:
-        """Return `(snapshot_every, batch)` from the two closed formulas; batch is infinite if r >= t."""
-        c, every = self.costs, self._intervals(1)[0]
-        if c.replay >= c.iteration:  # losing a step is cheaper than replaying it
-            return every, math.inf
-        gain = (c.iteration - c.replay) * (c.iteration / 2 + c.batch_step)
-        return every, math.sqrt(c.contention * c.batch_fixed * c.mtbf / gain)
-
     def best_settings(self, bounds: Bounds | None = None) -> TunedSettings:
         """Return the best integer settings within bounds, with a load of the checkpointing process below `MAX_LOAD`.
 
