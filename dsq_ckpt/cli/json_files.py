@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dsq_ckpt.storage.atomic_io import create_file
 
 _LINE_WIDTH = 120  # characters; a table that fits into a line is not split
 
@@ -19,13 +20,9 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
         path: file to write. Its directory is created if it does not exist.
         document: JSON values with string keys. NaN and infinities become null.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(dumps(document))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = dumps(document).encode()
+    with create_file(path) as stream:
+        stream.write(content)
 
 
 def dumps(document: Mapping[str, Any]) -> str:

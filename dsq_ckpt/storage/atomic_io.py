@@ -260,22 +260,31 @@ def _rename_exclusive(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
-def replace_directory(hidden: Path, goal: Path) -> None:
-    """Rename a directory to `goal`. Rename an old one first, since a rename cannot replace a directory.
+def replace_directory(hidden: Path, goal: Path, *, backup: Path | None = None, fsync: bool = True) -> None:
+    """Rename a directory to `goal`. Rename what is there first, since a rename cannot replace a directory.
+
+    Args:
+        hidden: the new directory.
+        goal: its final path; an old directory, file or symbolic link there is removed at the end.
+        backup: path of the old one until then; None: a hidden path.
+        fsync: flush the names to the device.
 
     Raises:
         OSError: the directory cannot be renamed; the old one is back in its place.
     """
-    backup = hidden.with_suffix(".old")
+    backup = backup or hidden.with_suffix(".old")
     old = os.path.lexists(goal)
     if old:
         os.rename(goal, backup)
     try:
         os.rename(hidden, goal)
-    except OSError:
-        if old:
+    except BaseException:  # also an interrupt, which may have come when the new directory had its name already
+        if old and not os.path.lexists(goal):
             os.rename(backup, goal)
         raise
-    sync_directory(goal.parent)
-    if old:
+    if fsync:
+        sync_directory(goal.parent)
+    if old and backup.is_dir() and not backup.is_symlink():
         shutil.rmtree(backup)
+    elif old:
+        backup.unlink()

@@ -18,6 +18,7 @@ from dsq_ckpt.storage.atomic_io import (
     hidden_name,
     is_hidden,
     make_directory,
+    replace_directory,
     shorten_name,
 )
 from dsq_ckpt.storage.container import ContainerWriter
@@ -88,6 +89,42 @@ def test_a_directory_is_replaced_whole_and_only_if_asked_to(tmp_path, overwrite)
         with pytest.raises(OSError, match="not empty"):
             replace(fails=False)
     assert os.listdir(tmp_path) == ["directory"] and os.listdir(goal) == (["new"] if overwrite else ["old"])
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_directory_replaces_anything_else(tmp_path, kind):
+    """A link is replaced, and what it leads to stays."""
+    goal, other = tmp_path / "goal", tmp_path / "other"
+    if kind == "file":
+        goal.touch()
+    else:
+        goal.symlink_to(other)
+    if kind == "link":
+        other.mkdir()
+    with create_directory(goal, overwrite=True) as hidden:
+        hidden.mkdir()
+        (hidden / "new").touch()
+    assert os.listdir(goal) == ["new"] and not goal.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["goal", *(["other"] if kind == "link" else [])]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_interrupt_between_two_names(tmp_path, monkeypatch, moved):
+    """The old directory is back, unless the new one has its name already."""
+    goal, new, backup, rename = tmp_path / "goal", tmp_path / "new", tmp_path / "backup", os.rename
+    goal.mkdir()
+    new.mkdir()
+
+    def interrupted(source, target):
+        if source != new or moved:
+            rename(source, target)
+        if source == new:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_directory(new, goal, backup=backup)
+    assert sorted(os.listdir(tmp_path)) == (["backup", "goal"] if moved else ["goal", "new"])
 
 
 def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):

@@ -19,7 +19,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage import removal
-from dsq_ckpt.storage.atomic_io import hidden_name, make_directory, sync_directory
+from dsq_ckpt.storage.atomic_io import hidden_name, make_directory, replace_directory
 from dsq_ckpt.storage.manifest import MANIFEST, is_complete
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_target
@@ -75,24 +75,10 @@ def publish_directory(source: Path, path: Path, fsync: bool) -> None:
     Raises:
         OSError: a rename failed.
     """
-    if source == path:
-        return
-    previous = None
-    if path.is_symlink():
-        path.unlink()  # keeps the target of the link
-    elif path.exists():
-        previous = path.with_name(f"{path.stem}-replaced-{uuid.uuid4().hex[:8]}{path.suffix}")
-        os.rename(path, previous)
-    try:
-        os.rename(source, path)
-    except BaseException:
-        if previous is not None:
-            os.rename(previous, path)
-        raise
-    if fsync:
-        sync_directory(path.parent)
-    if previous is not None:
-        TorchCheckpointIO().remove_checkpoint(str(previous))
+    if source != path:
+        # Not a hidden name: after a kill, Lightning finds the old checkpoint by it.
+        backup = path.with_name(f"{path.stem}-replaced-{uuid.uuid4().hex[:8]}{path.suffix}")
+        replace_directory(source, path, backup=backup, fsync=fsync)
 
 
 def create_parent_directory(path: Path, fsync: bool) -> None:
