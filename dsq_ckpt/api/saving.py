@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pathlib
 import platform
@@ -38,8 +37,6 @@ from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed, described
 from dsq_ckpt.storage.manifest import Manifest
-
-logger = logging.getLogger(__name__)
 
 _SAVE_CALL = "save(state_dict, path)"
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
