@@ -136,21 +136,6 @@ def export_torch(
         return opened.result(goal)
 
 
-def read(source: StrPath, *, refinement: RefinementOption = "auto", allow_pickle: bool = False) -> dict[str, Any]:
-    """Return the saved nested state dict, with whole tensors on the CPU; this does not resume the run.
-
-    Args:
-        source: a checkpoint directory.
-        refinement: as in `dsq_ckpt.load`.
-        allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
-
-    Raises:
-        ExportError: an object is more than plain data, without `allow_pickle`.
-    """
-    with OpenedCheckpoint(source, refinement, None, done="read") as opened:
-        return opened.to_nested(allow_pickle)
-
-
 def export_safetensors(
     source: StrPath, file: StrPath, *, refinement: RefinementOption = "auto", overwrite: bool = False,
     part: str | None = None, progress: Progress | None = None,

@@ -15,9 +15,9 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, LoadFailed
-from dsq_ckpt.convert.export import read
 from dsq_ckpt.storage.manifest import Manifest
 from tests.core.test_nesting import check_moments, fresh, plain
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import find_differences
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
 def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
     model, optimizer, state = plain()
     dsq_ckpt.compress({"model": model, "optimizer": optimizer}, tmp_path / "a", config=EXACT)
-    loaded = read(tmp_path / "a")
+    loaded = read_checkpoint(tmp_path / "a")
     assert find_differences(loaded["model"], state["model"]) == []
     other = fresh()
     other.load_state_dict(loaded["optimizer"])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.convert.export import export_dcp, export_safetensors, export_torch, read
+from dsq_ckpt.convert.export import export_dcp, export_safetensors, export_torch
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import is_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -46,11 +47,11 @@ def test_saves_and_loads(tmp_path, state, threads, request):
 def test_files_of_others(tmp_path, state, request):
     request.getfixturevalue("nowhere")
     dsq_ckpt.save(state, tmp_path / "a", config="exact")
-    assert is_equal(read(tmp_path / "a")["n"], state["n"])
+    assert is_equal(read_checkpoint(tmp_path / "a")["n"], state["n"])
     for export, name in ((export_torch, "a.pt"), (export_dcp, "dcp"), (export_safetensors, "a.safetensors")):
         export(tmp_path / "a", tmp_path / name)
         dsq_ckpt.compress(tmp_path / name, tmp_path / "again" / name, config="exact")
-        assert is_equal(read(tmp_path / "again" / name)["w"], state["w"])
+        assert is_equal(read_checkpoint(tmp_path / "again" / name)["w"], state["w"])
 
 
 @pytest.mark.parametrize("system", ["dsq", "inshrinkerator"])

@@ -15,12 +15,13 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import CheckpointNotFound, CorruptCheckpoint, DSQConfig, LoadFailed
-from dsq_ckpt.convert.export import export_dcp, export_torch, read
+from dsq_ckpt.convert.export import export_dcp, export_torch
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.fixtures import make_format_v1 as v1
 from tests.helpers.commands import dsq_stdout
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import find_differences, is_equal
 from tests.helpers.training import Net, compute_loss, train
 from tests.storage.format.rewriting import edit_index
@@ -116,7 +117,7 @@ def test_a_search_keeps_keys(tmp_path):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
     compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"epsilon": 0.2}}, lambda: compute_loss(model))
     compressor.save(tmp_path / "a", extra={"scheduler": scheduler.state_dict(), "notes": {}})
-    loaded = read(tmp_path / "a")
+    loaded = read_checkpoint(tmp_path / "a")
     assert loaded["scheduler"]["milestones"] == {30: 1, 60: 1} and loaded["notes"] == {}
 
 
@@ -135,7 +136,7 @@ def test_state_without_entries_comes_back(tmp_path):
 def test_every_kind_of_key(tmp_path):
     state = {"d": {0: torch.ones(2), -3: 1, True: 2, None: 3, 0.5: 4, "7": 5, float("inf"): 6, (1, 2): 7}, 5: "five"}
     dsq_ckpt.save(state, tmp_path / "a")
-    loaded = read(tmp_path / "a")
+    loaded = read_checkpoint(tmp_path / "a")
     assert set(loaded["d"]) == {0, -3, True, None, 0.5, "7", "inf", (1, 2)}  # JSON has no infinity
     assert [type(key) for key in loaded["d"]][:5] == [int, int, bool, type(None), float] and loaded[5] == "five"
 
@@ -360,9 +361,9 @@ def test_checkpoints_of_older_versions(tmp_path):
     target = {"model": {}, "nowhere": {}}
     dsq_ckpt.load(target, path)
     assert target["nowhere"] == {}
-    assert find_differences(target["model"], read(path)["model"]) == []
+    assert find_differences(target["model"], read_checkpoint(path)["model"]) == []
     export_torch(path, tmp_path / "out.pt")
-    assert find_differences(torch.load(tmp_path / "out.pt"), read(path)) == []
+    assert find_differences(torch.load(tmp_path / "out.pt"), read_checkpoint(path)) == []
 
 
 def test_a_plain_dcp_directory_of_it(tmp_path):

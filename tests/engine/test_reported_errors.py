@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.convert.export import read
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import relative_error
 
 
@@ -41,6 +41,6 @@ def test_of_weights_they_are_those_of_plain_values(tmp_path, sizes, gradients, d
         dsq_ckpt.save({"model": weights, "optimizer": {"state": moments}}, tmp_path / str(step))
     told = Manifest.read(path := tmp_path / str(step)).groups["weights/linear"]
     for refinement, error in ((False, told.relative_error), (True, told.refined_error)):
-        loaded = read(path, refinement=refinement)["model"]
+        loaded = read_checkpoint(path, refinement=refinement)["model"]
         assert error == pytest.approx(total_error(weights.values(), [loaded[name] for name in names]), rel=0.2)
     assert told.worst_error == pytest.approx(max(relative_error(weights[n], loaded[n]) for n in names), rel=0.3)

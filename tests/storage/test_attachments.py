@@ -10,12 +10,13 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.convert.export import ExportError, export_dcp, export_safetensors, export_torch, read
+from dsq_ckpt.convert.export import ExportError, export_dcp, export_safetensors, export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, run_dsq
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.saving import save_parts
 
 FILE = "mp_rank_00_model_states.pt"
@@ -76,11 +77,11 @@ def test_the_command_says_it_too_and_in_its_document(mixed, bare, tmp_path):
 
 def test_reads_and_compressions_leave_attachments_out(mixed, bare, tmp_path):
     with pytest.warns(UserWarning, match=MORE.format("read")):
-        assert list(read(mixed)["model"]) == ["weight"]
+        assert list(read_checkpoint(mixed)["model"]) == ["weight"]
     with pytest.warns(UserWarning, match=MORE.format("compressed")):
         dsq_ckpt.compress(mixed, tmp_path / "compressed")
     with pytest.raises(ExportError, match=NOTHING.format("read")):
-        read(bare)
+        read_checkpoint(bare)
     with pytest.raises(LoadFailed, match=NOTHING.format("compressed")):
         dsq_ckpt.compress(bare, tmp_path / "nothing")
 

@@ -6,8 +6,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.convert.export import export_torch
-from dsq_ckpt.convert.export import read as read_checkpoint
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError
+from tests.helpers.reading import read_checkpoint
 
 EXACT = {"quantize": {"weights": {"method": "exact"}}}
 

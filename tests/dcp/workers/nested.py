@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.convert.export import read
+from tests.helpers.reading import read_checkpoint
 from tests.helpers.training import Net, compute_loss
 
 
@@ -32,7 +32,7 @@ def keys(root: Path, rank: int, size: int) -> None:
         else:
             dsq_ckpt.save(state(step), path)
         if rank == 0:
-            loaded = read(path)
+            loaded = read_checkpoint(path)
             assert list(loaded["all"]) == [7, "step"] and loaded["none0"] == loaded["none1"] == {}
             assert {key: float(value["m"][0]) for key, value in loaded["own"].items()} == {
                 other: float(other + step) for other in range(size)
