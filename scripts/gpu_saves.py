@@ -94,14 +94,15 @@ def measure_saves(
     config = dsq_ckpt.DSQConfig.create(settings)
     stalls, background, extra = [], [], []
     with tempfile.TemporaryDirectory() as run:
-        dsq_ckpt.forget()
+        history = dsq_ckpt.SaveHistory()
         base = torch.cuda.memory_allocated(where) if cuda else 0
         for number in range(saves + 2):
             if cuda:
                 torch.cuda.reset_peak_memory_stats(where)
             pending: list[Any] = []
             path = Path(run) / f"step-{number:06d}"
-            stall = clock.time(lambda: pending.append(dsq_ckpt.async_save(state, path, config=config)))  # noqa: B023
+            save = partial(dsq_ckpt.async_save, state, path, config=config, history=history)
+            stall = clock.time(lambda: pending.append(save()))  # noqa: B023
             started = time.perf_counter()
             pending[0].result()
             if number >= 2:
@@ -137,7 +138,7 @@ def measure_peers(
         return result
 
     with tempfile.TemporaryDirectory() as directory:
-        dsq_ckpt.forget()
+        history = dsq_ckpt.SaveHistory()
         for number in range(saves + 2):
             plain, own = Path(directory) / "plain", Path(directory) / "run" / f"step-{number:06d}"
             shutil.rmtree(plain, ignore_errors=True)
@@ -145,14 +146,16 @@ def measure_peers(
                 dcp.async_save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=False), no_dist=True
             ))
             timed("dcp.async_save after it, s", dcp_result.result)
-            dsq_result = timed("stall of async_save, s", partial(dsq_ckpt.async_save, state, own, no_dist=True))
+            dsq_result = timed("stall of async_save, s", partial(
+                dsq_ckpt.async_save, state, own, no_dist=True, history=history
+            ))
             timed("async_save after it, s", dsq_result.result)
             _step(state, generator)
         for _ in range(saves + 2):
             timed("dcp.load, s", partial(
                 dcp.load, state, storage_reader=dcp.FileSystemReader(plain), no_dist=True
             ))
-            timed("load, s", partial(dsq_ckpt.load, state, own, no_dist=True))
+            timed("load, s", partial(dsq_ckpt.load, state, own, no_dist=True, history=history))
     measured = {name: values[2:] for name, values in seconds.items()}
     rows.update({name: summary(values) for name, values in measured.items()})
     whole = {

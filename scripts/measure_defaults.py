@@ -158,18 +158,18 @@ def _offline_row(
     kinds: dict[str, list[int]] = {}
     degradations, deltas = [], []
     with tempfile.TemporaryDirectory() as directory, _quiet():
-        dsq_ckpt.forget()
+        history = dsq_ckpt.SaveHistory()
         for file, loss in zip(files, exact, strict=True):
             state = torch.load(file, weights_only=True)
             target = Path(directory) / file.stem
-            dsq_ckpt.save(state, target, config=config, model=training.model)
+            dsq_ckpt.save(state, target, config=config, model=training.model, history=history)
             manifest = Manifest.read(target)
             for kind, sizes in manifest.kinds.items():
                 total = kinds.setdefault(kind, [0, 0, 0])
                 for place, size in enumerate((sizes.logical, sizes.base, sizes.refinement)):
                     total[place] += size
             deltas.append(manifest.kinds["weights"].logical / manifest.kinds["weights"].base)
-            dsq_ckpt.load(state, target, refinement=False)
+            dsq_ckpt.load(state, target, refinement=False, history=history)
             optimizer = copy.deepcopy(torch.load(file, weights_only=True)["optimizer"])
             training.restore({"model": state["model"], "optimizer": optimizer})
             degradations.append(training.loss() / loss - 1)
@@ -201,16 +201,16 @@ def _restore_row(
     every = steps // (failures + 1)
     written = kept_bytes = logical = 0
     with tempfile.TemporaryDirectory() as directory, _quiet():
-        dsq_ckpt.forget()
+        history = dsq_ckpt.SaveHistory()
         for number in range(failures):
             training.train(number * every, (number + 1) * every)
             if values is None:
                 continue
             target = Path(directory) / f"step-{(number + 1) * every:06d}"
             config = dsq_ckpt.DSQConfig().with_values(**values)
-            dsq_ckpt.save(training.state(), target, config=config, model=training.model)
+            dsq_ckpt.save(training.state(), target, config=config, model=training.model, history=history)
             state = training.state()
-            dsq_ckpt.load(state, target)
+            dsq_ckpt.load(state, target, history=history)
             training.restore(state)
             written += dsq_ckpt.describe(target)["bytes_written"]
             logical += dsq_ckpt.describe(target)["bytes_logical"]

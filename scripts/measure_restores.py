@@ -48,27 +48,28 @@ def one_width() -> Iterator[None]:
         yield
 
 
-def save_and_restore(workload: Workload, path: Path, restores: bool) -> tuple[int, Workload, float]:
+def save_and_restore(
+    workload: Workload, path: Path, restores: bool, history: dsq_ckpt.SaveHistory
+) -> tuple[int, Workload, float]:
     """Save, and maybe restore into a workload made anew: bytes written, what to go on with, loss over that before."""
     state = workload.state()
-    result = dsq_ckpt.save(state, path, model=workload.model)
+    result = dsq_ckpt.save(state, path, model=workload.model, history=history)
     if not restores:
         return result.bytes_written, workload, 1.0
     before, again = workload.evaluate(), create(workload.name, workload.seed)
     state = again.state()
-    dsq_ckpt.load(state, path)
+    dsq_ckpt.load(state, path, history=history)
     again.restore(state)
     return result.bytes_written, again, again.evaluate() / before
 
 
 def run(name: str, seed: int, restores: bool, directory: Path) -> dict[str, Any]:
     """Return costs of all restores of a run, its last loss, and the bytes it wrote."""
-    dsq_ckpt.forget()
-    workload, costs, written = create(name, seed), [], 0
+    workload, costs, written, history = create(name, seed), [], 0, dsq_ckpt.SaveHistory()
     for part in range(PARTS):
         workload.train(part * workload.steps // PARTS, (part + 1) * workload.steps // PARTS)
         again = restores and PARTS // 2 <= part < PARTS - 1
-        count, workload, cost = save_and_restore(workload, directory / f"{part:02d}", again)
+        count, workload, cost = save_and_restore(workload, directory / f"{part:02d}", again, history)
         written += count
         costs += [cost - 1] if again else []
     return {"costs": costs, "final": workload.evaluate(), "bytes_written": written}
@@ -101,6 +102,7 @@ class Small:
                 nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)
             )
         self.settings, self.seed = (seed, rate, steps, momentum), seed
+        self.history = dsq_ckpt.SaveHistory()
         parameters = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, rate)
         if momentum:
@@ -128,10 +130,15 @@ class Small:
         tree: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         return tree if self.schedule is None else tree | {"schedule": self.schedule}
 
+    def save(self, path: Path) -> None:
+        """Save the state with the defaults."""
+        dsq_ckpt.save(self.state(), path, history=self.history)
+
     def restored(self, path: Path) -> Small:
-        """Return what a restore makes of a checkpoint."""
+        """Return what a restore makes of a checkpoint; its saves continue those of this one."""
         small = Small(*self.settings)
-        dsq_ckpt.load(small.state(), path)
+        small.history = self.history
+        dsq_ckpt.load(small.state(), path, history=self.history)
         return small
 
 
@@ -145,7 +152,7 @@ def twice(seed: int, directory: Path, steps: int) -> dict[str, Any]:
     for part in range(steps // 10):
         run.train(10 * part, 10 * part + 10)
         path = directory / f"{part:02d}"
-        dsq_ckpt.save(run.state(), path)
+        run.save(path)
         if 10 * part + 10 in (steps * 2 // 3, steps * 5 // 6):
             before, run = run.loss(), run.restored(path)
             costs.append(run.loss() / before - 1)
@@ -163,7 +170,7 @@ def often(seed: int, directory: Path, rate: float, steps: int) -> dict[str, Any]
     for number in range(8):
         for training in (run, exact):
             training.train(100 + steps * number, 100 + steps * (number + 1))
-        dsq_ckpt.save(run.state(), directory / str(number))
+        run.save(directory / str(number))
         run = run.restored(directory / str(number))
     own, true = (training.model.get_parameter("4.weight").detach() for training in (run, exact))
     return {"ends": run.loss() / exact.loss() - 1, "error": float((own - true).norm() / true.norm())}
@@ -184,7 +191,7 @@ def later(seed: int, directory: Path, momentum: float, rests: bool) -> dict[str,
             for layer in (0, 1):
                 training.model[layer].requires_grad_(not rests)
             training.train(30 + 10 * number, 40 + 10 * number)
-        dsq_ckpt.save(run.state(), directory / f"{number:02d}")
+        run.save(directory / f"{number:02d}")
         if number % 3 == 2:
             run = run.restored(directory / f"{number:02d}")
     lengths = [
@@ -203,7 +210,6 @@ def short(seeds: int) -> list[Mapping[str, Any]]:
     for name, work in _experiments().items():
         for rule in ("now", "before"):
             for seed in range(seeds):
-                dsq_ckpt.forget()
                 with tempfile.TemporaryDirectory() as directory, one_width() if rule == "before" else nullcontext():
                     rows.append({"experiment": name, "rule": rule, "seed": seed, **work(seed, Path(directory))})
             own = [row for row in rows if row["experiment"] == name and row["rule"] == rule]

@@ -27,7 +27,6 @@ EXAMPLES = {
 def test_it_gives_what_it_shows(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    dsq_ckpt.forget()
     (test,) = doctest.DocTestFinder(recurse=False).find(
         EXAMPLES[name], name, module=False, globs={"torch": torch, "dsq_ckpt": dsq_ckpt}
     )

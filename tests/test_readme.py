@@ -28,7 +28,6 @@ SHELL = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)
 @pytest.fixture
 def training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    dsq_ckpt.forget()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.Linear(128, 100))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -187,7 +187,6 @@ class Accidents(Campaign):
 
     def judge(self, name: str, way: str, path: Path, altered: bool = False) -> Found:
         """Read a checkpoint in one way."""
-        dsq_ckpt.forget()
         if way in ("load", "load all", "export"):
             result = self.read(way, path)
             if isinstance(result, Found):
@@ -227,13 +226,12 @@ class Accidents(Campaign):
         target = path.parent / "step-4"
         truth = subjects.state_at(4)
         refused = refuses(lambda: dsq_ckpt.save(
-            truth, target, parent=path, config=subjects.config_of(name), no_dist=True
+            truth, target, parent=path, config=subjects.config_of(name), no_dist=True, history=dsq_ckpt.SaveHistory()
         ), path)
         if refused is not None:
             if (target / "manifest.json").exists():
                 return Found("wrong", "the save failed, and there is a checkpoint")
             return refused
-        dsq_ckpt.forget()
         shutil.rmtree(path, ignore_errors=True)
         try:
             state = subjects.read_all(target)

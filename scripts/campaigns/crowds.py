@@ -104,7 +104,6 @@ def reads(run: Path, end: Path, refinement: Any) -> Iterator[Found]:
     last = False
     while not last:
         last = end.exists()
-        dsq_ckpt.forget()
         try:
             newest = dsq_ckpt.latest(run)
             if newest is None:

@@ -101,9 +101,9 @@ class Faults(Campaign):
     def _fresh(self, what: str) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.directory / "base", self.work / "run")
-        dsq_ckpt.forget()
+        self.history = dsq_ckpt.SaveHistory()
         if what not in READING:
-            subjects.read_like(self.work / "run" / "step-2")  # what comes next continues it
+            subjects.read_like(self.work / "run" / "step-2", history=self.history)  # what comes next continues it
 
     def _do(self, what: str) -> object:
         run = self.work / "run"
@@ -118,10 +118,12 @@ class Faults(Campaign):
         path = run / ("step-2" if what == "overwrite" else "new" if what == "keyframe" else "step-3")
         config = {"system": "exact", **_CONFIG} if what == "exact" else _CONFIG
         if what == "async":
-            dsq_ckpt.async_save(state_at(3), path, config=config).result()
+            dsq_ckpt.async_save(state_at(3), path, config=config, history=self.history).result()
         else:
-            parent = None if what == "keyframe" else "auto"
-            dsq_ckpt.save(state_at(3), path, config=config, parent=parent, overwrite=what == "overwrite", no_dist=True)
+            dsq_ckpt.save(
+                state_at(3), path, config=config, parent=None if what == "keyframe" else "auto",
+                overwrite=what == "overwrite", no_dist=True, history=self.history,
+            )
         return path
 
     def _judged(self, what: str, value: object, failure: dsq_ckpt.DSQError | None) -> str | None:
@@ -157,7 +159,7 @@ class Faults(Campaign):
                 return f"saved, but {wrong}"
         elif failure is None or what == "overwrite":
             return "no checkpoint"
-        dsq_ckpt.save(state_at(4), run / "step-9", config=_CONFIG, no_dist=True)
+        dsq_ckpt.save(state_at(4), run / "step-9", config=_CONFIG, no_dist=True, history=self.history)
         if wrong := subjects.far(subjects.read_all(run / "step-9"), state_at(4)):
             return f"the next save: {wrong}"
         gc.collect_garbage(run, 0)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import dsq_ckpt
 from campaigns import subjects
 from campaigns.accidents import LOOKS, Accidents
 from campaigns.forgeries import FORGERIES
@@ -64,7 +63,6 @@ class Forged(Accidents):
     def judge(self, name: str, way: str, path: Path, altered: bool = False) -> Found:
         """Read a checkpoint in one way; what commands are content with may state other values."""
         if way in ("verify", *LOOKS):
-            dsq_ckpt.forget()
             words = LOOKS[way](path) if way in LOOKS else (str(path),)
             return Found("detected" if command(way, *words)[0] else "accepted")
         return super().judge(name, way, path)

@@ -216,7 +216,6 @@ def checks(kind: str, run: Path, heard: list[Said]) -> str | None:
     for path in sorted(run.iterdir()) if run.exists() else ():
         if not (path / "manifest.json").exists():
             continue
-        dsq_ckpt.forget()
         state = subjects.read_all(path)
         step = state["meta"]["step"]
         held[step] = path

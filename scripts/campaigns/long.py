@@ -64,7 +64,6 @@ class Long(Campaign):
         loads = []
         for step in sorted({*range(1, count + 1, max(1, count // 30)), count}):
             path = run / f"step-{step:04d}"
-            dsq_ckpt.forget()
             started = time.perf_counter()
             state = subjects.read_all(path)
             loads.append(time.perf_counter() - started)

@@ -156,24 +156,24 @@ class Power(Campaign):
     def prepare(self) -> None:
         """Record a save of each kind."""
         for scene in SCENES:
-            dsq_ckpt.forget()
+            history = dsq_ckpt.SaveHistory()
             root = self.directory / scene
             run, right = root / "deep" / "run", dict[str, list[State | None]]()
             root.mkdir()
             for step in (1, 2) if scene != "first" else ():
-                dsq_ckpt.save(state_at(step), run / f"step-{step}", config=_CONFIG, no_dist=True)
+                dsq_ckpt.save(state_at(step), run / f"step-{step}", config=_CONFIG, no_dist=True, history=history)
                 right[f"step-{step}"] = [subjects.read_all(run / f"step-{step}")]
             if scene != "first":
-                subjects.read_like(run / "step-2")
+                subjects.read_like(run / "step-2", history=history)
             disk, log = Disk(root), self.directory / f"{scene}.log"
             target = run / ("step-2" if scene == "overwrite" else "step-3")
             with recording(root, log):
                 if scene == "async":
-                    dsq_ckpt.async_save(state_at(3), target, config=_CONFIG).result()
+                    dsq_ckpt.async_save(state_at(3), target, config=_CONFIG, history=history).result()
                 else:
                     dsq_ckpt.save(
                         state_at(3), target, config=_CONFIG, parent=None if scene == "keyframe" else "auto",
-                        overwrite=scene == "overwrite", no_dist=True,
+                        overwrite=scene == "overwrite", no_dist=True, history=history,
                     )
                 calls = len(recorded(log))
             final = {path.name: subjects.read_all(path) for path in sorted(run.iterdir())}
@@ -220,10 +220,10 @@ class Power(Campaign):
         """Return the problem, and whether a checkpoint is missing."""
         run = self.work / "deep" / "run"
         states: dict[str, State | None] = {}
+        history = dsq_ckpt.SaveHistory()
         for name, right in scene.right.items():
-            dsq_ckpt.forget()
             try:
-                states[name] = subjects.read_all(run / name)
+                states[name] = subjects.read_all(run / name, history=history)
             except dsq_ckpt.CheckpointNotFound:
                 states[name] = None
             except dsq_ckpt.DSQError as error:
@@ -232,7 +232,7 @@ class Power(Campaign):
             if not any(_alike(states[name], state) for state in allowed):
                 return f"{name} {'is not there' if states[name] is None else 'has other values'}", False
         if run.exists():
-            dsq_ckpt.save(state_at(4), run / "step-4", config=_CONFIG, no_dist=True)
+            dsq_ckpt.save(state_at(4), run / "step-4", config=_CONFIG, no_dist=True, history=history)
             if wrong := subjects.far(subjects.read_all(run / "step-4"), state_at(4)):
                 return f"the next save: {wrong}", False
             gc.collect_garbage(run, 0)

@@ -70,10 +70,10 @@ def _make(directory: Path) -> None:
     expected: dict[str, Any] = {}
     for name, config in _CONFIGS.items():
         for run, seed in ((name, 0), (f"{name}-victim", 0), (f"{name}-other", 5)):
-            dsq_ckpt.forget()
+            history = dsq_ckpt.SaveHistory()
             for step in range(1, 4):
-                path = directory / run / f"step-{step}"
-                dsq_ckpt.save(state_at(step, seed), path, config=config, pinned=step == 1, no_dist=True)
+                path, pinned = directory / run / f"step-{step}", step == 1
+                dsq_ckpt.save(state_at(step, seed), path, config=config, pinned=pinned, no_dist=True, history=history)
         expected[name] = {
             kind: read(directory / name / "step-3") for kind, read in (("like", read_like), ("all", read_all))
         }
@@ -90,19 +90,22 @@ def poisoned(byte: int) -> None:
     ctypes.CDLL(None).mallopt(_PERTURB, byte)
 
 
-def read_like(path: Path, poison: int = 85) -> State:
-    """Return the tensors, loaded into tensors of the right shapes."""
+def read_like(path: Path, poison: int = 85, history: dsq_ckpt.SaveHistory | None = None) -> State:
+    """Return the tensors, loaded into tensors of the right shapes; saves with the same history continue from there."""
     poisoned(poison)
     state = make_blank({name: part for name, part in state_at(3).items() if name != "meta"})
-    dsq_ckpt.load(state, path, no_dist=True)
+    dsq_ckpt.load(state, path, no_dist=True, history=history or dsq_ckpt.SaveHistory())
     return state
 
 
-def read_all(path: Path, poison: int = 85, refinement: bool | Literal["auto"] = "auto") -> State:
-    """Load all values into an empty dict."""
+def read_all(
+    path: Path, poison: int = 85, refinement: bool | Literal["auto"] = "auto",
+    history: dsq_ckpt.SaveHistory | None = None,
+) -> State:
+    """Load all values into an empty dict; saves with the same history continue from there."""
     poisoned(poison)
     state: State = {}
-    dsq_ckpt.load(state, path, no_dist=True, refinement=refinement)
+    dsq_ckpt.load(state, path, no_dist=True, refinement=refinement, history=history or dsq_ckpt.SaveHistory())
     return state
 
 

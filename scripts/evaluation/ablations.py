@@ -279,17 +279,15 @@ def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
         report(f"bins: {name}")
         run = create(info["settings"]["workload"], info["settings"]["seed"])
         config = system_config(system, max(BOUNDS)).with_values(**values, **{"delta.enabled": False})
-        probes = []
-        dsq_ckpt.forget()
+        probes, history = [], dsq_ckpt.SaveHistory()
         with tempfile.TemporaryDirectory(prefix="dsq-bins-") as into, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for checkpoint in load_recording(directory).checkpoints:
                 if checkpoint["step"] in steps:
                     probe = Bisection(run.model, run.evaluate, candidates)
                     path = Path(into) / f"{checkpoint['step']:06d}"
-                    save_recorded(run, checkpoint, path, config, probe, fractions_of(config))
+                    save_recorded(run, checkpoint, path, config, probe, fractions_of(config), history=history)
                     probes.append(probe)
-        dsq_ckpt.forget()
         for bound in BOUNDS:
             hits = [hit for probe in probes if (hit := probe.found[bound]) is not None]
             rows.append({

@@ -63,11 +63,12 @@ def with_failure(plan: Experiment, method: Method, apart: int, failure: int, exa
         iterations that the failure costs, None if a limit was reached: those executed, less those after which the run
         without a failure had that loss (not before the failure); and medians of seconds and bytes.
     """
-    dsq_ckpt.forget()
     with one_thread(), tempfile.TemporaryDirectory(prefix="dsq-case-") as name:
         workload, directory = plan.workload(), Path(name)
         config, taken, seconds, written = method.config(), list[float](), list[float](), list[int]()
-        with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=apart * plan.every) as compressor:
+        with dsq_ckpt.Compressor(
+            workload.model, workload.optimizer, config, every=apart * plan.every, history=dsq_ckpt.SaveHistory()
+        ) as compressor:
 
             def save(done: int) -> None:
                 if done % apart == 0:

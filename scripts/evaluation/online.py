@@ -95,13 +95,14 @@ def train_with_failures(
         RuntimeError: A restore did not bring everything back.
     """
     count, every = _cadence(workload, failures, per_failure)
-    dsq_ckpt.forget()
     saves: list[Row] = []
     restores: list[Row] = []
     training, saving = list[float](), list[float]()
     with (
         warnings.catch_warnings(record=True) as warned,
-        dsq_ckpt.Compressor(workload.model, workload.optimizer, config, evaluate=workload.evaluate) as compressor,
+        dsq_ckpt.Compressor(
+            workload.model, workload.optimizer, config, evaluate=workload.evaluate, history=dsq_ckpt.SaveHistory()
+        ) as compressor,
     ):
         warnings.simplefilter("always")
         for number in range(1, count + 1):

@@ -181,34 +181,33 @@ def replay(
     run = create(settings["workload"], settings["seed"])
     manager = ConfigManager(run.model, run.evaluate)
     result = Replay(config, elements=sum(t.numel() for t in _tensors(run.state())))
-    dsq_ckpt.forget()
-    try:
-        with tempfile.TemporaryDirectory(prefix="dsq-replay-") as name, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for checkpoint in recording.checkpoints:
-                step = checkpoint["step"]
-                wanted = config.delta.against == "values" if step == 0 else steps is None or step in steps
-                if not wanted:
-                    continue
-                chooser: ConfigPolicy = manager if choices is None else plan_as_configured
-                if step == 0:
-                    chooser = plan_as_configured
-                chosen = config if choices is None else choices.get(step, config)
-                fractions = fractions_of(config)
-                point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions, parts)
-                result.checkpoints.append(point)
-                report(_line(point))
-            for point in result.checkpoints:
-                _evaluate(run, Path(name) / f"{point.step:06d}", point, parts, visit)
-            result.warnings = sorted({str(warning.message) for warning in caught})
-    finally:
-        dsq_ckpt.forget()
+    history = dsq_ckpt.SaveHistory()
+    with tempfile.TemporaryDirectory(prefix="dsq-replay-") as name, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for checkpoint in recording.checkpoints:
+            step = checkpoint["step"]
+            wanted = config.delta.against == "values" if step == 0 else steps is None or step in steps
+            if not wanted:
+                continue
+            chooser: ConfigPolicy = manager if choices is None else plan_as_configured
+            if step == 0:
+                chooser = plan_as_configured
+            chosen = config if choices is None else choices.get(step, config)
+            fractions = fractions_of(config)
+            path = Path(name) / f"{step:06d}"
+            point = save_recorded(run, checkpoint, path, chosen, chooser, fractions, parts, history)
+            result.checkpoints.append(point)
+            report(_line(point))
+        for point in result.checkpoints:
+            _evaluate(run, Path(name) / f"{point.step:06d}", point, parts, visit, history)
+        result.warnings = sorted({str(warning.message) for warning in caught})
     return result
 
 
 def save_recorded(
     run: Workload, checkpoint: RecordedCheckpoint, path: Path, config: dsq_ckpt.DSQConfig, chooser: ConfigPolicy,
     fractions: Fractions, parts: Collection[str] = ("model", "optimizer"),
+    history: dsq_ckpt.SaveHistory | None = None,
 ) -> Replayed:
     """Restore the run at a recorded checkpoint, save it, and return what the save cost.
 
@@ -220,6 +219,7 @@ def save_recorded(
         chooser: as for `DSQStorageWriter`.
         fractions: as for `DSQStorageWriter`.
         parts: of the run's state, what is saved.
+        history: as for `DSQStorageWriter`.
     """
     run.restore({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]})
     state = {part: value for part, value in run.state().items() if part in parts}
@@ -227,7 +227,7 @@ def save_recorded(
     # Pinned: the second pass evaluates every refinement layer, which the next save would drop.
     writer = DSQStorageWriter(
         path, config, model=run.model, policy=chooser, gradients=checkpoint["gradient"], fractions=fractions,
-        pinned=True,
+        pinned=True, history=history,
     )
     save_with_writer(lambda: (writer, state), staged=True)
     seconds = time.perf_counter() - started
@@ -313,11 +313,14 @@ def _contents(path: Path) -> dict[str, Any]:
         reader.close()
 
 
-def _evaluate(run: Workload, path: Path, point: Replayed, parts: Collection[str], visit: Visit | None) -> None:
+def _evaluate(
+    run: Workload, path: Path, point: Replayed, parts: Collection[str], visit: Visit | None,
+    history: dsq_ckpt.SaveHistory,
+) -> None:
     """Load a checkpoint into the run, its base layer alone and then all of it, and evaluate both."""
     state = {part: value for part, value in run.state().items() if part in parts}
     started = time.perf_counter()
-    dsq_ckpt.load(state, path, refinement=False)
+    dsq_ckpt.load(state, path, refinement=False, history=history)
     base_seconds = time.perf_counter() - started
     point.seconds_load, point.base_loss = base_seconds, run.evaluate()
     if visit is not None:
@@ -326,7 +329,7 @@ def _evaluate(run: Workload, path: Path, point: Replayed, parts: Collection[str]
         point.refined_loss = point.base_loss
         return
     started = time.perf_counter()
-    dsq_ckpt.load(state, path)
+    dsq_ckpt.load(state, path, history=history)
     point.seconds_load = time.perf_counter() - started
     point.refined_loss = run.evaluate()
     if visit is not None:

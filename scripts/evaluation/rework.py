@@ -235,8 +235,9 @@ def checkpoints(
         run: directory for them.
         last: step after which no checkpoint comes.
     """
-    dsq_ckpt.forget()
-    with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=every) as compressor:
+    with dsq_ckpt.Compressor(
+        workload.model, workload.optimizer, config, every=every, history=dsq_ckpt.SaveHistory()
+    ) as compressor:
         for step in range(0, last + 1, every):
             workload.train(max(0, step - every), step)
             path = _directory(run, step)

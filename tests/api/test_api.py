@@ -248,10 +248,10 @@ def test_writer_and_reader_are_reusable(tmp_path):
 def test_async_in_one_process(tmp_path):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "sync" / "0")
-    futures = []
+    futures, history = [], dsq_ckpt.SaveHistory()
     for number in range(4):
         before = copy.deepcopy(state)
-        futures.append(dsq_ckpt.async_save(state, tmp_path / f"async{number}"))
+        futures.append(dsq_ckpt.async_save(state, tmp_path / f"async{number}", history=history))
         for value in flat_tensors(state).values():
             value.zero_()
         state["meta"]["step"] = -1
@@ -260,7 +260,7 @@ def test_async_in_one_process(tmp_path):
             loaded = load_copy(tmp_path / "async0", state)
             assert find_differences(loaded, load_copy(tmp_path / "sync" / "0", state)) == []
             assert loaded["meta"]["step"] == 1234
-            dsq_ckpt.forget()
+            history = dsq_ckpt.SaveHistory()  # the next is a keyframe
         state = perturb(before, number)
     futures[-1].result()
     assert [Manifest.read(tmp_path / f"async{n}").depth for n in range(4)] == [0, 0, 1, 2]

@@ -100,9 +100,10 @@ def test_resuming_continues_the_search(tmp_path):
     model, optimizer = train_model()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     compressor.save(tmp_path / "a", extra={"step": 40})
-    dsq_ckpt.forget()
     model, optimizer = train_model(0)
-    resumed = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
+    resumed = dsq_ckpt.Compressor(
+        model, optimizer, evaluate=lambda: compute_loss(model), history=dsq_ckpt.SaveHistory()
+    )
     assert resumed.load(tmp_path / "a", extra={"step": 0}) == {"step": 40}
     assert compute_loss(model) == pytest.approx(compressor.quality["metric"], rel=0.01)
     train(model, optimizer, 40, 41)

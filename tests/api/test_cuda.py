@@ -86,10 +86,10 @@ def test_a_save_while_training_goes_on_has_the_state_at_the_call(tmp_path, monke
         pending = dsq_ckpt.async_save(run.state(), tmp_path / "gpu" / str(number), config=keep, model=run.model)
     run.train(100, 103)  # over what is still on its way
     assert pending is not None and pending.result().depth == STEPS - 1
-    dsq_ckpt.forget()
     monkeypatch.setattr(device, "DEVICES", set())
+    host = dsq_ckpt.SaveHistory()
     for number, state in enumerate(copies):
-        dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep, model=run.model)
+        dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep, model=run.model, history=host)
     for number, state in enumerate(copies):
         gpu_copy, host_copy = (load_copy(tmp_path / place / str(number), state) for place in ("gpu", "host"))
         assert find_differences(gpu_copy, host_copy) == []

@@ -106,14 +106,13 @@ def test_our_own_checkpoint_as_it_was_loaded(tmp_path):
     dsq_ckpt.save(state, tmp_path / "run" / "0")
     dsq_ckpt.save(perturb(state, 1), tmp_path / "run" / "1")
     given = load_copy(tmp_path / "run" / "1", state)
-    dsq_ckpt.forget()
     result = dsq_ckpt.compress(tmp_path / "run" / "1", tmp_path / "run" / "exact", config={"system": "exact"})
     assert find_differences(load_copy(tmp_path / "run" / "exact", state), given) == []
     assert result["refinement"] == "none" and result["keyframe"]
-    dsq_ckpt.forget()
-    load_copy(tmp_path / "run" / "1", state)
+    history = dsq_ckpt.SaveHistory()
+    load_copy(tmp_path / "run" / "1", state, history=history)
     dsq_ckpt.compress(state, tmp_path / "run" / "snapshot")
-    dsq_ckpt.save(perturb(state, 2), tmp_path / "run" / "2")
+    dsq_ckpt.save(perturb(state, 2), tmp_path / "run" / "2", history=history)
     manifest = Manifest.read(tmp_path / "run" / "2")
     assert (manifest.parent_name, manifest.previous_name, manifest.depth) == ("1", "1", 2)
     assert Manifest.read(tmp_path / "run" / "snapshot").refinement == "kept"

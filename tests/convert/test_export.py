@@ -59,7 +59,6 @@ def mixed(tmp_path_factory):
     state = mixed_state()
     dsq_ckpt.save(state, path / "first")
     dsq_ckpt.save(perturb(state, 1), path / "second")
-    dsq_ckpt.forget()
     return path / "second", load_copy(path / "second", state)
 
 

@@ -109,7 +109,6 @@ def outputs(tmp_path_factory) -> Made:
     python = forks.interpreter(here / "python")
     output = mpirun(4, WORKERS / "compressing.py", given, together, fails=True, python=python)
     assert "ok 4" in output, output
-    dsq_ckpt.forget()
     for name, path in sources.items():
         dsq_ckpt.compress(path, alone / name)
     return Made(together, alone, sources, output, python)

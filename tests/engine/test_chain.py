@@ -105,14 +105,14 @@ def test_other_link_errors_are_not_hidden(tmp_path, monkeypatch):
 
 def test_continues_after_load(tmp_path):
     paths, states = chain_of(tmp_path, 3)
-    dsq_ckpt.forget()  # a new process
-    state = load_copy(paths[-1], states[0])
-    dsq_ckpt.save(perturb(state, 9), tmp_path / "next")
+    history = dsq_ckpt.SaveHistory()  # a new process
+    state = load_copy(paths[-1], states[0], history=history)
+    dsq_ckpt.save(perturb(state, 9), tmp_path / "next", history=history)
     manifest = Manifest.read(tmp_path / "next")
     assert (manifest.depth, manifest.parent_name) == (3, "step-2")
-    dsq_ckpt.forget()
-    load_copy(paths[1], states[0])  # going back: the older checkpoint is the parent now
-    dsq_ckpt.save(states[1], tmp_path / "branch")
+    history = dsq_ckpt.SaveHistory()
+    load_copy(paths[1], states[0], history=history)  # going back: the older checkpoint is the parent now
+    dsq_ckpt.save(states[1], tmp_path / "branch", history=history)
     assert Manifest.read(tmp_path / "branch").parent_name == "step-1"
 
 
@@ -122,8 +122,7 @@ def test_memory_and_disk_give_the_same_chain(tmp_path):
     state = mixed_state()
     for number in range(4):
         parent = None if number == 0 else tmp_path / "b" / f"step-{number - 1}"
-        dsq_ckpt.forget()
-        dsq_ckpt.save(state, tmp_path / "b" / f"step-{number}", parent=parent)
+        dsq_ckpt.save(state, tmp_path / "b" / f"step-{number}", parent=parent, history=dsq_ckpt.SaveHistory())
         state = perturb(state, number)
     for number in range(4):
         a, b = (load_copy(tmp_path / run / f"step-{number}", state, **BASE) for run in "ab")
@@ -209,8 +208,8 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
 def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step, options):
     """Whatever was to be read of it: not as one that does not exist, as if it had been named."""
     paths, states = chain_of(tmp_path, 1, config=options)
-    dsq_ckpt.forget()
-    dsq_ckpt.load({}, paths[0])  # what the next one is coded against is read of it
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load({}, paths[0], history=history)  # what the next one is coded against is read of it
     place = writing if step == "link_parent_files" else chain.ParentCheckpoint
     do, met = getattr(place, step), []
 
@@ -221,7 +220,7 @@ def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step,
 
     monkeypatch.setattr(place, step, after_removal)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
-        dsq_ckpt.save(perturb(states[0], 1), tmp_path / "next", config=options)
+        dsq_ckpt.save(perturb(states[0], 1), tmp_path / "next", config=options, history=history)
     assert met and not (tmp_path / "next").exists()
 
 
@@ -313,7 +312,7 @@ def test_every_configuration_follows_every_other(tmp_path):
         {"fit": "lloyd", "bins": 7, "sigma": 0.2}, {"fit": "kmeans", "bins": 16, "domain": "log"},
         {"fit": "kmeans", "bins": 254},
     ]
-    state, number = mixed_state(), 0
+    state, number, history = mixed_state(), 0, dsq_ckpt.SaveHistory()
     for first in range(len(configs)):
         for second in (first, *range(first + 1, len(configs))):
             for book in (configs[first], configs[second]):
@@ -322,9 +321,9 @@ def test_every_configuration_follows_every_other(tmp_path):
                     "delta": {"coder": "huffman" if number % 3 == 0 else "rans", "max_chain": 1000},
                 }
                 path = tmp_path / str(number)
-                dsq_ckpt.save(state, path, config=config)
-                dsq_ckpt.forget()  # so that it is the bytes that are read, not memory
-                back = flatten(load_copy(path, state))
+                dsq_ckpt.save(state, path, config=config, history=history)
+                history = dsq_ckpt.SaveHistory()  # the next save knows what is read of the files alone
+                back = flatten(load_copy(path, state, history=history))
                 for fqn, value in flatten(state).items():
                     if fqn.startswith("lossy"):
                         limit = 0.2 if book.get("domain") == "log" else 0.06

@@ -16,12 +16,11 @@ def noise(seed, scale=0.02):
 
 def errors(root, states):
     """Relative error of each tensor of each checkpoint of a chain, refinement included."""
-    dsq_ckpt.forget()
-    rows = []
+    history, rows = dsq_ckpt.SaveHistory(), []
     for number, state in enumerate(states):
-        dsq_ckpt.save(state, root / str(number), config=FINE)
+        dsq_ckpt.save(state, root / str(number), config=FINE, history=history)
         back = {fqn: torch.full_like(value, 7.0) for fqn, value in state.items()}
-        dsq_ckpt.load(back, root / str(number))
+        dsq_ckpt.load(back, root / str(number), history=history)
         rows.append({fqn: float((back[fqn] - v).norm() / v.norm()) if v.any() else float(back[fqn].abs().max())
                       for fqn, v in state.items()})
     return rows
@@ -70,8 +69,7 @@ def test_groups_start_from_the_weights():
 
 
 def test_another_job_in_the_directory_is_left_alone(tmp_path):
-    dsq_ckpt.save({"w": noise(0)}, tmp_path / "a-1")
-    dsq_ckpt.forget()
+    dsq_ckpt.save({"w": noise(0)}, tmp_path / "a-1", history=dsq_ckpt.SaveHistory())
     dsq_ckpt.save({"w": noise(1)}, tmp_path / "b-1")
     assert Manifest.read(tmp_path / "a-1").refinement == "kept"
     dsq_ckpt.save({"w": noise(1) + 0.1 * noise(2)}, tmp_path / "b-2", config=KEEP_ONE)
@@ -124,8 +122,7 @@ def test_a_truncated_ancestor_starts_a_keyframe(tmp_path):
 def test_a_damaged_manifest_can_be_overwritten(tmp_path):
     dsq_ckpt.save({"w": noise(0)}, tmp_path / "1")
     (tmp_path / "1" / "manifest.json").write_text("{")
-    dsq_ckpt.forget()
-    dsq_ckpt.save({"w": noise(1)}, tmp_path / "1", overwrite=True)
+    dsq_ckpt.save({"w": noise(1)}, tmp_path / "1", overwrite=True, history=dsq_ckpt.SaveHistory())
     assert Manifest.read(tmp_path / "1").depth == 0
 
 

@@ -55,18 +55,17 @@ def test_a_restore_counts_once(tmp_path, state):
     dsq_ckpt.save(state, tmp_path / "2")
     dsq_ckpt.save(state, tmp_path / "3")
     assert (resumes(tmp_path / "2"), resumes(tmp_path / "3")) == (1, 1)
-    dsq_ckpt.forget()  # a new process
-    dsq_ckpt.load(state, tmp_path / "3")
-    dsq_ckpt.save(state, tmp_path / "4")
+    history = dsq_ckpt.SaveHistory()  # a new process
+    dsq_ckpt.load(state, tmp_path / "3", history=history)
+    dsq_ckpt.save(state, tmp_path / "4", history=history)
     assert resumes(tmp_path / "4") == 2
-    dsq_ckpt.load(state, tmp_path / "2", refinement=False)  # back to what had been restored once
-    dsq_ckpt.save(state, tmp_path / "5")
+    dsq_ckpt.load(state, tmp_path / "2", refinement=False, history=history)  # back to what had been restored once
+    dsq_ckpt.save(state, tmp_path / "5", history=history)
     assert resumes(tmp_path / "5") == 2
-    dsq_ckpt.load(state, tmp_path / "0")  # back to the beginning
-    dsq_ckpt.save(state, tmp_path / "6")
+    dsq_ckpt.load(state, tmp_path / "0", history=history)  # back to the beginning
+    dsq_ckpt.save(state, tmp_path / "6", history=history)
     assert resumes(tmp_path / "6") == 1
-    dsq_ckpt.forget()  # training anew in the same directory
-    dsq_ckpt.save(state, tmp_path / "7")
+    dsq_ckpt.save(state, tmp_path / "7", history=dsq_ckpt.SaveHistory())  # training anew in the same directory
     assert resumes(tmp_path / "7") == 0
 
 
@@ -102,16 +101,17 @@ def test_keyframes_keep_counting(tmp_path, state, options):
 def test_named_parents(tmp_path, state):
     dsq_ckpt.save(state, tmp_path / "0")
     dsq_ckpt.save(state, tmp_path / "1", parent=tmp_path / "0")
-    dsq_ckpt.forget()
-    dsq_ckpt.load(state, tmp_path / "1")
-    dsq_ckpt.save(state, tmp_path / "other" / "0", parent=tmp_path / "1")  # a branch
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load(state, tmp_path / "1", history=history)
+    dsq_ckpt.save(state, tmp_path / "other" / "0", parent=tmp_path / "1", history=history)  # a branch
     assert resumes(tmp_path / "other" / "0") == 1
-    dsq_ckpt.save(state, tmp_path / "2", parent=tmp_path / "1")
-    dsq_ckpt.save(state, tmp_path / "3", parent=tmp_path / "1")
-    dsq_ckpt.save(state, tmp_path / "4", parent=tmp_path / "0")  # the state is still the one that was restored
+    dsq_ckpt.save(state, tmp_path / "2", parent=tmp_path / "1", history=history)
+    dsq_ckpt.save(state, tmp_path / "3", parent=tmp_path / "1", history=history)
+    # the state is still the one that was restored
+    dsq_ckpt.save(state, tmp_path / "4", parent=tmp_path / "0", history=history)
     assert [resumes(tmp_path / str(n)) for n in range(5)] == [0, 0, 1, 1, 1]
-    dsq_ckpt.forget()
-    dsq_ckpt.save(state, tmp_path / "5", parent=tmp_path / "3")  # nothing was loaded here
+    # nothing was loaded here
+    dsq_ckpt.save(state, tmp_path / "5", parent=tmp_path / "3", history=dsq_ckpt.SaveHistory())
     assert resumes(tmp_path / "5") == 1
 
 

@@ -42,10 +42,8 @@ def states(steps=STEPS, seed=0):
 def run(request, tmp_path_factory):
     """A chain, and what its last checkpoint decodes to: with all layers, and without refinement."""
     root = tmp_path_factory.mktemp(request.param)
-    dsq_ckpt.forget()
     for state in states():
         dsq_ckpt.save(state, root / str(state["step"]), config=FITS[request.param])
-    dsq_ckpt.forget()
     last = root / str(STEPS - 1)
     return request.param, last, [load_copy(last, state, refinement=r) for r in ("auto", False)]
 
@@ -92,10 +90,10 @@ def test_a_chain_goes_on(run, tmp_path):
     path = dsq_ckpt.merge(source, tmp_path / "merged").path
     plain = source
     for number in range(STEPS, STEPS + 4):
-        dsq_ckpt.save(more[number], tmp_path / f"m{number}", parent=path, config=FITS[name])
-        dsq_ckpt.save(more[number], tmp_path / "plain" / f"{number}", parent=plain, config=FITS[name])
+        options = {"config": FITS[name], "history": dsq_ckpt.SaveHistory()}
+        dsq_ckpt.save(more[number], tmp_path / f"m{number}", parent=path, **options)
+        dsq_ckpt.save(more[number], tmp_path / "plain" / f"{number}", parent=plain, **options)
         path, plain = tmp_path / f"m{number}", tmp_path / "plain" / f"{number}"
-        dsq_ckpt.forget()
     expected = [load_copy(path, more[-1], refinement=r) for r in ("auto", False)]
     if name != "partition":  # whose turn it is depends on the length of the chain
         check(plain, expected)

@@ -57,10 +57,8 @@ def run(request, tmp_path_factory):
     """A chain, its last state, and what its last checkpoint decodes to: with all layers, and without refinement."""
     root = tmp_path_factory.mktemp(request.param)
     states, config = RUNS[request.param]
-    dsq_ckpt.forget()
     for step, state in enumerate(states()):
         dsq_ckpt.save(state, root / str(step), config=config)
-    dsq_ckpt.forget()
     last = root / str(STEPS - 1)
     return request.param, last, [load_copy(last, state, refinement=r) for r in ("auto", False)]
 
@@ -121,14 +119,13 @@ def test_a_chain_goes_on(run, tmp_path, keyframe):
     config = {**usual, "quantize": {**usual.get("quantize", {}), **moments}}
     path, plain = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path, source
     for number in range(2):
-        state = perturb(state, number)
+        history, state = dsq_ckpt.SaveHistory(), perturb(state, number)
         for fqn, value in flat_tensors(state).items():
             if fqn.endswith("exp_avg_sq"):
                 value.abs_()
-        dsq_ckpt.save(state, tmp_path / f"m{number}", parent=path, config=config)
-        dsq_ckpt.save(state, tmp_path / "plain" / f"{number}", parent=plain, config=config)
+        dsq_ckpt.save(state, tmp_path / f"m{number}", parent=path, config=config, history=history)
+        dsq_ckpt.save(state, tmp_path / "plain" / f"{number}", parent=plain, config=config, history=history)
         path, plain = tmp_path / f"m{number}", tmp_path / "plain" / f"{number}"
-        dsq_ckpt.forget()
     assert Manifest.read(path).depth == 2 + (not keyframe)
     after = [load_copy(plain, state, refinement=r) for r in ("auto", False)]
     check(path, after)

@@ -61,11 +61,10 @@ def test_a_chain_is_that_of_a_local_run(store, tmp_path):
 
 def test_a_run_goes_on_after_a_restart(store):
     paths = chain(f"{store}/run", 2)
-    dsq_ckpt.forget()
-    state = state_of(0)
-    dsq_ckpt.load(state, dsq_ckpt.latest(f"{store}/run"))
+    state, history = state_of(0), dsq_ckpt.SaveHistory()
+    dsq_ckpt.load(state, dsq_ckpt.latest(f"{store}/run"), history=history)
     assert state["step"] == 2
-    result = dsq_ckpt.save(state_of(3), f"{store}/run/step-3")
+    result = dsq_ckpt.save(state_of(3), f"{store}/run/step-3", history=history)
     assert (result.depth, str(result.path)) == (2, f"{store}/run/step-3")
     assert is_alike(loaded(result.path), loaded(f"{store}/run/step-3"))
     manifest = Manifest.read(resolve_checkpoint_path(paths[-1]))
@@ -221,9 +220,9 @@ def test_a_run_synchronized_to_a_disk_loads_and_goes_on(store, tmp_path):
     held = [name for name, entry in reader.files.items() if "held_by" in entry]
     assert len(held) == 2
     assert all(reader.container(name).contents["save"] == name[:16] for name in held)
-    dsq_ckpt.forget()
-    dsq_ckpt.load({}, local)
-    result = dsq_ckpt.save(state_of(4), tmp_path / "run" / "step-4")
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load({}, local, history=history)
+    result = dsq_ckpt.save(state_of(4), tmp_path / "run" / "step-4", history=history)
     assert result.depth == 3
     manifest = Manifest.read(result.path)
     assert all((result.path / file.name).exists() and file.held_by is None for file in manifest.files)
@@ -235,9 +234,8 @@ def test_a_missing_ancestor_is_named(store):
     get_storage(resolve_checkpoint_path(paths[0])).remove(ancestor.path_in(resolve_checkpoint_path(paths[1])))
     with pytest.raises(CorruptCheckpoint, match=f"step-1/{ancestor.name}.*manifest names it"):
         loaded(paths[1])
-    dsq_ckpt.forget()
     with pytest.warns(UserWarning, match=f"lacks {ancestor.name}; writing a keyframe"):
-        dsq_ckpt.save(state_of(3), f"{store}/run/step-3", parent=paths[1])
+        dsq_ckpt.save(state_of(3), f"{store}/run/step-3", parent=paths[1], history=dsq_ckpt.SaveHistory())
 
 
 def test_an_altered_object_is_refused(store):
@@ -285,10 +283,9 @@ def test_checkpoints_are_in_the_order_of_their_saves(store):
 
 def test_a_process_whose_clock_is_behind(store, monkeypatch):
     chain(f"{store}/run", 2)
-    dsq_ckpt.forget()
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 60)  # less than what a server takes for a wrong signature
-    dsq_ckpt.save(state_of(3), f"{store}/run/anew")
+    dsq_ckpt.save(state_of(3), f"{store}/run/anew", history=dsq_ckpt.SaveHistory())
     assert dsq_ckpt.latest(f"{store}/run") == f"{store}/run/anew"
 
 

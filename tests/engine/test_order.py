@@ -54,8 +54,7 @@ def test_the_clock_may_go_back(run):
 
 
 def test_the_clock_orders_what_is_not_related(run):
-    dsq_ckpt.forget()
-    dsq_ckpt.save(weights(), run / "other", config=NOTHING_DROPPED)
+    dsq_ckpt.save(weights(), run / "other", config=NOTHING_DROPPED, history=dsq_ckpt.SaveHistory())
     rewrite(run / "other", created=1.0)
     assert names(run) == ["other", "a", "b", "c"]
     shutil.copytree(run / "b", run / "copy of b")
@@ -69,13 +68,13 @@ def test_a_process_whose_clock_is_behind(run, monkeypatch, loaded):
     (run / "unreadable").mkdir()
     (run / "unreadable" / MANIFEST).write_text("nothing")
     newest, now = Manifest.read(run / "c").created, time.time
-    dsq_ckpt.forget()
+    history = dsq_ckpt.SaveHistory()
     monkeypatch.setattr(other_jobs, "_own_save_ids", set())  # as in another process
     monkeypatch.setattr(time, "time", lambda: now() - 3600)
     if loaded is not None:
-        dsq_ckpt.load(weights(), run / loaded)
+        dsq_ckpt.load(weights(), run / loaded, history=history)
     for name in ("d", "e"):
-        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED)
+        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED, history=history)
     shutil.rmtree(run / "unreadable")
     assert names(run) == ["a", "b", "c", "d", "e"] and dsq_ckpt.latest(run) == str(run / "e")
     assert newest < Manifest.read(run / "d").created < Manifest.read(run / "e").created < newest + 1
@@ -83,27 +82,26 @@ def test_a_process_whose_clock_is_behind(run, monkeypatch, loaded):
 
 def test_a_branch_that_is_left_is_older_whatever_the_clock_says(run, monkeypatch):
     """Saves go on from an earlier checkpoint of the same process, whose clock is behind that of another one."""
-    dsq_ckpt.forget()
+    history = dsq_ckpt.SaveHistory()
     monkeypatch.setattr(other_jobs, "_own_save_ids", set())  # as in another process
     rewrite(run / "c", created=time.time() + 3600)
-    dsq_ckpt.load(weights(), run / "c")
+    dsq_ckpt.load(weights(), run / "c", history=history)
     for name in ("s1", "s2", "s3"):
-        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED)
-    dsq_ckpt.load(weights(), run / "s1")
+        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED, history=history)
+    dsq_ckpt.load(weights(), run / "s1", history=history)
     for name in ("r1", "r2"):
-        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED)
+        dsq_ckpt.save(weights(), run / name, config=NOTHING_DROPPED, history=history)
         assert dsq_ckpt.latest(run) == str(run / name)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 86400)
-    dsq_ckpt.load(weights(), run / "s1")
-    dsq_ckpt.save(weights(), run / "q1", config=NOTHING_DROPPED)
+    dsq_ckpt.load(weights(), run / "s1", history=history)
+    dsq_ckpt.save(weights(), run / "q1", config=NOTHING_DROPPED, history=history)
     assert dsq_ckpt.latest(run) == str(run / "q1")
 
 
 def test_the_latest_time_of_a_manifest(run):
     rewrite(run / "c", created=MAX_CREATED)
-    dsq_ckpt.forget()
-    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED)
+    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED, history=dsq_ckpt.SaveHistory())
     assert Manifest.read(run / "d").created == MAX_CREATED
 
 
@@ -112,8 +110,7 @@ def test_a_run_that_cannot_be_listed_is_saved_to(run, monkeypatch):
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(predecessors, "iter_checkpoints", fail)
-    dsq_ckpt.forget()
-    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED)
+    dsq_ckpt.save(weights(), run / "d", config=NOTHING_DROPPED, history=dsq_ckpt.SaveHistory())
     assert Manifest.read(run / "d").created > Manifest.read(run / "c").created
 
 

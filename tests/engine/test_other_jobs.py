@@ -83,8 +83,9 @@ def test_a_checkpoint_that_another_job_replaces_during_a_save_is_reported(tmp_pa
     """In place of damage, which nobody did; whoever saves again gets a keyframe."""
     record_save(tmp_path / "step-1")
     other_job(tmp_path / "other" / "step-1")
-    dsq_ckpt.forget()
-    dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "step-1")  # so that its codes are read of its files
+    history = dsq_ckpt.SaveHistory()
+    # so that its codes are read of its files
+    dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "step-1", history=history)
     do, met = getattr(place, step), []
 
     def after_replacement(*arguments):
@@ -96,9 +97,9 @@ def test_a_checkpoint_that_another_job_replaces_during_a_save_is_reported(tmp_pa
 
     monkeypatch.setattr(place, step, after_replacement)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-1' was replaced .* save again"):
-        dsq_ckpt.save({"w": WEIGHTS}, tmp_path / "step-2", config=CONFIG)
+        dsq_ckpt.save({"w": WEIGHTS}, tmp_path / "step-2", config=CONFIG, history=history)
     assert met and not (tmp_path / "step-2").exists()
-    (text,) = record_save(tmp_path / "step-2")
+    (text,) = record_save(tmp_path / "step-2", history=history)
     assert "step-1' was replaced by another process" in text and Manifest.read(tmp_path / "step-2").depth == 0
 
 

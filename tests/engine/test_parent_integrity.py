@@ -42,7 +42,6 @@ def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
     assert depths[keyframe:] == list(range(len(depths) - keyframe))
     named = [name for name in ("'00'", "'01'", "'02'") if name in messages[0]]
     assert named == ["'00'", "'01'", "'02'"]
-    dsq_ckpt.forget()
     assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + keyframe, last + 1)]
 
 
@@ -130,7 +129,6 @@ def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
     assert saves(tmp_path, 1, first=2, config=config) == []
     [message] = saves(tmp_path, 1, first=3, config=config)
     assert "restored in '01' from the intact copy in '00'" in message
-    dsq_ckpt.forget()
     assert readable(tmp_path) == ["00", "01", "02", "03"]
 
 
@@ -240,8 +238,7 @@ def test_all_files_are_checked_before_they_are_decoded(tmp_path):
     """Where the codes of the parent are not in memory, and by their own parent's name the wrong file may be due."""
     saves(tmp_path, 4)
     flip(data_file(tmp_path / "02"))
-    dsq_ckpt.forget()
-    messages = saves(tmp_path, 1, first=4, parent=tmp_path / "03")
+    messages = saves(tmp_path, 1, first=4, parent=tmp_path / "03", history=dsq_ckpt.SaveHistory())
     assert len(messages) == 1 and data_file(tmp_path / "02").name in messages[0]
     assert Manifest.read(tmp_path / "04").depth == 0
 
@@ -286,7 +283,6 @@ def test_keyframes_in_several_copies(tmp_path, copies):
         assert len(set(inodes[first : first + copies])) == copies
     flip(tmp_path / "04" / keyframe)
     hit = {f"{number:02d}" for number in range(7) if inodes[number] == inodes[4]}
-    dsq_ckpt.forget()
     assert set(readable(tmp_path)) == {f"{number:02d}" for number in range(7)} - hit
 
 
@@ -296,8 +292,8 @@ def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
     keyframe = data_file(tmp_path / "00").name
     whole = [load_copy(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
     flip(tmp_path / "03" / keyframe)
-    dsq_ckpt.forget()
-    messages = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
+    history = dsq_ckpt.SaveHistory()
+    messages = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03", history=history)
     assert len(messages) == 1 and "restored in '01', '03' from the intact copy in '00'" in messages[0]
     assert len({os.stat(tmp_path / name / keyframe).st_ino for name in ("00", "01", "02", "03")}) == 2
     for number in range(4):

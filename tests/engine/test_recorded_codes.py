@@ -18,7 +18,6 @@ FINE = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "step": 1}}}}
 def recorded(root):
     """(previous codes, codes) of every lossy tensor, by group, of two checkpoints of a small GPT in training."""
     torch.manual_seed(0)
-    dsq_ckpt.forget()
     model = GPT(GPTConfig(context=64, layers=2, width=128, heads=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text = StdlibText(megabytes=0.5, context=64)

@@ -56,12 +56,10 @@ def records(path, key="residual"):
 def run(tmp_path_factory):
     """A keyframe and four differences of two tensors, and what Algorithm 1 makes of them."""
     root = tmp_path_factory.mktemp("run")
-    dsq_ckpt.forget()
     first, second = make_walk(70, 80, steps=5), make_walk(96, 64, steps=5, seed=1, dtype=torch.bfloat16)
     states = [state_of(a, b, step=n, bias=a[0].clone()) for n, (a, b) in enumerate(zip(first, second, strict=True))]
     paths = chain_of(root, states)
     truth = [state_of(a, b.bfloat16()) for a, b in zip(algorithm_1(first), algorithm_1(second), strict=True)]
-    dsq_ckpt.forget()
     return paths, states, truth
 
 
@@ -149,11 +147,11 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
     _, states, truth = run
     for number, state in enumerate(states):
         parent = None if number == 0 else tmp_path / f"{number - 1}"
-        dsq_ckpt.forget()
+        history = dsq_ckpt.SaveHistory()
         if number == 3:
-            load_copy(parent, state)
+            load_copy(parent, state, history=history)
             parent = "auto"
-        dsq_ckpt.save(state, tmp_path / f"{number}", parent=parent, config=CONFIG)
+        dsq_ckpt.save(state, tmp_path / f"{number}", parent=parent, config=CONFIG, history=history)
         check(tmp_path / f"{number}", state, truth[number])
     assert Manifest.read(tmp_path / "4").depth == 4
 
@@ -313,10 +311,11 @@ def test_damage_is_found(copied):
             file.unlink() if damaged is None else file.write_bytes(damaged)
             with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
                 load_copy(path, like)
-            dsq_ckpt.forget()
             with pytest.raises(dsq_ckpt.DSQError), warnings.catch_warnings():
                 warnings.simplefilter("error")  # a warning: a keyframe is written instead
-                dsq_ckpt.save(like, path.parent / "y", parent=path, config=CONFIG)
+                dsq_ckpt.save(
+                    like, path.parent / "y", parent=path, config=CONFIG, history=dsq_ckpt.SaveHistory()
+                )
             assert not (path.parent / "y" / "manifest.json").exists()
         file.write_bytes(held)
     check(path, like, truth)
@@ -346,7 +345,6 @@ def test_chains_that_do_not_fit_are_refused(tmp_path, to):
     ancestor.rename(tmp_path / "elsewhere")
     edit_contents(paths[1], change)
     (tmp_path / "elsewhere").rename(ancestor)
-    dsq_ckpt.forget()
     with pytest.raises(dsq_ckpt.CorruptCheckpoint):
         load_copy(paths[1], tensors)
     with pytest.raises((independent.Refused, IndexError)):

@@ -114,7 +114,6 @@ def test_a_frozen_backbone_that_is_lossy_costs_next_to_nothing(tmp_path):
     dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "0", model=model, config=config)
     everything = Manifest.read(tmp_path / "0").kinds["weights"].base
     frozen = {"model": {k: v for k, v in model.state_dict().items() if not k.startswith("head")}}
-    dsq_ckpt.forget()
     dsq_ckpt.save(frozen, tmp_path / "only" / "0", model=model, config=config)
     trained(model, 5)
     dsq_ckpt.save(frozen, tmp_path / "only" / "1", model=model, config=config)

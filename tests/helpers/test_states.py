@@ -19,12 +19,12 @@ def state_of(name: str, number: int = 0, shape: tuple[int, int] = (80, 90)) -> d
     return {name: {"weight": torch.randn(*shape, generator=g) + 0.001 * number, "bias": torch.zeros(shape[0])}}
 
 
-def record_saves(run, **states):
+def record_saves(run, history=None, **states):
     """Save these states by name; what was said of it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, state in states.items():
-            dsq_ckpt.save(state, run / name, config=KEEP_ONE)
+            dsq_ckpt.save(state, run / name, config=KEEP_ONE, history=history)
     return [str(warning.message) for warning in caught if "another state" in str(warning.message)]
 
 
@@ -52,13 +52,14 @@ def test_equal_names_of_other_shapes_are_another_state(tmp_path):
 
 def test_loads_tell_which_chains_go_on_after_a_restart(tmp_path):
     record_saves(tmp_path, g1=state_of("gen"), d1=state_of("disc"), g2=state_of("gen", 1), d2=state_of("disc", 1))
-    dsq_ckpt.forget()
+    history = dsq_ckpt.SaveHistory()
     for name, like in (("g2", state_of("gen")), ("d2", state_of("disc"))):
-        load_copy(tmp_path / name, like)
-    assert record_saves(tmp_path, g3=state_of("gen", 2), d3=state_of("disc", 2)) == []
+        load_copy(tmp_path / name, like, history=history)
+    assert record_saves(tmp_path, history, g3=state_of("gen", 2), d3=state_of("disc", 2)) == []
     assert lineage(tmp_path, "g3", "d3") == [("g2", 2, "kept"), ("d2", 2, "kept")]
-    load_copy(tmp_path / "g1", state_of("gen"))  # back to an older one: that alone is the parent of its state now
-    record_saves(tmp_path, g4=state_of("gen", 3), d4=state_of("disc", 3))
+    # back to an older one: that alone is the parent of its state now
+    load_copy(tmp_path / "g1", state_of("gen"), history=history)
+    record_saves(tmp_path, history, g4=state_of("gen", 3), d4=state_of("disc", 3))
     assert lineage(tmp_path, "g4", "d4") == [("g1", 1, "kept"), ("d3", 3, "kept")]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import dsq_ckpt
 from dsq_ckpt.cli import verify_command
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import merging
@@ -48,7 +47,6 @@ def save(goal: Path, step: int = 0, files: list[str] = LIBRARY, asynchronous: bo
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Three checkpoints, the last two deltas."""
-    dsq_ckpt.forget()
     for step in range(3):
         save(tmp_path / "run" / f"checkpoint-{step}", step)
     return tmp_path / "run"

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.optim import Adam
 
-import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import segments, snapshots, worker_group
 from dsq_ckpt.storage.container import ContainerWriter
 from tests.helpers import forks, processes
+from tests.helpers.new_process import begin_new_process
 from tests.lowdiff.loops import Case, Loop, differences
 
 WORKERS = Path(__file__).parent / "workers"
@@ -191,7 +191,7 @@ def test_clocks_are_behind(tmp_path, monkeypatch):
     """Each job goes on from the last step of the one before, whose snapshots leave first."""
     now, last = time.time(), 0
     for hours in range(3):
-        dsq_ckpt.forget()  # as a new process, which has saved nothing
+        begin_new_process()
         monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
         loop = Loop(CASE, seed=hours)
         resume = loop.recover(tmp_path)

@@ -19,6 +19,7 @@ from dsq_ckpt.lowdiff import GradientLog, Replica, recover, segments, snapshots
 from dsq_ckpt.lowdiff.plain_data import to_plain
 from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from tests.helpers.new_process import begin_new_process
 from tests.helpers.states import mixed_state, relative_error
 from tests.lowdiff.loops import Case, Loop, bits, seeded
 
@@ -148,7 +149,7 @@ def test_order_where_clocks_go_back(tmp_path, monkeypatch):
     write_snapshot(tmp_path, 5)
     write_snapshot(tmp_path, 20)
     for hours, step in enumerate((25, 25, 15), 1):
-        dsq_ckpt.forget()
+        begin_new_process()
         monkeypatch.setattr(time, "time", lambda earlier=now - 3600 * hours: earlier)
         path = write_snapshot(tmp_path, step, session=f"{hours:016x}")
         assert str(snapshots.list_snapshots(tmp_path)[0][0]) == dsq_ckpt.latest(tmp_path) == str(path)
@@ -161,7 +162,7 @@ def test_order_where_clocks_go_back(tmp_path, monkeypatch):
 def test_a_run_that_cannot_be_looked_at_fails_the_save_on_all_ranks(tmp_path, monkeypatch):
     """As an error of the save, which all ranks are told of; ranks that write know no snapshot before it."""
     write_snapshot(tmp_path, 5)
-    dsq_ckpt.forget()
+    begin_new_process()
     monkeypatch.setattr(snapshots, "list_snapshots", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(SaveFailed, match="Input/output error"):
         write_snapshot(tmp_path, 10)

@@ -72,8 +72,7 @@ def test_every_value_lies_in_its_cell(names, books, bits, coder, seed, same_book
         f"{place}.weight": torch.from_numpy(DISTRIBUTIONS[name](rng, 4800).astype(np.float32).reshape(60, 80))
         for place, name in enumerate(names)
     }
-    directory = Path(tempfile.mkdtemp())
-    dsq_ckpt.forget()
+    directory, history = Path(tempfile.mkdtemp()), dsq_ckpt.SaveHistory()
     try:
         for number, book in enumerate((books[0], books[0] if same_book else books[1])):
             path = directory / str(number)
@@ -86,8 +85,9 @@ def test_every_value_lies_in_its_cell(names, books, bits, coder, seed, same_book
             }
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dsq_ckpt.save(state, path, config=config)
-                refined, base = load_copy(path, state), load_copy(path, state, refinement=False)
+                dsq_ckpt.save(state, path, config=config, history=history)
+                refined = load_copy(path, state, history=history)
+                base = load_copy(path, state, refinement=False, history=history)
             with Checkpoint(path) as checkpoint:
                 nonfinite = checkpoint.manifest.nonfinite
                 for fqn, value in state.items():

@@ -37,7 +37,6 @@ def reference(tmp_path_factory) -> tuple[dict[str, Any], Path]:
 @pytest.fixture(scope="module")
 def dsq_run(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """A run with our own system: its figures and its checkpoints."""
-    dsq_ckpt.forget()
     run = tmp_path_factory.mktemp("ours")
     return online.train_with_failures(create("gpt-tiny"), dsq_ckpt.DSQConfig(), run, failures=2, per_failure=2), run
 

@@ -21,9 +21,9 @@ COARSE = {"quantize": {"weights": {"refinement_bits": 1}}, "search": {"max_progr
 EVERY = 5
 
 
-def compressor_of(model, optimizer, **search):
+def compressor_of(model, optimizer, history=None, **search):
     config = {**COARSE, "search": {**COARSE["search"], **search}}
-    return dsq_ckpt.Compressor(model, optimizer, config, lambda: compute_loss(model))
+    return dsq_ckpt.Compressor(model, optimizer, config, lambda: compute_loss(model), history=history)
 
 
 def changes_of_a_run(directory, restores, **search):
@@ -35,9 +35,8 @@ def changes_of_a_run(directory, restores, **search):
         path = directory / str(number)
         compressor.save(path)
         before = compute_loss(model)
-        dsq_ckpt.forget()
         model, optimizer = train_model(0)
-        compressor = compressor_of(model, optimizer, **search)
+        compressor = compressor_of(model, optimizer, dsq_ckpt.SaveHistory(), **search)
         compressor.load(path)
         changes.append(abs(compute_loss(model) / before - 1))
         records.append(Manifest.read(path).quality)

@@ -33,13 +33,11 @@ def failure(path, like, **options):
 def run(tmp_path_factory):
     """A run of three checkpoints with small blocks, one of them pinned: all kinds of files and records."""
     root = tmp_path_factory.mktemp("run")
-    dsq_ckpt.forget()
     state = mixed_state()
     config = {"storage": {"block_elements": 1 << 11, "fsync": False}}
     for number in range(3):
         dsq_ckpt.save(state, root / str(number), config=config, pinned=number == 0)
         state = perturb(state, number)
-    dsq_ckpt.forget()
     return root, state
 
 
@@ -49,7 +47,6 @@ def damaged(run, tmp_path):
     root, state = run
     shutil.copytree(root / "2", tmp_path / "x")
     assert failure(tmp_path / "x", state) is None
-    dsq_ckpt.forget()
     return tmp_path / "x", state, load_copy(root / "2", state)
 
 
@@ -216,8 +213,6 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
     for number in range(3):
         shutil.copytree(root / str(number), tmp_path / "r" / str(number))
     checkpoints = DecodedCheckpoints(state, *(tmp_path / "r" / str(number) for number in range(2)))
-    load_copy(tmp_path / "r" / "2", state)
-    dsq_ckpt.forget()  # its codes must be read from the files
     refused: list[str] = []
     keyframes: list[str] = []
     for file in each_file(tmp_path / "r" / "2"):
@@ -225,7 +220,10 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
         place = len(held) // 2 if file.suffix != ".dsq" else len(held) - 60  # in the table of contents
         file.write_bytes(held[:place] + b"XX" + held[place + 2 :])
         try:
-            dsq_ckpt.save(state, tmp_path / "r" / "next", parent=tmp_path / "r" / "2", overwrite=True)
+            dsq_ckpt.save(  # the codes of its parent must be read from the files
+                state, tmp_path / "r" / "next", parent=tmp_path / "r" / "2", overwrite=True,
+                history=dsq_ckpt.SaveHistory(),
+            )
         except dsq_ckpt.DSQError:
             assert not (tmp_path / "r" / "next" / "manifest.json").exists()
             refused.append(file.name)
@@ -237,10 +235,9 @@ def test_damaged_parent_fails_the_save_or_gives_a_keyframe(run, tmp_path):
             assert relative_error(
                 state["lossy"]["conv.weight"], load_copy(tmp_path / "r" / "next", state)["lossy"]["conv.weight"]
             ) < 0.015
-            dsq_ckpt.forget()
             shutil.rmtree(tmp_path / "r" / "next")
         file.write_bytes(held)
     assert len(refused) == 2 and keyframes == [".dsq"] * 3, (refused, keyframes)  # manifest and index tell the parent
     checkpoints.check()
-    dsq_ckpt.save(state, tmp_path / "r" / "last", parent=tmp_path / "r" / "2")
+    dsq_ckpt.save(state, tmp_path / "r" / "last", parent=tmp_path / "r" / "2", history=dsq_ckpt.SaveHistory())
     assert Manifest.read(tmp_path / "r" / "last").depth == 3

@@ -24,11 +24,6 @@ EXACT = {"system": "exact"}
 SIZE = 300
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    dsq_ckpt.forget()
-
-
 def state_at(number: int) -> dict[str, Any]:
     """Weights that move a little at each step, and every other kind of value."""
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +115,6 @@ def test_longest_chain(tmp_path: Path) -> None:
         assert depth == number % 33 and chains(path)["w"] <= 8
         if number:  # the next needs none but the newest
             shutil.rmtree(tmp_path / f"step-{number - 1:03d}")
-    dsq_ckpt.forget()
     check(path, state)
 
 
@@ -137,8 +131,7 @@ def test_old_checkpoints_may_be_deleted(tmp_path: Path) -> None:
 def test_another_process_goes_on(tmp_path: Path) -> None:
     """Packs that others are coded given are read from the files, not kept."""
     save(0, tmp_path)
-    dsq_ckpt.forget()
-    path = save(1, tmp_path, parent=tmp_path / "step-000")
+    path = save(1, tmp_path, parent=tmp_path / "step-000", history=dsq_ckpt.SaveHistory())
     assert chains(path)["w"] == 2
     check(path, state_at(1))
 
@@ -275,8 +268,7 @@ def test_merged(tmp_path: Path, keyframe: bool) -> None:
     assert len(needed) == (0 if keyframe else 1)
     for number in range(7):
         shutil.rmtree(tmp_path / f"step-{number:03d}")
-    dsq_ckpt.forget()
-    goes_on = save(7, tmp_path, parent=merged.path)
+    goes_on = save(7, tmp_path, parent=merged.path, history=dsq_ckpt.SaveHistory())
     assert chains(goes_on)["w"] == (2 if keyframe else 3)
     check(goes_on, state_at(7))
 
@@ -334,7 +326,6 @@ def second_of(run: Path, forged: Any) -> Path:
     ancestor.rename(run / "aside")
     edit_contents(path, lambda contents: forged(contents, own.name))
     (run / "aside").rename(ancestor)
-    dsq_ckpt.forget()
     return path
 
 
@@ -346,7 +337,7 @@ def test_merges_and_saves_of_packs_that_do_not_fit(tmp_path: Path, forged: Any) 
         dsq_ckpt.merge(path, tmp_path / "merged", keyframe=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what cannot be read is stored anew
-        goes_on = save(2, tmp_path, parent=path)
+        goes_on = save(2, tmp_path, parent=path, history=dsq_ckpt.SaveHistory())
     check(goes_on, state_at(2))
     assert chains(goes_on)["w"] == 1
 

@@ -210,7 +210,6 @@ def test_few_files_are_open_at_a_time(tmp_path):
         dsq_ckpt.save(current, tmp_path / f"{number:03d}", config=config)
     last = tmp_path / "089"
     assert Manifest.read(last).depth == 89
-    dsq_ckpt.forget()
     regular_files._close_idle_files(0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
@@ -297,9 +296,10 @@ def test_a_parent_that_cannot_be_coded_against_is_named(directory):
         next(iter(index["codebooks"].values()))["levels"].pop()
 
     edit_index(directory, change)
-    dsq_ckpt.forget()
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"{directory}.*index.*codebook"):
-        dsq_ckpt.save(state(), directory.parent / "b", config=CONFIG, parent=directory)
+        dsq_ckpt.save(
+            state(), directory.parent / "b", config=CONFIG, parent=directory, history=dsq_ckpt.SaveHistory()
+        )
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4x", b"\x80\x04.", b"."])
@@ -312,7 +312,6 @@ def test_an_object_that_does_not_unpickle_is_named(directory, data):
         contents["packs"].append([contents.pop("place"), 1, len(data)])
 
     with_object(directory, data, change)
-    dsq_ckpt.forget()
     with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
         export_torch(directory, directory.parent / "out.pt")
     with pytest.raises(dsq_ckpt.DSQError, match="'n'"):

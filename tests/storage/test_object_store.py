@@ -28,7 +28,6 @@ def test_no_request_asks_for_a_size_that_is_known(bucket, monkeypatch):
     requests.clear()
     dsq_ckpt.save(state_of(4), f"{bucket}/run/step-4")
     assert sum(method == "head_object" for method, _ in requests) <= 3
-    dsq_ckpt.forget()
     requests.clear()
     loaded: dict = {}
     dsq_ckpt.load(loaded, f"{bucket}/run/step-3")

@@ -40,10 +40,8 @@ def states(dtype):
 def run(request, tmp_path_factory):
     """The path of the end of a chain, and its tensors, by name."""
     root = tmp_path_factory.mktemp(request.param)
-    dsq_ckpt.forget()
     for number, state in enumerate(states(torch.bfloat16 if request.param == "bfloat16" else torch.float32)):
         dsq_ckpt.save(state, root / str(number), config=KMEANS if request.param == "protected" else CONFIG)
-    dsq_ckpt.forget()
     return request.param, root / str(STEPS - 1), flat_tensors(load_copy(root / str(STEPS - 1), state))
 
 

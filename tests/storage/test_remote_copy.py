@@ -54,9 +54,9 @@ def test_a_run_is_copied_as_it_is(place, kinds):
     assert [path.name for path, _ in iter_checkpoints(target)] == [path.name for path in paths]
     result = CliRunner().invoke(app, ["verify", str(target)])
     assert result.exit_code == 0, result.output
-    dsq_ckpt.forget()
-    dsq_ckpt.load({}, target / "step-4")
-    assert dsq_ckpt.save(state_of(5), target / "step-5").depth == 4
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load({}, target / "step-4", history=history)
+    assert dsq_ckpt.save(state_of(5), target / "step-5", history=history).depth == 4
 
 
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])

@@ -77,9 +77,9 @@ def test_a_removal_says_what_stays(store):
     assert names_in(paths[0]) == {file.name for file in done.kept}
     assert dsq_ckpt.latest(f"{store}/run") == str(paths[2])
     # the run goes on, and the last one that needs the files of the first takes them along
-    dsq_ckpt.forget()
-    dsq_ckpt.load({}, paths[2])
-    chained = dsq_ckpt.save(state_of(4), f"{store}/run/step-4")
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load({}, paths[2], history=history)
+    chained = dsq_ckpt.save(state_of(4), f"{store}/run/step-4", history=history)
     assert chained.depth == 3
     for path in (*paths[1:], chained.path):
         remove_checkpoint(path)

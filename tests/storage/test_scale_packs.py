@@ -19,11 +19,6 @@ from tests.storage.format import independent_reader as independent
 SHAPES = {"up.weight": (300, 80), "down.weight": (80, 300)}
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    dsq_ckpt.forget()
-
-
 def state_at(number: int, more: dict[str, tuple[int, ...]] | None = None) -> dict[str, Any]:
     """Weights and Adam's moments; the second ones have scales, which move a little at each step."""
     generator = torch.Generator().manual_seed(3)

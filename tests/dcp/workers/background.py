@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import depth, done, equal_everywhere, error_of, fails_everywhere, fresh, normal, whole, world, zeros
+from harness import depth, done, equal_everywhere, error_of, fails_everywhere, normal, whole, world, zeros
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -83,10 +83,9 @@ def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
     """Return the values that synchronous saves decode to, in a process that has loaded a checkpoint, as all have."""
     dsq_ckpt.save(state_at(0, size), root / "before")
     read(root / "before", size)
-    fresh()
-    values = []
+    values, history = [], dsq_ckpt.SaveHistory()
     for step in range(steps):
-        dsq_ckpt.save(state_at(step, size), root / "sync" / str(step), config=FINE, pinned=True)
+        dsq_ckpt.save(state_at(step, size), root / "sync" / str(step), config=FINE, pinned=True, history=history)
         assert depth(root / "sync" / str(step)) == step
     for step in range(steps):
         values.append(read(root / "sync" / str(step), size))
@@ -96,20 +95,19 @@ def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
             assert error_of(value, values[-1][fqn]) < limit, (fqn, error_of(value, values[-1][fqn]))
             assert equal_everywhere(values[-1][fqn]), fqn
         assert values[-1]["step"] == step and values[-1]["settings.step"] == step
-    fresh()
     done("synchronous reference")
     return values
 
 
 def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool, stage: str) -> None:
     """A chain of asynchronous saves while training goes on; equal to the synchronous one, bit for bit."""
-    fresh()
-    futures, told = [], list[dsq_ckpt.SaveResult]()
+    futures, told, history = [], list[dsq_ckpt.SaveResult](), dsq_ckpt.SaveHistory()
     config = {**FINE, "storage": {"stage": stage}}
     for step in range(len(values)):
         state = state_at(step, size)
         futures.append(dsq_ckpt.async_save(
-            state, root / str(step), config=config, processes=processes, pinned=True, on_save=told.append
+            state, root / str(step), config=config, processes=processes, pinned=True, on_save=told.append,
+            history=history,
         ))
         train_on(state)
     for step, future in enumerate(futures):
@@ -126,24 +124,23 @@ def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool, 
 
 def mixed(root: Path, values: list[dict[str, Any]], size: int) -> None:
     """Synchronous and asynchronous saves, and loads between them, in one chain."""
-    fresh()
-    dsq_ckpt.save(state_at(0, size), root / "0", config=FINE, pinned=True)
-    dsq_ckpt.async_save(state_at(1, size), root / "1", config=FINE, pinned=True).result()
-    dsq_ckpt.save(state_at(2, size), root / "2", config=FINE, pinned=True)
+    options: dict[str, Any] = {"config": FINE, "history": dsq_ckpt.SaveHistory()}
+    dsq_ckpt.save(state_at(0, size), root / "0", pinned=True, **options)
+    dsq_ckpt.async_save(state_at(1, size), root / "1", pinned=True, **options).result()
+    dsq_ckpt.save(state_at(2, size), root / "2", pinned=True, **options)
     for step in range(3):
-        same(read(root / str(step), size), values[step])
+        same(read(root / str(step), size, history=options["history"]), values[step])
     assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]
-    dsq_ckpt.async_save(state_at(2, size), root / "3", config=FINE, processes=True).result()
+    dsq_ckpt.async_save(state_at(2, size), root / "3", processes=True, **options).result()
     assert Manifest.read(root / "3").parent_name == "2"
-    dsq_ckpt.load(zeros(flat(state_at(0, size))), root / "1")
-    dsq_ckpt.async_save(state_at(2, size), root / "4", config=FINE).result()
+    dsq_ckpt.load(zeros(flat(state_at(0, size))), root / "1", history=options["history"])
+    dsq_ckpt.async_save(state_at(2, size), root / "4", **options).result()
     assert Manifest.read(root / "4").parent_name == "1", "the loaded checkpoint is the parent, not a later one"
     done("sync and async in one chain")
 
 
 def failing(root: Path, rank: int, size: int) -> None:
     """A failure is reported by the future, or by the call where all ranks know already; then saving goes on."""
-    fresh()
     dsq_ckpt.save(state_at(0, size), root / "0")
     fails_everywhere(lambda: dsq_ckpt.async_save(state_at(1, size), root / "0").result(timeout=240), "overwrite=True")
 
@@ -172,13 +169,13 @@ class Unpicklable:
 
 def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     """`dcp.async_save` itself, with a group of its own for the thread, and in DCP's process."""
-    fresh()
     background = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=40))
-    writer = DSQStorageWriter(config=FINE)
+    history = dsq_ckpt.SaveHistory()
+    writer = DSQStorageWriter(config=FINE, history=history)
     for step in range(2):
         state = state_at(step, size)
         # the path must be known when the call begins: checkpoint_id comes only after staging
-        step_writer = writer if step == 0 else DSQStorageWriter(root / str(step), FINE, pinned=True)
+        step_writer = writer if step == 0 else DSQStorageWriter(root / str(step), FINE, pinned=True, history=history)
         if step == 0:
             step_writer.path = root / "0"
         future: Any = dcp.async_save(state, storage_writer=step_writer, process_group=background)
@@ -187,7 +184,8 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
         dist.barrier()
     state = state_at(2, size)
     future = dcp.async_save(
-        state, storage_writer=DSQStorageWriter(root / "2", FINE), async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        state, storage_writer=DSQStorageWriter(root / "2", FINE, history=history),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
     train_on(state)
     future.result(timeout=240)
@@ -206,7 +204,6 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
 
 def another_stager(root: Path) -> None:
     """A copy that torch staged is saved on the group of the call, while training uses the default group."""
-    fresh()
     background = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=40))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)))

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import depth, done, fails_everywhere, fresh, normal, whole, world, zeros
+from harness import depth, done, fails_everywhere, normal, whole, world, zeros
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -159,7 +159,6 @@ def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """A parent whose files one rank cannot read."""
     for culprit in range(size):
-        fresh()
         path = root / f"parents-{culprit}"
 
         def unreadable(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +166,9 @@ def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
         with broken(rank == culprit, quantizing, "ParentCheckpoint", unreadable):
             fails_everywhere(
-                lambda: dsq_ckpt.save(state_at(2, rank, size), path, parent=earlier.paths[1]),  # noqa: B023
+                lambda: dsq_ckpt.save(  # the parent is not in memory
+                    state_at(2, rank, size), path, parent=earlier.paths[1], history=dsq_ckpt.SaveHistory()  # noqa: B023
+                ),
                 "cannot be read here",
             )
     fails_everywhere(

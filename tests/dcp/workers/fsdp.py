@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import depth, done, error_of, fresh, whole, world, zeros
+from harness import depth, done, error_of, whole, world, zeros
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -126,25 +126,25 @@ def load(run: Path, size: int) -> None:
     done("the same values on any number of ranks")
 
     saved_with = len(list((run / "0").glob("*.dsq")))
-    fresh()
-    dsq_ckpt.load(state, run / "2")
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load(state, run / "2", history=history)
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     previous = {}
     for number in range(2):
         train(net, optimizer, 2, 10 + number)
         state, path = state_of(net, optimizer), run / f"on-{size}-{number}"
-        dsq_ckpt.save(state, path, config=FINE, model=net)
+        dsq_ckpt.save(state, path, config=FINE, model=net, history=history)
         got = read(path, state)
         close(whole(flatten_state_dict(state)[0]), got)
         previous[path] = read(path, state, refinement=False)
         if number == 0:
             # with other shards nothing has a previous code, but for what lies whole on one rank in both
             assert depth(path) == 3 if size == saved_with else depth(path) in (0, 3)
-        fresh()
-        for older, values in previous.items():  # from the files, not from memory
+        for older, values in previous.items():
             again = read(older, state, refinement=False)
             assert all(torch.equal(again[fqn], value) for fqn, value in values.items()), older
-        read(path, state)
+        history = dsq_ckpt.SaveHistory()  # the next is coded against the files, not against memory
+        read(path, state, history=history)
     assert depth(path) == (4 if size == saved_with else depth(run / f"on-{size}-0") + 1)
     done("the run goes on")
 

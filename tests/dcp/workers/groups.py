@@ -225,5 +225,4 @@ if __name__ == "__main__":
             restored_alike, searched, by_state_dicts, other_ranks, told_at_the_save, lists_of_one_rank, sharded,
             stages_without_state,
         ):
-            dsq_ckpt.forget()
             check(Path(sys.argv[1]) / check.__name__, me)

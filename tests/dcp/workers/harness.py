@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import dsq_ckpt
-
 HANG = 240.0
 """Seconds after which a collective counts as hanging, also on a busy machine."""
 
@@ -97,9 +95,3 @@ def depth(path: Any) -> int:
     from dsq_ckpt.storage.manifest import Manifest
 
     return Manifest.read(path).depth
-
-
-def fresh() -> None:
-    """As in a new process."""
-    dist.barrier()
-    dsq_ckpt.forget()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import depth, done, equal_everywhere, error_of, fails_everywhere, fresh, normal, whole, world, zeros
+from harness import depth, done, equal_everywhere, error_of, fails_everywhere, normal, whole, world, zeros
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -181,7 +181,7 @@ def small_shards(root: Path, rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     values = normal(99, 90, seed=0), 1e-3 * normal(99, 90, seed=1)
     for number, small in enumerate([slice(33, 66), slice(0, 99, 7), slice(33, 66), slice(40, 44)]):
-        fresh()
+        history = dsq_ckpt.SaveHistory()
         for step in range(2):
             weights, gradients = (value.clone() for value in values)
             if step or number < 2:
@@ -192,9 +192,9 @@ def small_shards(root: Path, rank: int, size: int) -> None:
             path = root / f"{number}" / f"{step}"
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                dsq_ckpt.save(state, path)
+                dsq_ckpt.save(state, path, history=history)
             target = zeros(state)
-            dsq_ckpt.load(target, path)
+            dsq_ckpt.load(target, path, history=history)
             loaded = whole(target)["model.w.weight"]
             if step or number < 2:
                 assert torch.equal(loaded[small], weights[small]), (number, step)
@@ -261,9 +261,9 @@ def plain_calls(root: Path, size: int) -> None:
     for name in "cd":
         dcp.save(placed(state, "rows", size), checkpoint_id=root / name, storage_writer=writer)
     assert depth(root / "d") == 3
-    fresh()
-    dsq_ckpt.load(zeros(placed(state, "rows", size)), root / "a")
-    dsq_ckpt.save(placed(state, "rows", size), root / "e")
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load(zeros(placed(state, "rows", size)), root / "a", history=history)
+    dsq_ckpt.save(placed(state, "rows", size), root / "e", history=history)
     assert Manifest.read(root / "e").parent_name == "a"
     done("plain calls")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import done, fails_everywhere, fresh, world
+from harness import done, fails_everywhere, world
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -46,7 +46,6 @@ def keys(root: Path, rank: int, size: int) -> None:
 
 def early(root: Path, rank: int) -> None:
     """All ranks are told, before any of them evaluates."""
-    fresh()
     model, calls = Net(), []
 
     def evaluate() -> float:

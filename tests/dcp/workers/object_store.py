@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import broken, fault
-from harness import depth, done, fails_everywhere, fresh, normal, whole, world, zeros
+from harness import depth, done, fails_everywhere, normal, whole, world, zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -75,7 +75,6 @@ if __name__ == "__main__":
             done("saved")
             check(url, ranks)
             done("loaded")
-            fresh()
             for kind in (False, True):
                 future = dsq_ckpt.async_save(state_at(1, ranks), f"{url}-async/{kind}", processes=kind)
                 result = future.result(timeout=240)
@@ -86,10 +85,9 @@ if __name__ == "__main__":
         else:
             check(url, ranks)
             done("resharded")
-            fresh()
-            state = state_at(0, ranks)
-            dsq_ckpt.load(state, f"{url}/step-{STEPS - 1}")
-            dsq_ckpt.save(state, f"{url}-by-{ranks}/next", parent=f"{url}/step-{STEPS - 1}")  # of another run: copied
+            state, newest, history = state_at(0, ranks), f"{url}/step-{STEPS - 1}", dsq_ckpt.SaveHistory()
+            dsq_ckpt.load(state, newest, history=history)
+            dsq_ckpt.save(state, f"{url}-by-{ranks}/next", parent=newest, history=history)  # of another run: copied
             loaded = zeros(state)
             dsq_ckpt.load(loaded, f"{url}-by-{ranks}/next")
             for fqn, value in whole(loaded).items():

@@ -103,10 +103,7 @@ if __name__ == "__main__":
         kinds: tuple[Callable[..., Any], ...] = (CountingAdamW, Sharing, HookedSGD, GlobalStateSGD, GradientWindow)
         for kind in kinds:
             for sharded in (False, True):
-                dsq_ckpt.forget()
                 check(kind, sharded, Path(sys.argv[1]) / f"{kind.__name__}{sharded}")
         for sharded in (False, True):
-            dsq_ckpt.forget()
             fewer(sharded, Path(sys.argv[1]) / f"fewer{sharded}")
-        dsq_ckpt.forget()
         unknown(Path(sys.argv[1]) / "unknown")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import HANG, depth, done, fails_everywhere, fresh, world
+from harness import HANG, depth, done, fails_everywhere, world
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dsq_ckpt
@@ -60,10 +60,11 @@ def three_ways(root: Path, background: Any) -> None:
     for make in (None, Balancing, Half, Renaming, PlusOne):
         name = "default" if make is None else make.__name__
         for way in ("sync", "thread", "process"):
-            fresh()
+            history = dsq_ckpt.SaveHistory()
             for step in range(2):
                 path, mine = root / name / way / str(step), state(step)
-                writer, planner = DSQStorageWriter(path, pinned=True), None if make is None else make()
+                writer = DSQStorageWriter(path, pinned=True, history=history)
+                planner = None if make is None else make()
                 if way == "sync":
                     dcp.save(mine, storage_writer=writer, planner=planner)
                 elif way == "thread":
@@ -94,7 +95,6 @@ def three_ways(root: Path, background: Any) -> None:
 
 def same_calls(root: Path, background: Any, rank: int) -> None:
     """A planner is asked the same in the background as in a synchronous save, and sees tensors."""
-    fresh()
     root.mkdir(exist_ok=True)
     dcp.save(state(), storage_writer=DSQStorageWriter(root / "sync"), planner=Recording(root / "record-sync", rank))
     future: Any = dcp.async_save(
@@ -116,7 +116,6 @@ def same_calls(root: Path, background: Any, rank: int) -> None:
 
 def runs_go_on(root: Path) -> None:
     """What this process loaded is the parent in DCP's process too, and its loss is counted; and the other way round."""
-    fresh()
     dsq_ckpt.save(state(0), root / "0", pinned=True)
     dsq_ckpt.save(state(1), root / "1")
     dist.barrier()
@@ -139,7 +138,6 @@ def runs_go_on(root: Path) -> None:
 
 def failures(root: Path, background: Any, rank: int) -> None:
     """Whatever a planner does, what was planned is written, or nothing is committed; the tensor is named."""
-    fresh()
 
     def thread(planner: Any, mine: dict[str, Any] | None = None, **writer: Any) -> Any:
         return dcp.async_save(
@@ -182,7 +180,6 @@ class Uncopyable:
 
 def one_rank_alone(root: Path, rank: int) -> None:
     """`no_dist` leaves the default group alone: the other ranks go on with collectives of their own."""
-    fresh()
     total = torch.tensor([1.0 + rank])
     if rank == 0:
         kinds = (None, False), (Balancing(), False), (None, True), (Balancing(), True)
@@ -225,7 +222,6 @@ def refused(root: Path, background: Any) -> None:
 
 def paths(root: Path, background: Any) -> None:
     """The path may come with the call, for a writer that has none or that of its last save."""
-    fresh()
     writer = DSQStorageWriter()
     for step, planner in enumerate((None, Balancing(), None)):
         future: Any = dcp.async_save(
@@ -257,7 +253,6 @@ def paths(root: Path, background: Any) -> None:
 
 def subgroups(root: Path, rank: int) -> None:
     """A save of some ranks is one of theirs, whichever way it is told."""
-    fresh()
     pairs = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
     for number, planner in enumerate((None, Balancing())):
         path = root / str(rank) / str(number)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import depth, done, error_of, fresh, world
+from harness import depth, done, error_of, world
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -34,8 +34,7 @@ def owners(path: Path) -> dict[str, int]:
 
 def flip(run: Path, rank: int, size: int, searched: bool) -> None:
     """Replicas differ a little, as on hardware that does not compute the same twice; each save is of its writers'."""
-    fresh()
-    model = Net()
+    model, history = Net(), dsq_ckpt.SaveHistory()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
     manager = ConfigManager(model, lambda: compute_loss(model))
@@ -50,10 +49,10 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
         state["model"] = get_model_state_dict(wrapped)
         path = run / str(number)
         if searched:
-            writer = DSQStorageWriter(path, model=model, pinned=True, policy=manager)
+            writer = DSQStorageWriter(path, model=model, pinned=True, policy=manager, history=history)
             save_with_writer(lambda writer=writer, state=state: (writer, state), staged=True)
         else:
-            dsq_ckpt.save(state, path, model=model, pinned=True)
+            dsq_ckpt.save(state, path, model=model, pinned=True, history=history)
         held: list[Any] = [None] * size
         dist.all_gather_object(held, state["model"])
         truths.append({fqn: held[owner][fqn.removeprefix("model.")] for fqn, owner in owners(path).items()})
@@ -70,7 +69,6 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
 
 def tied(run: Path, rank: int) -> None:
     """Weights that are tied are stored once, though replicas are dealt to all ranks."""
-    fresh()
     model = Tied()
     wrapped = DistributedDataParallel(model)
     state = {"model": get_model_state_dict(wrapped)}
@@ -94,7 +92,6 @@ def exact(run: Path) -> None:
     """A rule for one of the names counts though another rank writes the other name."""
     for number, how in enumerate((dsq_ckpt.save, lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result())):
         for named in ("first", "second"):
-            fresh()
             value = torch.randn(128, 96, generator=torch.Generator().manual_seed(0))
             path, rule = run / f"{number}{named}", {"pattern": f"{named}*", "exact": True}
             how({"first.weight": value, "second.weight": value}, path, config={"quantize": {"rules": [rule]}})
@@ -108,7 +105,6 @@ def apart(run: Path, rank: int, size: int) -> None:
     """Shards that share memory on some ranks only, as those that a source rank dealt without a copy, or otherwise."""
     mesh = init_device_mesh("cpu", (size,))
     for number, how in enumerate((dsq_ckpt.save, lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result())):
-        fresh()
         for step in range(2):  # a keyframe and a delta
             a, b, c = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)) for seed in (rank, 7, 8))
             locals_ = {"a.weight": a, "b.weight": a if rank == 0 else b, "c.weight": c if rank == 0 else b}

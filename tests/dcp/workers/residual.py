@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import depth, done, fresh, whole, world, zeros
+from harness import depth, done, whole, world, zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -37,9 +37,9 @@ def state_at(step: int, size: int) -> dict[str, Any]:
     return state
 
 
-def read(path: Path, size: int) -> dict[str, torch.Tensor]:
+def read(path: Path, size: int, **options: Any) -> dict[str, torch.Tensor]:
     target = zeros(state_at(0, size))
-    dsq_ckpt.load(target, path)
+    dsq_ckpt.load(target, path, **options)
     return whole(target)
 
 
@@ -53,7 +53,6 @@ def check(run: Path, size: int) -> None:
 
 def chain(run: Path, size: int, mode: str) -> None:
     """Whoever holds which part: the same as Algorithm 1 on whole tensors, bit for bit."""
-    fresh()
     for step in range(STEPS):
         state = state_at(step, size)
         if mode == "sync":
@@ -71,18 +70,17 @@ def chain(run: Path, size: int, mode: str) -> None:
 
 def continued(run: Path, size: int) -> None:
     """A chain that goes on after a load, by the same ranks."""
-    fresh()
+    history = dsq_ckpt.SaveHistory()
     for step in range(STEPS):
-        dsq_ckpt.save(state_at(step, size), run / str(step), config=CONFIG)
-        fresh()
-        read(run / str(step), size)
+        dsq_ckpt.save(state_at(step, size), run / str(step), config=CONFIG, history=history)
+        history = dsq_ckpt.SaveHistory()
+        read(run / str(step), size, history=history)
     check(run, size)
     done("continued")
 
 
 def parts(run: Path, size: int) -> None:
     """Parts of every rank's chunks take turns."""
-    fresh()
     config = make_config(fit="partition", parts=3)
     for step in (0, 1, 1, 1):
         dsq_ckpt.save(state_at(step, size), run / f"{len(list(run.glob('*')))}", config=config)
@@ -97,11 +95,10 @@ def parts(run: Path, size: int) -> None:
 
 def elsewhere(run: Path, size: int) -> None:
     """Loaded by other numbers of ranks; what these save next has no parent where its chunks are others."""
-    fresh()
     check(run / "sync", size)
     state = state_at(STEPS - 1, size)
     target = run / f"by-{size}" / "next"
-    dsq_ckpt.save(state, target, config=CONFIG, parent=run / "sync" / str(STEPS - 1))
+    dsq_ckpt.save(state, target, config=CONFIG, parent=run / "sync" / str(STEPS - 1), history=dsq_ckpt.SaveHistory())
     with Checkpoint(target) as checkpoint:
         added = {key.fqn for key, ref in checkpoint.iter_chunks() if "residual" in checkpoint.read_record(ref)}
     assert added == {"plain.weight", "replica.weight", "empty.weight", "short.weight"} - (

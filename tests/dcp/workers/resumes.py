@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import done, fresh, normal, whole, world, zeros
+from harness import done, normal, whole, world, zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -44,16 +44,16 @@ def check(run: Path, rank: int, size: int, background: bool) -> None:
     """Restored twice, exact from then on, on all ranks, with one warning each; a restore of that one does not count."""
     config = {"search": {"max_lossy_resumes": 2}}
     for number in range(5):
-        path, state = run / str(number), state_of(size)
+        path, state, history = run / str(number), state_of(size), dsq_ckpt.SaveHistory()
         if number:
-            fresh()
-            dsq_ckpt.load(state, run / str(number - 1))
+            dsq_ckpt.load(state, run / str(number - 1), history=history)
+        options: dict[str, Any] = {"config": config, "history": history}
 
-        def save(path: Path = path, state: dict[str, Any] = state) -> None:
+        def save(path: Path = path, state: dict[str, Any] = state, options: dict[str, Any] = options) -> None:
             if background:
-                dsq_ckpt.async_save(state, path, config=config).result()
+                dsq_ckpt.async_save(state, path, **options).result()
             else:
-                dsq_ckpt.save(state, path, config=config)
+                dsq_ckpt.save(state, path, **options)
 
         # An asynchronous save ends on rank 0 when all is committed, and elsewhere it may be seen a little later.
         assert count_warnings(save) == (number >= 2)
@@ -74,15 +74,14 @@ def loaded_by_one(run: Path, rank: int) -> None:
         "state.w.exp_avg": normal(240, 192, seed=2), "state.w.exp_avg_sq": normal(240, 192, seed=3).square() + 1,
     }
     for reader in range(dist.get_world_size()):
-        fresh()
         restored_values._loads = restored_values.LoadCounts()
-        first, second = run / f"{reader}-a", run / f"{reader}-b"
-        dsq_ckpt.save(state, first)
+        first, second, history = run / f"{reader}-a", run / f"{reader}-b", dsq_ckpt.SaveHistory()
+        dsq_ckpt.save(state, first, history=history)
         if rank == reader:
-            dsq_ckpt.load(state, first, no_dist=True)
+            dsq_ckpt.load(state, first, no_dist=True, history=history)
         for tensor in state.values():
             dist.broadcast(tensor, reader)
-        dsq_ckpt.save(state, second)
+        dsq_ckpt.save(state, second, history=history)
         assert read_bits(second)["state.w.exp_avg"] == 8, reader
 
 
@@ -91,7 +90,6 @@ def main() -> None:
     with world() as (rank, size):
         check(root / "plain", rank, size, background=False)
         done("save")
-        fresh()
         check(root / "background", rank, size, background=True)
         done("async_save")
         loaded_by_one(root / "one", rank)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import HANG, depth, done, fails_everywhere, fresh, normal, world
+from harness import HANG, depth, done, fails_everywhere, normal, world
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -34,7 +34,6 @@ def state(step: int = 0) -> dict[str, Any]:
 
 def check(name: str, root: Path, culprit: int, save: Save) -> None:
     """Save a keyframe, fail, and save a delta, with the planner and the writer that failed."""
-    fresh()
     planner, writer = Unfinished(culprit), DSQStorageWriter()
     planner.fails = False
     save(root / "0", 0, planner, DSQStorageWriter())
@@ -81,7 +80,6 @@ def save_codes(path: Path, step: int, planner: SavePlanner, writer: DSQStorageWr
 
 def check_cached_plans(root: Path, culprit: int) -> None:
     """Fail where the cached plan is missing on one rank."""
-    fresh()
     for step in range(4):
         if step == 2:
             fails_everywhere(lambda: save_without_cached_plan(root / "2", culprit), "KeyError", culprit=culprit)

@@ -281,7 +281,6 @@ def main() -> None:
     for part in (
         saves_and_deltas, same_tag_twice, overwriting, over_plain_tags, weights_of_an_older_tag, failures, sixteen_bit
     ):
-        dsq_ckpt.forget()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*gone or was replaced.*")
             part(directory / part.__name__, stage)

@@ -21,6 +21,7 @@ from dsq_ckpt.deepspeed import engine as of_engine
 from dsq_ckpt.deepspeed import tags as of_tags
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.new_process import begin_new_process
 
 
 def names(directory: Path) -> list[str]:
@@ -143,7 +144,7 @@ def full_disks(run: Path) -> None:
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = {"large": bytes(200_000)}  # in the file of rank 0 alone
     for victim, limit, file in ((1, 64, ".dsq"), (1, 9000, ".dsq"), (0, 100_000, "mp_rank_00_model_states.pt")):
-        dsq_ckpt.forget()
+        begin_new_process()
         if dist.get_rank() == victim:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
         error = error_of(lambda: engine.save_checkpoint(str(run), tag="broken", client_state=large))
@@ -298,7 +299,6 @@ def main() -> None:
     for part in [globals()[name] for name in sys.argv[2:]] or (
         tags_by_rank, missing_tags, urls, full_disks, files_beside_tags, unreadable, misspelt
     ):
-        dsq_ckpt.forget()
         part(directory / part.__name__)
     end()
 

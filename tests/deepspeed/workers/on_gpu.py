@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-import dsq_ckpt
 from tests.deepspeed.workers.common import EXACT, LOSSY, check, end, engine_of, settings, train
 
 
@@ -31,7 +30,6 @@ def main(directory: Path) -> None:
                 engine.save_checkpoint(str(run), tag=f"step-{number}")
             expected = train(engine, 12, 16)
             engine.destroy()
-            dsq_ckpt.forget()
             other = engine_of(tree, block, seed=1)
             other.load_checkpoint(str(run))
             losses = train(other, 12, 16)

@@ -128,7 +128,6 @@ def main() -> None:
     for name, tree in (("stage 0", settings(0)), ("stage 0, fp32", settings(0, bf16=False)), ("stage 2", settings(2)),
                        ("stage 3", settings(3, sub_group_size=9000))):
         for part in (search, gradients, changing):
-            dsq_ckpt.forget()
             part(directory / f"{part.__name__} {name}", name, tree)
     end()
 

@@ -48,10 +48,10 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
             for value in flat_tensors(there).values():
                 value.zero_()
             pending.result()
-    dsq_ckpt.forget()
     monkeypatch.setattr(device, "DEVICES", set())
+    history = dsq_ckpt.SaveHistory()
     for number, state in enumerate(states):
-        dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep)
+        dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep, history=history)
     for number in range(3):
         gpu_path, host_path = (tmp_path / place / str(number) for place in ("gpu", "host"))
         assert codes_of(gpu_path) == codes_of(host_path)

@@ -65,10 +65,9 @@ def codes_of(path: Path) -> dict[str, bytes]:
 
 
 def chain_of(run: Path, states: list[dict[str, Any]], save: Any) -> list[Path]:
-    dsq_ckpt.forget()
-    paths = [run / str(number) for number in range(len(states))]
+    paths, history = [run / str(number) for number in range(len(states))], dsq_ckpt.SaveHistory()
     for state, path in zip(states, paths, strict=True):
-        save(state, path, config={"refinement": {"keep_last": len(states)}})
+        save(state, path, config={"refinement": {"keep_last": len(states)}}, history=history)
     return paths
 
 
@@ -86,10 +85,10 @@ def by_the_host(tmp_path_factory) -> list[tuple[dict[str, bytes], dict[str, Any]
     return [(codes_of(path), load_copy(path, states()[0])) for path in far]
 
 
-def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None:
+def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any], **options: Any) -> None:
     """An asynchronous save whose state is gone as soon as the call returns, as codes: so are states on a GPU staged."""
     state = copy.deepcopy(state)
-    response = dsq_ckpt.async_save(state, path, config={**config, "storage": {"stage": "quantize"}})
+    response = dsq_ckpt.async_save(state, path, config={**config, "storage": {"stage": "quantize"}}, **options)
     for value in flat_tensors(state).values():
         value.zero_()
     response.result()
@@ -215,9 +214,9 @@ def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
     """Codes that are no longer on the device are brought there."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "device" / "0")
-    dsq_ckpt.forget()
-    load_copy(tmp_path / "device" / "0", first)
-    dsq_ckpt.save(second, tmp_path / "device" / "1")
+    history = dsq_ckpt.SaveHistory()
+    load_copy(tmp_path / "device" / "0", first, history=history)
+    dsq_ckpt.save(second, tmp_path / "device" / "1", history=history)
     assert not dsq_ckpt.describe(tmp_path / "device" / "1")["keyframe"]
     monkeypatch.setattr(device, "DEVICES", HOST)
     _, path = chain_of(tmp_path / "host", [first, second], dsq_ckpt.save)

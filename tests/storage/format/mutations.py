@@ -57,9 +57,8 @@ class Original(NamedTuple):
 
 def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint gives a state dict."""
-    dsq_ckpt.forget()
     state = make_blank(like)
-    dsq_ckpt.load(state, path, no_dist=True)
+    dsq_ckpt.load(state, path, no_dist=True, history=dsq_ckpt.SaveHistory())
     return state
 
 

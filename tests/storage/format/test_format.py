@@ -139,8 +139,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         tree = stepped(tree)
     # A checkpoint with NaN leaves the ones before it alone.
     _drop_refinement(paths[1], Manifest.read(paths[1]), fsync=True)
-    yield paths
-    dsq_ckpt.forget()
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +160,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         tree = stepped(tree)
     _drop_refinement(paths[2], Manifest.read(paths[2]), fsync=True)
     paths += [dsq_ckpt.merge(paths[step], root / f"merged-{step}").path for step in (2, 3)]
-    yield paths
-    dsq_ckpt.forget()
+    return paths
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -19,7 +19,6 @@ from tests.storage.format.rewriting import Tree, edit_contents, edit_index, rewr
 
 def test_newer_version_is_unsupported(tmp_path: Path) -> None:
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "run" / "one", no_dist=True)
-    dsq_ckpt.forget()
     path = tmp_path / "run" / "one" / "manifest.json"
     path.write_text(path.read_text().replace('"version": 8', '"version": 9'))
     with pytest.raises(independent.Unsupported):
@@ -49,7 +48,6 @@ def read_by_both(path: Path) -> list[Exception | None]:
             reader.tensor(name)
 
     errors: list[Exception | None] = []
-    dsq_ckpt.forget()
     for read in (independently, lambda: dsq_ckpt.load(like(), path, no_dist=True)):
         try:
             read()

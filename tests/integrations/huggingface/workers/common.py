@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from dsq_ckpt.engine.history import forget
 from dsq_ckpt.integrations import huggingface
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.new_process import begin_new_process
 
 WORDS = 97
 
@@ -50,7 +50,7 @@ def trainer(
 ) -> Trainer:
     """A trainer for steps up to `last`, with a checkpoint every second one, as in a process of its own if `new`."""
     if new:
-        forget()
+        begin_new_process()
     settings = {
         "output_dir": str(output), "max_steps": last, "per_device_train_batch_size": 4, "save_steps": 2,
         "save_total_limit": 2, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 2, "report_to": [],

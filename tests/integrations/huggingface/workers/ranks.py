@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from dsq_ckpt.engine.history import forget
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError, LoadFailed
 from dsq_ckpt.integrations import accelerate as integration
+from tests.helpers.new_process import begin_new_process
 from tests.integrations.huggingface.workers.background import background_trainer, before_publishing, full_disk
 from tests.integrations.huggingface.workers.callbacks import callback_states, full_disk_in_last_write
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
@@ -148,7 +148,7 @@ def trainer_fsdp2(output: Path) -> None:
 
 def accelerated(output: Path, config: Any = "exact", fsdp: bool = False) -> tuple[Accelerator, Any]:
     """An accelerator with what it prepared, as in a process of its own, and a function that trains some steps."""
-    forget()
+    begin_new_process()
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(
         project_dir=str(output), automatic_checkpoint_naming=True, total_limit=2,
     ))
@@ -241,7 +241,7 @@ def ddp_states(output: Path, fsdp: bool = False) -> None:
         accelerator.save_state(newest)
         depths.append(sound(newest).depth)
         once(lambda: own_files(newest))
-    forget()
+    begin_new_process()
     accelerator.load_state(newest)
     train(2)
     accelerator.save_state(newest)
@@ -287,7 +287,6 @@ def plain_states(output: Path) -> None:
 
 def several_models(output: Path) -> None:
     """A generator whose weights are rounded, with a codebook, beside a discriminator: exact, as with one model."""
-    forget()
     accelerator = integration.attach(Accelerator(cpu=True))
     torch.manual_seed(0)
     rounding = type("BitLinear", (nn.Linear,), {})
