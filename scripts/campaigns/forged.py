@@ -21,8 +21,8 @@ from campaigns.accidents import LOOKS, Accidents
 from campaigns.forgeries import FORGERIES
 from campaigns.harness import Found
 from campaigns.subjects import State, command, refuses, same
+from tests.helpers import independent_reader as independent
 from tests.helpers.states import to_bytes
-from tests.storage.format import independent_reader as independent
 
 
 class Forged(Accidents):

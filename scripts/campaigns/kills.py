@@ -31,8 +31,8 @@ from campaigns import subjects
 from campaigns.harness import Campaign, Found, forked
 from campaigns.subjects import state_at
 from dsq_ckpt.storage import gc
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff import kills as logs
-from tests.lowdiff.nursery import Nursery
 
 KINDS = ("save", "async", "overwrite", "2 ranks", "2 ranks, async", "DeepSpeed", "gradient log", "gradient log")
 _CONFIG = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024}, "delta": {"max_chain": 10}}

@@ -24,8 +24,8 @@ from campaigns.forging import Container
 from campaigns.harness import Campaign, Found, told
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.packs import PackRef
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import Case, Loop, digest, recorded
-from tests.lowdiff.nursery import Nursery
 
 STEPS = 22
 _CASES = {

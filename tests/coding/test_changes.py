@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from dsq_ckpt.coding import ChangesCoder, CodingError, RansCoder, _native, changes, coder_class, fit_fastest
 from tests.coding import common
-from tests.storage.format.independent_coders import Changes, Refused, token_row
+from tests.helpers.independent_coders import Changes, Refused, token_row
 
 PATHS = _native.available()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dsq_ckpt.coding import CodingError, difference, shuffle_compress
 from tests.coding.common import GOLDEN
-from tests.storage.format.independent_reader import after
+from tests.helpers.independent_reader import after
 
 
 def weights(number: int, n: int = 20_000) -> np.ndarray:

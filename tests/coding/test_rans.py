@@ -18,7 +18,7 @@ from dsq_ckpt.coding import CodingError, HuffmanCoder, RansCoder, _native, coder
 from dsq_ckpt.coding.rans1 import Rans1Coder
 from dsq_ckpt.errors import ConfigError
 from tests.coding import common
-from tests.storage.format.independent_coders import Rans, Refused
+from tests.helpers.independent_coders import Rans, Refused
 
 PATHS = _native.available()
 

@@ -21,10 +21,10 @@ from dsq_ckpt.dcp.nested_planners import NestedSavePlanner
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.fixtures import make_format_v1 as v1
 from tests.helpers.commands import dsq_stdout
+from tests.helpers.edited_checkpoints import edit_index
 from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import find_differences, is_equal
 from tests.helpers.training import Net, compute_loss, train
-from tests.storage.format.rewriting import edit_index
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

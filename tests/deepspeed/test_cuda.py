@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.deepspeed.launched import WORKERS
+from tests.helpers.deepspeed_processes import WORKERS
 from tests.helpers.processes import run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

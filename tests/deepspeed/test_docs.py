@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dsq_ckpt import DSQConfig
-from tests.deepspeed.launched import by_torchrun, python
 from tests.helpers.commands import run_dsq
+from tests.helpers.deepspeed_processes import by_torchrun, python
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 

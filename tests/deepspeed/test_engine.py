@@ -9,8 +9,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.deepspeed.launched import python, ranks
 from tests.helpers.commands import dsq_error, dsq_stdout
+from tests.helpers.deepspeed_processes import python, ranks
 from tests.helpers.packages import needs
 
 pytestmark = [pytest.mark.slow(3), needs("deepspeed")]

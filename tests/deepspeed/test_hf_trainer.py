@@ -10,7 +10,7 @@ import pytest
 
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from tests.deepspeed.launched import WORKERS, by_torchrun
+from tests.helpers.deepspeed_processes import WORKERS, by_torchrun
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 

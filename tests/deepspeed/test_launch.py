@@ -10,8 +10,8 @@ import pytest
 
 from dsq_ckpt import launch
 from dsq_ckpt.storage.manifest import Manifest
-from tests.deepspeed.launched import ON_CPU, by_torchrun, python
 from tests.helpers import forks
+from tests.helpers.deepspeed_processes import ON_CPU, by_torchrun, python
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, make_environment
 

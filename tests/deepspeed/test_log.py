@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.deepspeed.launched import ON_CPU, WORKERS, ranks
+from tests.helpers.deepspeed_processes import ON_CPU, WORKERS, ranks
 from tests.helpers.packages import needs
 from tests.helpers.processes import torchrun
 

@@ -18,11 +18,11 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.target_directory import TargetDirectory
+from tests.helpers import independent_reader as independent
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.lc import CONFIG, algorithm_1, make_config, make_walk
 from tests.helpers.states import find_differences, load_copy, to_bytes
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import edit_contents
 
 STEPS = 7
 FITS = {

@@ -15,12 +15,12 @@ from tests.fixtures import make_format_v1 as v1
 from tests.fixtures import make_format_v2 as v2
 from tests.fixtures import make_format_v3 as v3
 from tests.fixtures import make_format_v4 as v4
+from tests.helpers import independent_reader as independent
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.lc import CONFIG as DIFFERENCES
 from tests.helpers.states import find_differences, flat_tensors, flatten, load_copy, mixed_state, perturb, to_bytes
 from tests.helpers.training import Net, train
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import edit_contents
 
 STEPS = 6
 SMALL_BLOCKS = {"storage": {"block_elements": 1024, "fsync": False}, "quantize": {"min_elements": 1024}}

@@ -16,8 +16,8 @@ from dsq_ckpt.storage import references
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
+from tests.helpers import independent_reader
 from tests.helpers.processes import ROOT, run
-from tests.storage.format import independent_reader
 
 
 def state_of(step: int) -> dict:

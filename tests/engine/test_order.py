@@ -17,8 +17,8 @@ from dsq_ckpt.errors import CorruptCheckpoint, DSQError
 from dsq_ckpt.storage import gc, predecessors
 from dsq_ckpt.storage.links import link_files
 from dsq_ckpt.storage.manifest import MANIFEST, MAX_CREATED, Manifest, iter_checkpoints
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.states import KEEP_ONE
-from tests.storage.format.rewriting import edit_contents
 
 NOTHING_DROPPED = {"refinement": {"keep_last": 9}}
 

@@ -15,8 +15,10 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import independent_reader as independent
 from tests.helpers import processes
 from tests.helpers.commands import dsq_json, dsq_stdout, find_file, flip_bit
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.lc import CONFIG, algorithm_1, make_config, make_walk
 from tests.helpers.states import (
     KEEP_ONE,
@@ -28,8 +30,6 @@ from tests.helpers.states import (
     relative_error,
     to_bytes,
 )
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import edit_contents
 
 BASE = {"refinement": False}
 

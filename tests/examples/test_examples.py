@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from tests.deepspeed.launched import ON_CPU, by_torchrun
 from tests.helpers import forks
+from tests.helpers.deepspeed_processes import ON_CPU, by_torchrun
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, run, torchrun
 

@@ -37,8 +37,8 @@ from torch.optim import lr_scheduler
 
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.lowdiff import gradient_compressor
+from tests.helpers.checkpointing_processes import Nursery, listen
 from tests.lowdiff.loops import Case, Loop, digest
-from tests.lowdiff.nursery import Nursery, listen
 
 STEPS = 600
 """Of the uninterrupted run."""

@@ -15,8 +15,8 @@ from torch.optim import SGD
 from dsq_ckpt.distributed.comm import communicator
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff import recover, segments, snapshots
+from tests.helpers.mutated_checkpoints import frame
 from tests.lowdiff.loops import ADAM, SCHEDULED, Case, Loop, differences, recorded
-from tests.storage.format.mutations import frame
 
 pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import processes
+from tests.helpers.checkpointing_processes import alive
 from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
-from tests.lowdiff.nursery import alive
 from tests.lowdiff.workers.replica import check_same, replica_of, until
 
 WORKERS = Path(__file__).parent / "workers"
@@ -126,7 +126,7 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from tests.lowdiff.loops import Case, Loop, seeded
-from tests.lowdiff.nursery import Nursery
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.workers.replica import check_same, replica_of
 Nursery()
 torch.set_num_threads(4)

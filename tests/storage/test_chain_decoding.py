@@ -13,8 +13,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage import shard
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers import independent_reader as independent
 from tests.helpers.states import flat_tensors, load_copy, to_bytes
-from tests.storage.format import independent_reader as independent
 
 CODERS = {"lists": ChangesCoder.fit, "lanes": RansCoder.fit, "huffman": HuffmanCoder.fit}
 CHAINS = [

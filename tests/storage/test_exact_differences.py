@@ -15,10 +15,10 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef, reference_place
 from dsq_ckpt.storage.removal import remove_checkpoint
+from tests.helpers import independent_reader as independent
 from tests.helpers.commands import find_file
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.states import flat_tensors, load_copy, mixed_state, to_bytes
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import edit_contents
 
 EXACT = {"system": "exact"}
 SIZE = 300

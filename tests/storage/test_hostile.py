@@ -20,8 +20,8 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import dsq_error, dsq_stdout
+from tests.helpers.edited_checkpoints import edit_contents, edit_index
 from tests.helpers.states import find_differences, is_equal, load_copy
-from tests.storage.format.rewriting import edit_contents, edit_index
 
 CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
 

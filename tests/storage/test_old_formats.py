@@ -19,8 +19,8 @@ from tests.fixtures import make_format_v4 as v4
 from tests.fixtures import make_format_v5 as v5
 from tests.fixtures import make_format_v6 as v6
 from tests.fixtures import make_format_v7 as v7
+from tests.helpers import independent_reader as independent
 from tests.helpers.states import flat_tensors, flatten, load_copy, relative_error, to_bytes
-from tests.storage.format import independent_reader as independent
 
 EXPECTED = json.loads((v1.HERE / "expected.json").read_text())
 EXPECTED_2 = json.loads((v2.HERE / "expected.json").read_text())

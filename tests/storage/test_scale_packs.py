@@ -12,9 +12,9 @@ import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef
+from tests.helpers import independent_reader as independent
 from tests.helpers.commands import find_file
 from tests.helpers.states import flat_tensors, load_copy, to_bytes
-from tests.storage.format import independent_reader as independent
 
 SHAPES = {"up.weight": (300, 80), "down.weight": (80, 300)}
 

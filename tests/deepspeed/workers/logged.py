@@ -24,7 +24,7 @@ import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed.flat_buffers import iter_masters
 from dsq_ckpt.lowdiff import gradient_compressor, segments
 from dsq_ckpt.lowdiff.buckets import HookedCompressor
-from tests.lowdiff.nursery import Nursery
+from tests.helpers.checkpointing_processes import Nursery
 
 STEPS, EARLIER = 7, 5
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}}}

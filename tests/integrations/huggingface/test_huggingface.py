@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.launched import ON_CPU
+from tests.helpers.deepspeed_processes import ON_CPU
 from tests.helpers.packages import needs
 from tests.helpers.processes import run, torchrun
 

@@ -14,7 +14,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.deepspeed.launched import python
+from tests.helpers.deepspeed_processes import python
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.deepspeed.launched import python
+from tests.helpers.deepspeed_processes import python
 from tests.helpers.processes import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lightning.md").read_text(), re.S)

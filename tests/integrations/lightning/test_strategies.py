@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.launched import ON_CPU
+from tests.helpers.deepspeed_processes import ON_CPU
 from tests.helpers.processes import torchrun
 
 WORKERS = Path(__file__).parent / "workers"

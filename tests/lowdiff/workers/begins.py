@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dsq_ckpt.lowdiff import GradientLog
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import ADAM, Loop
-from tests.lowdiff.nursery import Nursery
 
 STEPS = 3
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import Case, Loop
-from tests.lowdiff.nursery import Nursery
 
 Nursery()
 torch.set_num_threads(1)

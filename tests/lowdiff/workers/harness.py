@@ -39,7 +39,7 @@ def prepare() -> None:
     from evaluation.lowdiff import idle, process  # noqa: F401
 
     from dsq_ckpt.lowdiff import worker_client
-    from tests.lowdiff.nursery import Grown, Nursery
+    from tests.helpers.checkpointing_processes import Grown, Nursery
 
     started: list[int] = []
     children = idle.children

@@ -20,8 +20,8 @@ from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.lowdiff import GradientLog, segments
+from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import Case, Loop, State, cut, differences, normalized, seeded
-from tests.lowdiff.nursery import Nursery
 
 STEPS = 6
 CHECKS: dict[str, Callable[[Path], None]] = {}

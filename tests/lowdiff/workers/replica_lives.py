@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.checkpointing_processes import Nursery, alive, listen
 from tests.lowdiff.kills import CASE, forked, joined, uninterrupted
 from tests.lowdiff.loops import Loop, digest
-from tests.lowdiff.nursery import Nursery, alive, listen
 from tests.lowdiff.workers.replica import replica_of
 
 STEPS = 600

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from dsq_ckpt.lowdiff import Replica
+from tests.helpers.checkpointing_processes import Nursery, alive
 from tests.lowdiff.kills import forked
 from tests.lowdiff.loops import Case, Loop, Sometimes, differences, normalized, perceptron, seeded
-from tests.lowdiff.nursery import Nursery, alive
 from tests.lowdiff.workers.replica import check_same, replica_of, until
 
 STEPS = 7

@@ -18,8 +18,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.retention import _drop_refinement
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import independent_reader as independent
 from tests.helpers.processes import torchrun
-from tests.storage.format import independent_reader as independent
 
 DOC = Path(__file__).parents[3] / "docs" / "format.md"
 TEXT = DOC.read_text()

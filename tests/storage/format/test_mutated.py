@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.cli import app
-from tests.storage.format import mutations
-from tests.storage.format.mutations import Original
+from tests.helpers import mutated_checkpoints as mutations
+from tests.helpers.mutated_checkpoints import Original
 
 SEED = 20261
 MEMORY = 400 << 10

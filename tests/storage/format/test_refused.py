@@ -13,8 +13,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import Tree, edit_contents, edit_index, rewrite, zstd
+from tests.helpers import independent_reader as independent
+from tests.helpers.edited_checkpoints import Tree, edit_contents, edit_index, rewrite, zstd
 
 
 def test_newer_version_is_unsupported(tmp_path: Path) -> None:

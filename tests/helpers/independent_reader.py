@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.storage.format.independent_coders import Bits, Changes, Huffman, Rans, Refused, require
-from tests.storage.format.independent_container import (
+from tests.helpers.independent_coders import Bits, Changes, Huffman, Rans, Refused, require
+from tests.helpers.independent_container import (
     Container,
     Unsupported,
     after,

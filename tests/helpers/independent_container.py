@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tests.storage.format.independent_coders import Rans, Refused, require
+from tests.helpers.independent_coders import Rans, Refused, require
 
 Tree = dict[str, Any]
 

@@ -1,7 +1,6 @@
 """Checkpoints with one thing changed, by accident or on purpose, and what must come of reading them.
 
 An *accident* leaves checksums as they are. A *forgery* changes what a file says, and all checksums that belong to it.
-Campaigns use the same: `Original`, `accident`, `forgery`, `outcome`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.coding import ChangesCoder, RansCoder
 from dsq_ckpt.storage import shard
+from tests.helpers import independent_reader as independent
+from tests.helpers.edited_checkpoints import Tree
 from tests.helpers.states import find_differences, make_blank
-from tests.storage.format import independent_reader as independent
-from tests.storage.format.rewriting import Tree
 
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 3, 255, 1 << 20, 150_000_000, 1 << 31, 1 << 40, (1 << 62) + 1, 1 << 70, 0.5, -2.5, 1e300, "",

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 import zstandard
 
-from tests.storage.format import independent_reader as independent
+from tests.helpers import independent_reader as independent
 
 Tree = dict[str, Any]
 

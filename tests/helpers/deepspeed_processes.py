@@ -7,9 +7,10 @@ from pathlib import Path
 from tests.helpers import forks
 from tests.helpers.processes import ROOT, run, torchrun
 
-WORKERS = Path(__file__).parent / "workers"
+_TESTS = ROOT / "tests" / "deepspeed"
+WORKERS = _TESTS / "workers"
 ON_CPU = {
-    "DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++")),
+    "DS_ACCELERATOR": "cpu", "CXX": str(_TESTS / "c++"),
     forks.PRELOAD: (
         "deepspeed dsq_ckpt.deepspeed deepspeed.runtime.zero.muon.muon_optimizer accelerate transformers.trainer "
         "transformers.models.gpt2.modeling_gpt2 lightning.pytorch"
