@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import typer
 from campaigns import calls, harness

@@ -283,7 +283,7 @@ lowdiff-failures        evaluate_lowdiff.py failures {}/lowdiff-constants.json -
                           --overheads {}/lowdiff-time.json --overheads {}/lowdiff-plain.json
 lowdiff-ranks           evaluate_lowdiff.py ranks {}/lowdiff-constants.json --count 5000
                           --overheads {}/lowdiff-time.json --overheads {}/lowdiff-plain.json
-lowdiff-kills           ../tests/lowdiff/kills.py --trials 200
+lowdiff-kills           evaluate_lowdiff.py kills
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
 passes                  measure_passes.py --parameters 20000000

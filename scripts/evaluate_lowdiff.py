@@ -12,6 +12,7 @@
     python scripts/evaluate_lowdiff.py wasted constants.json --json wasted.json      # by time between failures
     python scripts/evaluate_lowdiff.py failures constants.json --json failures.json  # effective time, many failures
     python scripts/evaluate_lowdiff.py ranks constants.json --json ranks.json        # effective time, many ranks
+    python scripts/evaluate_lowdiff.py kills --json kills.json           # what is lost when processes are killed
     python scripts/evaluate_lowdiff.py report *.json                     # plots, and what was to be reached
 
 Training has one CPU and checkpointing another; nothing else should run on either.
@@ -20,6 +21,7 @@ Training has one CPU and checkpointing another; nothing else should run on eithe
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -221,6 +223,24 @@ def ranks(
     """Simulate the effective training time of jobs on many ranks, any of which fails the job (experiment 10)."""
     cases = [Failures(hours * wasted.HOUR, int(number), seed=seed) for number in numbers.split(",")]
     _simulated(aims.RANKS, source, cases, count, restart, overheads, json_path)
+
+
+@app.command()
+def kills(
+    trials: int = typer.Option(200, min=1, help="Runs that are killed, once or twice each."),
+    seed: int | None = typer.Option(None, help="A random one by default."),
+    parallel: int = typer.Option(2, min=1, help="Runs at a time."), json_path: Path = JSON,
+) -> None:
+    """Kill runs with a log at random moments, and recover them; exit status 1 unless all are what they must be."""
+    from campaigns import log_kills
+
+    measured = log_kills.measure(trials, random.randrange(1 << 30) if seed is None else seed, parallel, console.print)
+    json_files.write(json_path, measured)
+    problems = measured["summary"]["problems"]
+    console.print_json(data={**measured["summary"], "problems": len(problems)})
+    for result in problems:
+        console.print("PROBLEM", json.dumps(result))
+    raise typer.Exit(1 if problems or len(measured["trials"]) < trials else 0)
 
 
 @app.command()

@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 
 import dsq_ckpt
-from campaigns import subjects
+from campaigns import log_kills, subjects
 from campaigns.harness import Campaign, Found, forked
 from campaigns.subjects import state_at
 from dsq_ckpt.storage import gc
 from tests.helpers.checkpointing_processes import Nursery
-from tests.lowdiff import kills as logs
+from tests.lowdiff.loops import digest
+from tests.lowdiff.uninterrupted import uninterrupted
 
 KINDS = ("save", "async", "overwrite", "2 ranks", "2 ranks, async", "DeepSpeed", "gradient log", "gradient log")
 _CONFIG = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024}, "delta": {"max_chain": 10}}
@@ -78,8 +79,8 @@ class Kills(Campaign):
         """Let a run die and go on."""
         kind, run, rng = self.kind(number), self.directory / f"run-{number}", self.rng(number)
         if kind == "gradient log":
-            drawn = logs.Trial.of(self.seed * 10_000 + number)
-            result = logs.outcome(drawn, self._table(drawn.spec, drawn.ranks), run)
+            drawn = log_kills.Trial.of(self.seed * 10_000 + number)
+            result = log_kills.outcome(drawn, self._table(drawn.spec, drawn.ranks), run)
             problem = result.get("problem")
         else:
             problem = self._lives(kind, run, rng)
@@ -93,7 +94,7 @@ class Kills(Campaign):
         key = f"{spec}-{ranks}"
         if key not in self.tables:
             store = self.directory / f"store-{key}-{os.getpid()}"
-            self.tables[key] = answer(lambda: logs.uninterrupted(spec, ranks, store))
+            self.tables[key] = answer(lambda: uninterrupted(spec, ranks, store))
         return self.tables[key]
 
     def _lives(self, kind: str, run: Path, rng: random.Random) -> str | None:
@@ -325,4 +326,4 @@ def digest_of(engine: Any) -> str:
     optimizer = engine.optimizer
     values = [flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups]
     states = [engine.basic_optimizer.state_dict()["state"]]
-    return str(logs.digest({"values": values, "states": states}))
+    return str(digest({"values": values, "states": states}))

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers import processes
 from tests.helpers.checkpointing_processes import alive
-from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.uninterrupted import CASE
 from tests.lowdiff.workers.replica import check_same, replica_of, until
 
 WORKERS = Path(__file__).parent / "workers"

@@ -35,7 +35,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if program == "dsq":
         return of_group(dsq, arguments)
     path = (Path("scripts") / program).with_suffix("")
-    module = importlib.import_module("tests.lowdiff.kills" if path.name == "kills" else path.name)
+    module = importlib.import_module(path.name)
     if isinstance(getattr(module, "app", None), Typer):
         return of_group(module.app, arguments)
     read = argparse.ArgumentParser.parse_args

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.checkpointing_processes import Nursery, alive, listen
-from tests.lowdiff.kills import CASE, forked, joined, uninterrupted
 from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.uninterrupted import CASE, forked, joined, uninterrupted
 from tests.lowdiff.workers.replica import replica_of
 
 STEPS = 600

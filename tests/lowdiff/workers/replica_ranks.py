@@ -23,8 +23,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from dsq_ckpt.lowdiff import Replica
 from tests.helpers.checkpointing_processes import Nursery, alive
-from tests.lowdiff.kills import forked
 from tests.lowdiff.loops import Case, Loop, Sometimes, differences, normalized, perceptron, seeded
+from tests.lowdiff.uninterrupted import forked
 from tests.lowdiff.workers.replica import check_same, replica_of, until
 
 STEPS = 7

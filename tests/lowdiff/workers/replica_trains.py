@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.helpers.checkpointing_processes import Nursery
-from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.uninterrupted import CASE
 from tests.lowdiff.workers.replica import replica_of
 
 

@@ -1,59 +1,40 @@
 """Training processes, checkpointing processes or both die by SIGKILL at random moments, and what is left is recovered.
 
-    python tests/lowdiff/kills.py --trials 200 --json kills.json
-
 Every recovered state must be that of an uninterrupted run after as many steps, bit for bit, and no older than what the
 log had promised at the last step that was reported done. The seed of a trial makes it again, but for the moment.
+`campaign.py kills` counts what goes wrong; `evaluate_lowdiff.py kills` measures what is lost.
 
-This process imports everything once and starts no thread; what trains, and what recovers, are its forks. So are the
-checkpointing processes, which would take three seconds each to start otherwise (`--start exec`).
+A process imports everything once and starts no thread; what trains, and what recovers, are its forks. So are the
+checkpointing processes, which would take three seconds each to start otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
-
-from dsq_ckpt.cli import json_files
-from dsq_ckpt.lowdiff import gradient_compressor
 from tests.helpers.checkpointing_processes import Nursery, listen
-from tests.lowdiff.loops import Case, Loop, digest
+from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.uninterrupted import CASE, STEPS, answer, forked, joined, uninterrupted
 
-STEPS = 600
-"""Of the uninterrupted run."""
 KINDS = ("trainer", "trainer", "process", "process, then trainer", "both", "both", "while it starts")
 SPECS = ("topk:0.05", "none", "fp16")
 PAUSE = 0.003
-CASE = Case(
-    lambda model: torch.optim.Adam(model.parameters(), 0.01),
-    schedule=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1),
-    clip=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5),
-)
 
 
 class Trial(NamedTuple):
-    """What is done to a run.
+    """Parameters of a run and of its kills.
 
     Attributes:
         seed: that all else was drawn with.
@@ -75,6 +56,7 @@ class Trial(NamedTuple):
 
     @classmethod
     def of(cls, seed: int) -> Trial:
+        """Draw a trial."""
         rng = random.Random(seed)
         ranks = 2 if rng.random() < 0.25 else 1
         kind = rng.choice(KINDS)
@@ -90,8 +72,12 @@ class Trial(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a training process reported after a step: steps done, the oldest that may be recovered now (-1: any),
-    whether steps were logged.
+    """Report of a training process after a step.
+
+    Attributes:
+        done: steps done.
+        promised: the oldest step that may be recovered now; -1: any.
+        logged: whether steps were logged.
     """
 
     done: int
@@ -100,7 +86,7 @@ class Said(NamedTuple):
 
 
 class Life:
-    """Training processes of one run, and what they say.
+    """Training processes of one run, and their reports.
 
     Attributes:
         trainers: their pids, until they were waited for.
@@ -124,7 +110,7 @@ class Life:
             self._pipes[reader] = rank
 
     def listen(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Take what is said, for some time, or until something is true or all are gone."""
+        """Take reports, for some time, or until something is true or all are gone."""
         listen(self._pipes, self._rest, self._take, seconds, until)
 
     def _take(self, rank: int, line: bytes) -> None:
@@ -136,7 +122,7 @@ class Life:
             self.said[rank] = Said(*map(int, numbers))
 
     def kill(self, trainers: bool, processes: bool, rng: random.Random) -> None:
-        """SIGKILL to each of them, in any order; then everything they had said is heard."""
+        """Kill each of them, in any order, and take the reports that they had sent."""
         victims = (self.trainers if trainers else []) + (list(self.processes.values()) if processes else [])
         rng.shuffle(victims)
         for pid in victims:
@@ -149,7 +135,7 @@ class Life:
             self.listen(5)
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """Kill all that is left, and close the pipes."""
         for pid in self.trainers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -161,54 +147,18 @@ class Life:
 
     @property
     def promised(self) -> int:
-        """The oldest step that may be recovered."""
+        """Oldest step that may be recovered."""
         return max((said.promised for said in self.said.values()), default=-1)
 
     @property
     def done(self) -> int:
-        """Steps that all ranks did."""
+        """Number of steps that all ranks did."""
         return min((said.done for said in self.said.values()), default=0)
 
     @property
     def logged(self) -> bool:
+        """Whether all ranks logged their last step."""
         return bool(self.said) and all(said.logged for said in self.said.values())
-
-
-def forked(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def answer(work: Callable[[], Any]) -> Any:
-    """What a fork of this process found out; None if it failed."""
-    reader, writer = os.pipe()
-    child = forked(lambda: os.write(writer, json.dumps(work()).encode()) and None)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else None
-
-
-def joined(loop: Loop, store: Path, rank: int, ranks: int) -> None:
-    """Make a loop one of several."""
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        loop.model = DistributedDataParallel(loop.model)
 
 
 def train(trial: Trial, run: Path, store: Path, rank: int, resume: bool, writer: int) -> None:
@@ -233,32 +183,8 @@ def train(trial: Trial, run: Path, store: Path, rank: int, resume: bool, writer:
         time.sleep(PAUSE)
 
 
-def uninterrupted(spec: str, ranks: int, store: Path, steps: int = STEPS) -> list[str]:
-    """Digests of the states of a run without a log, compressed as with it."""
-
-    def work(rank: int) -> list[str]:
-        loop = Loop(CASE)
-        joined(loop, store, rank, ranks)
-        compressor = gradient_compressor(spec)
-        compressor.attach(loop.model)
-        table = [digest(loop.state())]
-        for number in range(steps):
-            loop.step(number, rank)
-            compressor.take()
-            if rank == 0:
-                table.append(digest(loop.state()))
-        return table
-
-    others = [forked(lambda rank=rank: work(rank) and None) for rank in range(1, ranks)]
-    table = answer(lambda: work(0))
-    for child in others:
-        os.waitpid(child, 0)
-    assert table is not None
-    return table
-
-
 def recovered(run: Path) -> dict[str, Any] | None:
-    """What `recover` gives in one process, whatever the number of ranks that logged."""
+    """Recover in one process, whatever the number of ranks that logged; return what came of it."""
     loop = Loop(CASE, seed=9)
     started = time.perf_counter()
     recovery = loop.recover(run, partial=True, timeout=60)
@@ -273,7 +199,7 @@ def recovered(run: Path) -> dict[str, Any] | None:
 
 
 def outcome(trial: Trial, table: list[str], run: Path) -> dict[str, Any]:
-    """Do it; what is wrong is under "problem"."""
+    """Carry out a trial; return the recoveries, and what is wrong under "problem"."""
     rng = random.Random(trial.seed + 1)
     first, told = True, []
     for delay in filter(None, (trial.delay, trial.again)):
@@ -319,6 +245,7 @@ def outcome(trial: Trial, table: list[str], run: Path) -> dict[str, Any]:
 
 
 def lane(numbers: range, seed: int, tables: dict[str, list[str]], directory: Path, writer: int) -> None:
+    """Carry out some trials, and write the outcomes to a pipe."""
     for number in numbers:
         trial = Trial.of(seed + number)
         run = directory / f"run-{number}"
@@ -331,7 +258,7 @@ def lane(numbers: range, seed: int, tables: dict[str, list[str]], directory: Pat
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of all trials."""
+    """Return figures of all trials."""
     lives = [life for result in results for life in result.get("lives", ()) if life["step"] is not None]
     lost = [max(life["done"] - life["step"], 0) for life in lives if life["logged"]]
     return {
@@ -349,47 +276,37 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--parallel", type=int, default=2)
-    parser.add_argument("--start", choices=["fork", "exec"], default="fork")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    print("seed", given.seed, flush=True)
+def measure(count: int, seed: int, parallel: int, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Make so many trials, some at a time; return what came of each, and figures of all.
+
+    Call it in a process that has started no thread.
+
+    Args:
+        count: of trials.
+        seed: of the first; each other one has the next.
+        parallel: trials at a time.
+        report: called with a line about every trial.
+    """
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        needed = {(trial.spec, trial.ranks) for trial in map(Trial.of, range(given.seed, given.seed + given.trials))}
+        needed = {(trial.spec, trial.ranks) for trial in map(Trial.of, range(seed, seed + count))}
         tables = {
             f"{spec} {ranks}": uninterrupted(spec, ranks, directory / f"store-{number}")
             for number, (spec, ranks) in enumerate(sorted(needed))
         }
-        if given.start == "fork":
-            Nursery()
+        Nursery()
         reader, writer = os.pipe()
         lanes = [
-            forked(lambda first=first: lane(
-                range(first, given.trials, given.parallel), given.seed, tables, directory, writer
-            )) for first in range(given.parallel)
+            forked(partial(lane, range(first, count, parallel), seed, tables, directory, writer))
+            for first in range(parallel)
         ]
         os.close(writer)
         with open(reader, encoding="utf-8") as pipe:
             for line in pipe:
                 results.append(json.loads(line))
-                print(len(results), line.strip(), flush=True)
+                report(f"{len(results)} {line.strip()}")
         for child in lanes:
             os.waitpid(child, 0)
-    counts = summary(results)
-    print(json.dumps({**counts, "problems": len(counts["problems"])}, indent=1))
-    for result in counts["problems"]:
-        print("PROBLEM", json.dumps(result))
-    if given.json is not None:
-        json_files.write(given.json, {"seed": given.seed, "summary": counts, "trials": results})
-    return 0 if len(results) == given.trials and not counts["problems"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"seed": seed, "summary": summary(results), "trials": results}
