@@ -294,9 +294,9 @@ import os, sys, torch, torch.distributed as dist, dsq_ckpt
 from dsq_ckpt.api import background
 from datetime import timedelta
 rank = int(os.fork() == 0)
-dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2, timeout=timedelta(seconds=3)
-)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+dist.barrier()  # a rank may begin late on a busy machine
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
 if rank:
     background.get_group = lambda like: os._exit(0)
 try:

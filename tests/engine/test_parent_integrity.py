@@ -198,7 +198,7 @@ def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
     check_file, result = parent_integrity.check_file, parent_integrity._FileCheck.wait
 
     def slow(path, expected):
-        answered.wait(20)
+        answered.wait(600)
         return check_file(path, expected)
 
     def interrupted(check):

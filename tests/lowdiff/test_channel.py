@@ -39,7 +39,7 @@ def test_messages_in_order(ends):
     thread.start()
     for message in ({"n": 1}, large, {"n": 2}):
         channel.send(message)
-    thread.join(10)
+    thread.join(120)
     assert received == [({"n": 1}, None), (large, None), ({"n": 2}, None)]
 
 

@@ -85,7 +85,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
         assert log.logging and not caught
 
         for what in ("was killed by signal 9", "File too large"):
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             pid, first = log._require_client().pid, log.steps_done
             if "signal" in what:
                 os.kill(pid, signal.SIGKILL)
@@ -278,7 +278,7 @@ def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch)
             loop.step(number)
             log.step()
             table[number + 1] = loop.state()
-        log._require_client().wait("saved", 30)
+        log._require_client().wait("saved", 240)
     assert list(moments) == ["before", "saved", "retiring", "segments", "after"]
     for moment, run in moments.items():
         again = Loop(CASE, seed=1)

@@ -135,7 +135,7 @@ def test_snapshots_supersede_the_log(tmp_path):
         for number in range(30):
             loop.step(number)
             log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
     assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000000028"]
     assert [name.last for name, _ in segments.list_segments(tmp_path)] == [29, 30]
     assert check_recovers(ADAM, tmp_path, loop.state(), 30).replayed == 2
@@ -147,7 +147,7 @@ def test_two_snapshots_are_kept(tmp_path):
         for number in range(14):
             loop.step(number)
             log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             states[number + 1] = loop.state()
     newest = tmp_path / "step-000000012"
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000008", newest.name]
@@ -234,7 +234,7 @@ def test_going_on_from_a_snapshot(tmp_path, spec):
         for number in range(12):
             loop.step(number)
             log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             table[number + 1] = loop.state()
     again = Loop(TOPK, seed=3)
     recovered = again.recover(tmp_path, replay_log=False)

@@ -29,7 +29,7 @@ def train(log, loop, steps):
     for _ in range(steps):
         loop.step(log.steps_done)
         log.step()
-        log._require_client().wait("saved", 30)
+        log._require_client().wait("saved", 240)
 
 
 def add(optimizer, model, number):

@@ -52,7 +52,7 @@ def test_parameters_are_edited(tmp_path, edit, batch):
         for _ in range(count):
             loop.step(log.steps_done)
             log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             table[log.steps_done] = loop.state()
 
     with loop.log(tmp_path, batch=batch, compressor="none", keep=2) as log:
@@ -94,7 +94,7 @@ def test_data_of_any_kind_is_edited(tmp_path, make):
                     log.step()
             else:
                 log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
     check_recovers(case, tmp_path, loop.state(), 6)
 
 
@@ -153,7 +153,7 @@ def test_parameters_are_edited_in_every_iteration(tmp_path, iteration):
         for number in range(8):
             iteration(log, loop)
             table.append(loop.state())
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             run_copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"))
             for lock in run_copy.glob("log/*.lock"):
                 lock.unlink()
@@ -172,7 +172,7 @@ def test_a_gap_within_a_batch(tmp_path):
                 edit_in_place(loop.model[0].weight)
             loop.step(number)
             log.step()
-            log._require_client().wait("saved", 30)
+            log._require_client().wait("saved", 240)
             table[number + 1] = loop.state()
     check_recovers(ADAM, tmp_path, table[12], 12)
     newest = sorted(tmp_path.glob("step-*"))[-1]

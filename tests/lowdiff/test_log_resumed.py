@@ -18,7 +18,7 @@ def recovered_after(tmp_path, compressor) -> tuple[Loop, Recovered]:
         for number in range(2):
             loop.step(number)
             log.step()
-        log._require_client().wait("saved", 30)
+        log._require_client().wait("saved", 240)
     again = Loop(TOPK, seed=1)
     recovered = again.recover(tmp_path)
     assert recovered.snapshot == 2

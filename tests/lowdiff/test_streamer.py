@@ -142,7 +142,7 @@ def test_a_backward_pass_that_fails(tmp_path, holders, late, monkeypatch):
         raise MemoryError("too large")
 
     def waits(*args):
-        release.wait(20)
+        release.wait(600)
         copied(*args)
 
     with replica_of(loop, tmp_path) as replica:

@@ -158,7 +158,7 @@ def test_a_log_that_has_lost_state_is_not_exact(tmp_path, monkeypatch):
             for number in range(5):
                 loop.step(number)
                 log.step()
-                log._require_client().wait("saved", 30)
+                log._require_client().wait("saved", 240)
     again = Loop(case, seed=5)
     with pytest.warns(UserWarning, match=r"not exactly that of step 5: Counted cannot be logged: its state has 'k'"):
         recovered = again.recover(tmp_path)

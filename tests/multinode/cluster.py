@@ -105,7 +105,7 @@ class Host:
         """End it and all its processes."""
         _end(self._init)
         for agent in self._agents:
-            agent.wait(10)
+            agent.wait(120)
 
     def _inside(self) -> list[str]:
         pid = self._init.pid

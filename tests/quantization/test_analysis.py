@@ -20,7 +20,7 @@ class Threads:
 
     class Shared:
         def __init__(self, size):
-            self.barrier, self.values = threading.Barrier(size, timeout=30), [None] * size
+            self.barrier, self.values = threading.Barrier(size, timeout=300), [None] * size
 
     def __init__(self, shared, rank):
         self.shared, self.rank, self.size = shared, rank, len(shared.values)

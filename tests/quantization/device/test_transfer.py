@@ -17,13 +17,13 @@ def test_bytes_that_wait_for_the_trip_are_bounded(monkeypatch):
     lane = transfer.Transfer(torch.device("cpu"))
     go, order = threading.Event(), []
     lane.reserve(80)
-    lane.submit(80, lambda: go.wait(10))
+    lane.submit(80, lambda: go.wait(600))
     second = threading.Thread(target=lambda: (lane.reserve(30), order.append("reserved")))
     second.start()
     second.join(0.2)
     assert order == [] and second.is_alive()
     go.set()
-    second.join(10)
+    second.join(120)
     assert order == ["reserved"]
     lane.submit(30, lambda: None).result()
     lane.reserve(1000)  # alone, a chunk may be larger
