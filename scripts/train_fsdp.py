@@ -225,15 +225,7 @@ def newest(writer: str, out: Path) -> str | None:
 def main() -> None:
     """Run the training that the command line describes."""
     arguments = parse_arguments()
-    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() >= local_world:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("cuda:nccl,cpu:gloo", timeout=TIMEOUT)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    device = train_options.init_processes(TIMEOUT)
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
         Training(arguments, device).run()

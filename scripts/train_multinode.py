@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -123,16 +122,7 @@ class Run:
 def main(kind: type[Run] = Run) -> None:
     """Run the training that the command line describes."""
     arguments = parse_arguments()
-    timeout = timedelta(seconds=arguments.timeout)
-    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() >= local_world:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timeout)
+    device = train_options.init_processes(timedelta(seconds=arguments.timeout))
     if arguments.log_dir is not None:
         arguments.log_dir.mkdir(parents=True, exist_ok=True)
     try:

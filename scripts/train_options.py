@@ -1,10 +1,15 @@
-"""Command line options that the training scripts share."""
+"""Command line options and process groups that the training scripts share."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--out": {"type": Path, "required": True, "help": "run directory, which holds the checkpoints; all hosts see it"},
@@ -26,3 +31,20 @@ def parser(description: str, *names: str) -> argparse.ArgumentParser:
     for name in ("--out", "--steps", "--save-every", *names):
         argument_parser.add_argument(name, **_OPTIONS[name])
     return argument_parser
+
+
+def init_processes(timeout: timedelta) -> torch.device:
+    """Create the default process group of a job of torchrun; return the device of this rank.
+
+    Without a GPU for each rank of the host, all train on the CPU, in one thread.
+    """
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.device_count() >= local_world:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timeout)
+    return device

@@ -56,9 +56,9 @@ def index(path: Path, rng: random.Random) -> str:
     return what
 
 
-def contents(path: Path, rng: random.Random) -> str:
-    """Alter fields of a base file's contents."""
-    file, container = _opened(path, rng, ".dsq")
+def contents(path: Path, rng: random.Random, suffix: str = ".dsq") -> str:
+    """Alter fields of the contents of a base file, or of a file of another suffix."""
+    file, container = _opened(path, rng, suffix)
     what = forging.alter(container.contents, rng)
     forging.replace(path, file.name, container.data())
     return f"{file.name}: {what}"
@@ -66,12 +66,7 @@ def contents(path: Path, rng: random.Random) -> str:
 
 def refinement(path: Path, rng: random.Random) -> str:
     """Alter fields of a refinement file's contents."""
-    if not list(path.glob("*.refinement")):
-        return contents(path, rng)
-    file, container = _opened(path, rng, ".refinement")
-    what = forging.alter(container.contents, rng)
-    forging.replace(path, file.name, container.data())
-    return f"{file.name}: {what}"
+    return contents(path, rng, ".refinement" if list(path.glob("*.refinement")) else ".dsq")
 
 
 def blocks(path: Path, rng: random.Random) -> str:

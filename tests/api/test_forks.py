@@ -12,19 +12,10 @@ from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
 
 # An object that is pickled in the background holds the save there; a thread holds every lock that another may hold.
-SCRIPT = """
-import os, sys, threading
-import torch
-import torch.distributed as dist
-import dsq_ckpt
-from dsq_ckpt.engine import parent_integrity
-from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.core import regular_files; from dsq_ckpt.storage import pickle_refs
+SLOW = """
+import threading
 
-if "group" in sys.argv:
-    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store"), rank=0, world_size=1)
-run = sys.argv[1] + "/run"
-saving, held, done = threading.Event(), threading.Event(), threading.Event()
+saving, done = threading.Event(), threading.Event()
 
 
 class Slow:
@@ -36,6 +27,20 @@ class Slow:
             saving.set()
             done.wait()
         return {}
+"""
+SCRIPT = SLOW + """
+import os, sys
+import torch
+import torch.distributed as dist
+import dsq_ckpt
+from dsq_ckpt.engine import parent_integrity
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.core import regular_files; from dsq_ckpt.storage import pickle_refs
+
+if "group" in sys.argv:
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store"), rank=0, world_size=1)
+run = sys.argv[1] + "/run"
+held = threading.Event()
 
 
 def hold():
@@ -89,23 +94,10 @@ def test_a_child_saves_and_ends_while_its_parent_saves(tmp_path, group):
     assert Manifest.read(run / "third").previous_name == "second" and Manifest.read(run / "third").depth == 2
 
 
-LOADER = """
-import sys, threading
+LOADER = SLOW + """
+import sys
 import torch
 import dsq_ckpt
-
-saving, done = threading.Event(), threading.Event()
-
-
-class Slow:
-    def __deepcopy__(self, memo):
-        return self
-
-    def __getstate__(self):
-        if threading.current_thread() is not threading.main_thread():
-            saving.set()
-            done.wait()
-        return {}
 
 
 class Saves(torch.utils.data.Dataset):

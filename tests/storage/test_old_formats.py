@@ -32,6 +32,11 @@ EXPECTED_7 = json.loads((v7.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
+def own_file(checkpoint):
+    """The file of the first rank."""
+    return checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq")
+
+
 def check(path, like, expected, version):
     """Verify a checkpoint of a former version, and compare what is loaded from it with what that version loaded."""
     with Checkpoint(path) as checkpoint:
@@ -69,7 +74,7 @@ def test_version_3(name):
     like = v3.state_at(int(name))
     check(path, like, expected, 3)
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         assert any("unit" in record for record in contents["records"])
 
 
@@ -79,9 +84,9 @@ def test_version_4(name):
     path, expected = v4.HERE / name, EXPECTED_4[name]
     check(path, v4.state_at(int(name)), expected, 4)
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         assert any("unit" in record for record in contents["records"])
-        models = [checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").read(Block(*group["model"]))
+        models = [own_file(checkpoint).read(Block(*group["model"]))
                   for group in contents["groups"].values() if group["coder"] == "rans"]
         assert {model[0] for model in models} == {2}
 
@@ -92,7 +97,7 @@ def test_version_5(name):
     path, expected = v5.HERE / name, EXPECTED_5[name]
     check(path, v5.state_at(int(name)), expected, 5)
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         assert any("root" in record for record in contents["records"])
         assert {group["coder"] for group in contents["groups"].values()} == {"rans"}
 
@@ -103,7 +108,7 @@ def test_version_6(name):
     path, expected = v6.HERE / name, EXPECTED_6[name]
     check(path, v6.state_at(int(name)), expected, 6)
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         assert ("changes" in {group["coder"] for group in contents["groups"].values()}) == (name == "1")
         assert all(len(pack) == 3 for pack in contents["packs"])
     back = flatten(load_copy(path, v6.state_at(int(name))))
@@ -117,7 +122,7 @@ def test_version_7(name):
     path, expected = v7.HERE / name, EXPECTED_7[name]
     check(path, v6.state_at(int(name)), expected, 7)
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         assert len(contents["packs"][0]) == (5 if name == "1" else 3)
         assert isinstance(contents["scales"][0], list) and any("scales" in record for record in contents["records"])
 
@@ -221,7 +226,7 @@ def test_version_6_is_a_parent_of_exact_data(tmp_path):
     like = v6.state_at(2)
     dsq_ckpt.save(like, tmp_path / "2", parent=v6.HERE / "1", config=v6.config())
     with Checkpoint(tmp_path / "2") as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
         [((file, _), place)] = [pack[3:] for pack in contents["packs"] if len(pack) > 3]
         assert file.startswith(Manifest.read(v6.HERE / "1").save_id) and place == 1
     back = flatten(load_copy(tmp_path / "2", like))
@@ -237,7 +242,7 @@ def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
     dsq_ckpt.merge(tmp_path / "old" / "1", tmp_path / "merged", keyframe=True)
     for name in ("2", "merged"):
         with Checkpoint(tmp_path / name) as checkpoint:
-            contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+            contents = own_file(checkpoint).contents
             assert len(contents["packs"][contents["scales"][0]]) == 3
         independent.Reader(tmp_path / name)
     assert v1.digests(load_copy(tmp_path / "merged", like)) == EXPECTED_7["1"]["full"]
@@ -250,7 +255,7 @@ def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
 def payload(path):
     """The bytes of codes, packs and scales in the own file of a checkpoint."""
     with Checkpoint(path) as checkpoint:
-        contents = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        contents = own_file(checkpoint).contents
     blocks = [block for record in contents["records"] for block in record.get("blocks", ()) if block is not None]
     scales = [contents["scales"][0]] if isinstance(contents["scales"][0], list) else []
     return sum(block[1] for block in [*blocks, *scales, *(pack[0] for pack in contents["packs"])])
