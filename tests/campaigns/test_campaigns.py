@@ -15,7 +15,8 @@ from campaigns.harness import Campaign, Found
 
 from tests.helpers import processes
 
-SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "campaign.py")
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPT = str(SCRIPTS / "campaign.py")
 
 
 @pytest.mark.slow(50)
@@ -24,6 +25,21 @@ def test_campaigns() -> None:
     status, output = processes.run([SCRIPT, "all", "--seed", "7", "--short", "--lanes", "2"], forked=True)
     print(output)
     assert status == 0, output[-8000:]
+
+
+@pytest.mark.slow(15)
+def test_what_kills_of_a_log_cost_is_measured(tmp_path: Path) -> None:
+    """By trials as those of the campaign `kills`."""
+    status, output = processes.run([
+        str(SCRIPTS / "evaluate_lowdiff.py"), "kills", "--trials", "2", "--seed", "11",
+        "--json", str(tmp_path / "kills.json"),
+    ], forked=True)
+    assert status == 0, output[-8000:]
+    measured = json.loads((tmp_path / "kills.json").read_text())
+    summary = measured["summary"]
+    assert summary["trials"] == len(measured["trials"]) == 2 and summary["problems"] == []
+    assert summary["recoveries"] == summary["bit-identical"]
+    assert {trial["seed"] for trial in measured["trials"]} == {11, 12}
 
 
 def test_the_documentation_has_the_last_results() -> None:
