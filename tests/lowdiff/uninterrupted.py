@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-from dsq_ckpt.lowdiff import compressor
+from dsq_ckpt.lowdiff import gradient_compressor
 from tests.lowdiff.loops import Case, Loop, digest
 
 STEPS = 600
@@ -71,12 +71,12 @@ def uninterrupted(spec: str, ranks: int, store: Path, steps: int = STEPS) -> lis
     def work(rank: int) -> list[str]:
         loop = Loop(CASE)
         joined(loop, store, rank, ranks)
-        gradient_compressor = compressor(spec)
-        gradient_compressor.attach(loop.model)
+        compressor = gradient_compressor(spec)
+        compressor.attach(loop.model)
         table = [digest(loop.state())]
         for number in range(steps):
             loop.step(number, rank)
-            gradient_compressor.take()
+            compressor.take()
             if rank == 0:
                 table.append(digest(loop.state()))
         return table
