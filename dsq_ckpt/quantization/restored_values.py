@@ -56,13 +56,6 @@ _MIN_SAMPLE = 500
 _UNKNOWN = np.empty(0, np.float32)
 _AROUND_ZERO = 2
 """Parts on each side of the part around zero that are ignored."""
-_FILLED = 0.5
-"""Share of a part's values that the parts of its cell on either side hold together, at least.
-
-Values may begin or end within a part: those with another code in the parent checkpoint are in the next cell already.
-"""
-_MANY_PARTS = 8
-"""Parts in a cell from which enough of them are left to ignore those without that share."""
 _STEPS = 1024
 _PLACES = (np.arange(_STEPS) + 0.5) / _STEPS - 0.5
 _WAVES = np.stack([np.cos(2 * np.pi * _PLACES), np.sin(2 * np.pi * _PLACES) - 6 / np.pi * _PLACES])
@@ -311,34 +304,27 @@ def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: A
     """Return squared sums of waves with the length of a part, summed over parts, and numbers of pairs and elements.
 
     The squared sums equal the number of pairs for values at the same place of each part, and are about 0 for evenly
-    spread values. Elements are ignored if their code has no cell, if they lie in the first or last parts of a cell that
-    hold values, which these may fill partly, or next to zero, where small rows and columns gather, or if they are zero.
+    spread values. Elements are ignored if their code has no cell, if they lie in the first or last part of a cell with
+    more than two, which values may fill partly, or next to zero, where small rows and columns gather, or if they are
+    zero.
     """
     edge = 1 if parts > 2 else 0
-    filled = _FILLED if parts >= _MANY_PARTS else 0.0
     counts, first, second = np.zeros(256 * parts), np.zeros(256 * parts), np.zeros(256 * parts)
     for i in range(len(values)):
         step = steps[codes[i]]
         position = (np.float64(values[i] * inverse) - low[codes[i]]) * step
-        if step > 0 and 0 <= position < parts:
+        if step > 0 and edge <= position < parts - edge:
             part = int(np.floor(position))
+            if abs(part - np.floor(-low[codes[i]] * step)) <= _AROUND_ZERO:
+                continue
             offset = int((position - part) * waves.shape[1])
             index = int(codes[i]) * parts + part
             first[index] += waves[0, offset]
             second[index] += waves[1, offset]
             counts[index] += 1
     total, pairs, elements = 0.0, 0.0, 0.0
-    for code in range(256):
-        zero = np.floor(-low[code] * steps[code])
-        below, above = 0.0, counts[code * parts:(code + 1) * parts].sum()
-        for part in range(parts):
-            index = code * parts + part
-            count = counts[index]
-            above -= count
-            inside = edge <= part < parts - edge and min(below, above) >= filled * count
-            if inside and abs(part - zero) > _AROUND_ZERO:
-                total += (first[index] * first[index] + second[index] * second[index]) / 2 - count
-                pairs += count * count
-                elements += count
-            below += count
+    for index in range(len(counts)):
+        total += (first[index] * first[index] + second[index] * second[index]) / 2 - counts[index]
+        pairs += counts[index] * counts[index]
+        elements += counts[index]
     return total, pairs, elements
