@@ -22,24 +22,22 @@ from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.writing import RankResult
-from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.groups import find_unused_rules
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst_tensor import WorstTensor
-from dsq_ckpt.storage import references
-from dsq_ckpt.storage.atomic_io import sync_directory
+from dsq_ckpt.storage import local_commit, references
 from dsq_ckpt.storage.backend import read_sizes
 from dsq_ckpt.storage.container import FileInfo, write_index
 from dsq_ckpt.storage.index import find_coverage_error
 from dsq_ckpt.storage.links import get_holder, read_parent_manifest
-from dsq_ckpt.storage.manifest import GroupReport, KindSizes, Manifest, ManifestFile, ManifestNotFlushed
+from dsq_ckpt.storage.manifest import GroupReport, KindSizes, Manifest, ManifestFile
 from dsq_ckpt.storage.manifest_names import is_plain_name
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.predecessors import choose_creation_time, list_replaced
-from dsq_ckpt.storage.references import format_concurrent_save
 from dsq_ckpt.storage.runs import get_run
 from dsq_ckpt.storage.shard import WrittenRecord
 from dsq_ckpt.version import __version__
@@ -267,31 +265,13 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
 
     Raises:
         CheckpointExists: another save completed a checkpoint here meanwhile.
-        SaveFailed: the parent was removed meanwhile, perhaps with files that the checkpoint needs.
+        SaveFailed: the parent was removed or replaced meanwhile, perhaps with files that the checkpoint needs.
     """
     if is_remote(path):
         against = None if parent is None else (expand_path(parent.path), parent.save_id)
         references.commit_manifest(path, manifest, overwrite, against)
         return True
-    replaced = _find_replaced_files(path, manifest.files) if overwrite else []
-    if config.storage.fsync:
-        sync_directory(path)
-    try:
-        manifest.write(path, exclusive=not overwrite, fsync=config.storage.fsync)
-    except FileExistsError as error:
-        raise CheckpointExists(format_concurrent_save(path)) from error
-    except ManifestNotFlushed as error:  # the checkpoint is visible, and removing it could fail as well
-        warn_safely(
-            f"'{path}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
-            "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
-        )
-        return False
-    for old in replaced:
-        try:
-            old.unlink(missing_ok=True)
-        except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
-            warn_safely(f"'{old}' of the checkpoint that was replaced was not deleted: {error}")
-    return True
+    return local_commit.commit_manifest(path, manifest, overwrite, config.storage.fsync)
 
 
 def _warn_of_unused_settings(
@@ -373,16 +353,6 @@ def _to_plain_name(path: Path) -> str | None:
     """Return the name of a directory as text, with undecodable bytes as question marks; None if it has a backslash."""
     name = path.name.encode("utf-8", "replace").decode()
     return name if is_plain_name(name) else None
-
-
-def _find_replaced_files(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
-    """Return the files of the overwritten checkpoint that the new one does not need."""
-    new = {file.name for file in files}
-    try:
-        names = [file.name for file in Manifest.read(directory).files if file.name not in new and file.held_by is None]
-        return [directory / name for name in set(names) - references.find_held_files(directory)]
-    except DSQError:  # no checkpoint, or no readable manifest: leave the files to `dsq gc`
-        return []
 
 
 def _make_group_report(fitted: GroupFit, residual: bool, worst: WorstTensor | None) -> GroupReport:

@@ -246,11 +246,14 @@ class Manifest(BaseModel):
         """Return the total size of the files of these roles."""
         return sum(file.size for file in self.files if file.role in roles)
 
-    def write(self, directory: Path, *, exclusive: bool, fsync: bool) -> None:
+    def write(
+        self, directory: Path, *, exclusive: bool, fsync: bool, before_publish: Callable[[], object] = lambda: None
+    ) -> None:
         """Commit the checkpoint by writing the manifest atomically.
 
         Args:
             exclusive: fail if another save has committed a checkpoint here.
+            before_publish: called when all is written, right before it appears.
 
         Raises:
             FileExistsError: with `exclusive`, there is a manifest already.
@@ -259,6 +262,8 @@ class Manifest(BaseModel):
         """
         with get_storage(directory).create(directory / MANIFEST, fsync=fsync) as file:
             file.stream.write(self.to_bytes())
+            file.complete()
+            before_publish()
             file.publish(exclusive)
             if fsync:
                 try:

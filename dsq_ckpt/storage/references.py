@@ -49,7 +49,7 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
         CheckpointExists: another save committed a checkpoint here meanwhile.
         SaveFailed: the parent, which may be at `path` itself, was removed or replaced meanwhile.
     """
-    before = _try_read_manifest(path) if overwrite else None
+    before = try_read_manifest(path) if overwrite else None
     if parent is not None and parent[0] == path and (before is None or before.save_id != parent[1]):
         raise SaveFailed(
             f"the checkpoint that was at '{path}', which the new one was coded against, was removed or replaced "
@@ -60,7 +60,7 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
     except FileExistsError as error:
         raise CheckpointExists(format_concurrent_save(path)) from error
     except OSError:
-        replaced = _try_read_manifest(path)
+        replaced = try_read_manifest(path)
         if replaced is None or replaced.save_id != manifest.save_id:  # otherwise only the response was lost
             raise
     if parent is not None and parent[0] != path:
@@ -82,7 +82,8 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
         remove_unneeded_files(path, {file.name for file in before.files if file.held_by is None})
 
 
-def _try_read_manifest(path: Path) -> Manifest | None:
+def try_read_manifest(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint; None if there is none that can be read."""
     with suppress(DSQError):  # files of an unreadable checkpoint are for `dsq gc`
         return Manifest.read(path)
     return None

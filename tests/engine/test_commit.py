@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.storage import local_commit
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.states import find_differences, load_copy
 
 CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
@@ -125,3 +127,85 @@ def test_a_manifest_that_was_read_before_is_read_again(tmp_path):
     for _ in range(2):
         with pytest.raises(dsq_ckpt.CorruptCheckpoint):
             Manifest.read(path)
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """Return a function that saves into `tmp_path/last` and calls another function at its commit."""
+    def save(value, intervene, **options):
+        original = local_commit.Manifest.write
+
+        def write(manifest, *args, **kwargs):
+            monkeypatch.setattr(local_commit.Manifest, "write", original)
+            intervene()
+            return original(manifest, *args, **kwargs)
+
+        monkeypatch.setattr(local_commit.Manifest, "write", write)
+        return dsq_ckpt.save(value, tmp_path / "last", config=CONFIG, overwrite=True, **options)
+
+    return save
+
+
+def names(directory):
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def check_names(directory):
+    """Check that a directory has the files of its manifest alone."""
+    assert names(directory) == sorted([*(file.name for file in Manifest.read(directory).files), "manifest.json"])
+
+
+def check_whole(directory):
+    check_names(directory)
+    load_copy(directory, state())
+
+
+def test_a_save_does_not_commit_without_files_that_another_one_removed(tmp_path, interrupted):
+    """Both replace the checkpoint that the first is coded against: what the second has saved is there afterwards."""
+    last, mine, other = tmp_path / "last", dsq_ckpt.SaveHistory(), dsq_ckpt.SaveHistory()
+    dsq_ckpt.save(state(), last, config=CONFIG, history=mine)
+    results = []
+
+    def replace():
+        results.append(dsq_ckpt.save(state(1), last, config=CONFIG, overwrite=True, history=other))
+
+    changed = {**state(), "w": state()["w"] * 1.001}
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"replaced meanwhile by another save.* each job a directory"):
+        interrupted(changed, replace, history=mine)
+    assert Manifest.read(last).save_id == results[0].save_id
+    check_whole(last)
+    with pytest.warns(UserWarning, match="is gone or was replaced; writing a keyframe"):
+        dsq_ckpt.save(changed, last, config=CONFIG, overwrite=True, history=mine)
+    assert Manifest.read(last).save_id != results[0].save_id
+    check_whole(last)
+
+
+def test_a_save_whose_parent_was_removed_at_its_commit_leaves_nothing(tmp_path, interrupted):
+    dsq_ckpt.save(state(), tmp_path / "last", config=CONFIG)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="replaced meanwhile by another save, or removed"):
+        interrupted({**state(), "w": state()["w"] * 1.001}, lambda: remove_checkpoint(tmp_path / "last"))
+    assert not (tmp_path / "last").exists() or names(tmp_path / "last") == []
+
+
+def test_files_that_the_manifest_of_another_save_names_are_not_removed(tmp_path, monkeypatch):
+    """The other one commits when this one has replaced the manifest, and is about to remove what it replaced."""
+    last, mine, other = tmp_path / "last", dsq_ckpt.SaveHistory(), dsq_ckpt.SaveHistory()
+    dsq_ckpt.save(state(), last, config=CONFIG, history=mine)
+    old = Manifest.read(last)
+    original = local_commit._remove_replaced
+
+    def late(path, replaced):
+        monkeypatch.setattr(local_commit, "_remove_replaced", original)
+        (entry,) = (file for file in old.files if file.role == "own")
+        assert entry.name in replaced
+        named = Manifest.read(path)
+        entry = entry.model_copy(update={"role": "ancestor"})
+        named.model_copy(update={"save_id": "0" * 16, "files": [*named.files, entry]}).write(
+            path, exclusive=False, fsync=False
+        )
+        original(path, replaced)
+
+    monkeypatch.setattr(local_commit, "_remove_replaced", late)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="another save, 0000000000000000, has replaced it since"):
+        dsq_ckpt.save(state(1), last, config=CONFIG, overwrite=True, history=other)
+    check_names(last)
