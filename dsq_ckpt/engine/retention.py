@@ -11,7 +11,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.atomic_io import AtomicFile, exchange_names, sync_directory
+from dsq_ckpt.storage.atomic_io import AtomicFile, exchange_names, is_hidden, sync_directory
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
@@ -29,10 +29,11 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Delete the refinement of all but the newest checkpoints of a run; pinned checkpoints keep theirs.
 
     Called after `newest` was committed. Only its predecessors are changed, not checkpoints of another job in the same
-    directory. None is changed if it is lossy and has no refinement, since its predecessor is then the one to restore.
-    If it holds NaN, refinement is kept back to the newest checkpoint that holds NaN in fewer of these tensors. The
-    older manifest is set to "dropped" before its file is removed, so that a crash in between leaves an orphan file,
-    never a manifest that names a missing one.
+    directory. A checkpoint that the run was resumed from keeps its refinement while the run directory has a copy of it
+    by hard links, since either may be the one that was made to keep it. None is changed if it is lossy and has no
+    refinement, since its predecessor is then the one to restore. If it holds NaN, refinement is kept back to the newest
+    checkpoint that holds NaN in fewer of these tensors. The older manifest is set to "dropped" before its file is
+    removed, so that a crash in between leaves an orphan file, never a manifest that names a missing one.
 
     Args:
         newest: the checkpoint just committed.
@@ -46,19 +47,39 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     if manifest.refinement != "kept" and manifest.lossy:
         return []
     due: list[tuple[Path, Manifest]] = []
+    newer = manifest
     for age, (directory, older) in enumerate(iter_predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):
             break  # the checkpoint to restore instead
+        resumed, newer = newer.lossy_resumes > older.lossy_resumes, older
         if age < keep_last or older.refinement == "none" or older.pinned:
             continue
         if older.refinement == "dropped":
             break  # older ones were dropped before
+        if resumed and _has_linked_copy(directory, older):
+            continue
         due.append((directory, older))
     # The oldest first: after a failure or a kill the next save meets the remaining ones first.
     dropped = [directory for directory, older in reversed(due) if _drop_refinement(directory, older, fsync)]
     return dropped[::-1]
+
+
+def _has_linked_copy(directory: Path, manifest: Manifest) -> bool:
+    """Return whether another directory of the run has hard links to the refinement files of a checkpoint."""
+    files = [directory / file.name for file in manifest.files if file.role == "refinement"]
+    if is_remote(directory) or not files:
+        return False
+    with suppress(FileNotFoundError):
+        status = files[0].stat()
+        if status.st_nlink > 1:
+            for other in directory.parent.iterdir():
+                if other.name != directory.name and not other.is_symlink() and not is_hidden(other.name):
+                    with suppress(OSError):
+                        if os.path.samestat((other / files[0].name).stat(), status):
+                            return True
+    return False
 
 
 def _drop_refinement(directory: Path, manifest: Manifest, fsync: bool) -> bool:

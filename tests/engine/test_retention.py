@@ -177,6 +177,32 @@ def test_a_refinement_that_could_not_be_dropped_is_with_the_next_save(tmp_path, 
         assert [Manifest.read(path).refinement for path in paths] == ["dropped"] * 3 + ["kept"]
 
 
+@pytest.mark.parametrize("source", ["best", "step-1", "alone"])
+def test_a_copy_of_hard_links_keeps_its_refinement(tmp_path, source):
+    """Also where the run is resumed from it, or from what it is a copy of; a checkpoint without a copy is dropped."""
+    paths, best = save_two(tmp_path), tmp_path / "best"
+    if source != "alone":
+        shutil.copytree(paths[1], best, copy_function=os.link)
+    resumed = best if source == "best" else paths[1]
+    dsq_ckpt.forget()
+    dsq_ckpt.load(mixed_state(), resumed)
+    for number in range(2, 5):
+        dsq_ckpt.save(mixed_state(), tmp_path / f"step-{number}", config={"refinement": {"keep_last": 1}})
+    assert Manifest.read(tmp_path / "step-2").previous_name == resumed.name
+    dropped = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "dropped"}
+    assert dropped == {"step-0", "step-2", "step-3"} | ({"step-1"} if source == "alone" else set())
+    if source != "alone":
+        for path in (best, paths[1]):
+            dsq_ckpt.load({}, path, refinement=True, history=dsq_ckpt.SaveHistory())
+
+
+def test_what_a_copy_of_hard_links_was_made_of_is_dropped_if_training_goes_on(tmp_path):
+    paths = save_two(tmp_path)
+    shutil.copytree(paths[1], tmp_path / "best", copy_function=os.link)
+    dsq_ckpt.save(mixed_state(), tmp_path / "step-2", config={"refinement": {"keep_last": 1}})
+    assert [Manifest.read(path).refinement for path in (*paths, tmp_path / "best")] == ["dropped"] * 2 + ["kept"]
+
+
 def large_state():
     """Return a state of 3 MB, of which files of removed checkpoints are worth a keyframe."""
     generator = torch.Generator().manual_seed(0)
