@@ -82,6 +82,7 @@ def export_dcp(
     Raises:
         CheckpointExists: `target` exists, without `overwrite`.
         ExportError: with `overwrite`, `target` is not a plain DCP checkpoint; or nothing is below `part`.
+        OSError: `target` cannot be written, such as on a full disk; nothing of it is left.
     """
     goal = Path(os.path.normpath(resolve_local_path(target)))
     refuse_existing(goal, overwrite)
@@ -123,6 +124,7 @@ def export_torch(
     Raises:
         CheckpointExists: `file` exists.
         ExportError: an object is more than plain data, without `allow_pickle`; or nothing is below `part`.
+        OSError: `file` cannot be written, such as on a full disk; nothing of it is left.
     """
     goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)
@@ -156,6 +158,7 @@ def export_safetensors(
     Raises:
         CheckpointExists: `file` exists.
         ExportError: safetensors has no name for a tensor's dtype; or nothing is below `part`.
+        OSError: `file` cannot be written, such as on a full disk; nothing of it is left.
     """
     goal = Path(os.path.normpath(resolve_local_path(file)))
     refuse_existing(goal, overwrite)

@@ -41,6 +41,7 @@ def export_deepspeed(
         ExportError: `source` is no tag, `allow_pickle` is False, or `target` holds other files than a tag's.
         LoadFailed: a file needs a module that is not installed.
         CorruptCheckpoint: a file does not match its checksum.
+        OSError: `target` cannot be written, such as on a full disk; nothing of it is left.
     """
     expect_flags(allow_pickle=allow_pickle)
     source, target_directory = expand_path(source), Path(os.path.normpath(resolve_local_path(target)))

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.rank_merger import RankMerger, find_parent_chain, find_residual_chain
-from dsq_ckpt.errors import CheckpointExists, SaveFailed
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, described
 from dsq_ckpt.storage.atomic_io import make_directory
 from dsq_ckpt.storage.attachments import list_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -54,6 +54,17 @@ class Merged:
     bytes: int
 
 
+@contextmanager
+def _translate_errors(goal: StrPath) -> Iterator[None]:
+    """Raise SaveFailed in place of an error of the operating system, as a save does."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DSQError):
+            raise
+        raise SaveFailed(f"'{goal}' was not written: {described(error)}") from error
+
+
 @propagate_handler_errors()
 def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged:
     """Write a copy of a checkpoint in which chains are merged.
@@ -76,7 +87,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
     Raises:
         CheckpointNotFound, CorruptCheckpoint: `source` cannot be read.
         CheckpointExists: `target` holds a complete checkpoint.
-        SaveFailed: there is nothing to merge, or `target` is a directory with other files.
+        SaveFailed: there is nothing to merge, or `target` has other files or cannot be written, such as on a full disk.
 
     Example:
         >>> state = {"w": torch.randn(256, 256)}
@@ -88,7 +99,11 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
         (3, 1)
     """
     expect_flags(keyframe=keyframe)
-    goal = resolve_local_path(target)
+    with _translate_errors(target):
+        return _merge(source, resolve_local_path(target), keyframe)
+
+
+def _merge(source: StrPath, goal: Path, keyframe: bool) -> Merged:
     if is_complete(goal):
         raise CheckpointExists(f"'{goal}' holds a complete checkpoint, and a merge replaces none; name a new directory")
     refuse_target(goal, overwrite=False)

@@ -239,7 +239,7 @@ def test_a_merge_that_fails_leaves_nothing(run, tmp_path, keyframe, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "write", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space")))
         for name in ("made", "there"):
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(dsq_ckpt.SaveFailed, match=f"'.*{name}' was not written: OSError: no space"):
                 dsq_ckpt.merge(source, tmp_path / name, keyframe=keyframe)
     assert not (tmp_path / "made").exists() and list((tmp_path / "there").iterdir()) == []
     assert contents_of(source) == before
