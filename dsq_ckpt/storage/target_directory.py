@@ -56,7 +56,7 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         attached: DeepSpeed's files are part of the checkpoint.
 
     Raises:
-        CheckpointExists: there is a complete checkpoint and `overwrite` is False.
+        CheckpointExists: there is a complete checkpoint and `overwrite` is False, or the path is a link to one.
         ConfigError: `overwrite` is no bool.
         SaveFailed: the path is not a directory, has other files, is inside a checkpoint, or is a whole bucket.
     """
@@ -76,6 +76,11 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         return
     elif not path.is_dir():
         raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
+    if not is_remote(path) and path.is_symlink() and _is_checkpoint(path):
+        raise CheckpointExists(
+            f"'{path}' is a link to '{os.readlink(path)}', which holds a complete checkpoint: a save to the link would "
+            "replace that one; remove the link, or name another path, or the checkpoint itself if it is to be replaced"
+        )
     if foreign := _list_foreign_names(path, attached):
         raise SaveFailed(_explain_foreign_names(path, foreign))
     if is_complete(path) and not overwrite:
