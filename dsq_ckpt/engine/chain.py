@@ -20,6 +20,7 @@ from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.removed_ancestors import should_write_keyframe
+from dsq_ckpt.engine.resumes import count_resumes
 from dsq_ckpt.engine.shapes import Shapes, count_shared_elements, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -71,17 +72,20 @@ def find_lineage(
     run = get_run(path)
     if parent is None or parent == "auto":
         last = _find_last(run, shapes, history, warns=parent is not None)
+        resumes = count_resumes(run, shapes, history, last)
         if last is None:
-            return Lineage(lossy_resumes=_count_resumes(run, history))
+            return Lineage(lossy_resumes=resumes)
         overwritten = expand_path(last.path) == path.absolute()
         candidate = last._replace(position=0) if overwritten else last
-        return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, last.lossy_resumes)
+        return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, resumes)
     parent_path = resolve_checkpoint_path(parent)
     with CheckpointFiles(parent_path) as files:
         manifest, older = files.manifest, read_shapes(files)
     # Whatever the parent, the state continues the checkpoint that this process saved or loaded last.
     origin = _find_last(run, shapes, history) or _find_last(get_run(parent_path), shapes, history)
-    resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
+    resumes = count_resumes(run, shapes, history, origin)
+    if origin is None:
+        resumes = max(resumes, manifest.lossy_resumes)
     candidate = ParentRef(manifest.save_id, str(parent_path), manifest.depth, resumes, position=0)
     return Lineage(candidate if is_continuation(shapes, older) else None, candidate, resumes)
 
@@ -147,16 +151,6 @@ def _is_mostly_new(manifest: Manifest, older: Manifest) -> bool:
     nonzero = {name for name, report in older.groups.items() if report.delta or report.bits_per_element}
     bits = {name: report.elements * report.bits_per_element for name, report in manifest.groups.items()}
     return 2 * sum(bits[name] for name in bits.keys() - nonzero) > sum(bits.values())
-
-
-def _count_resumes(run: Path, history: SaveHistory) -> int:
-    """Return the most lossy resumes of any state of a run, for a state whose tensors have new names."""
-    counts = [0]
-    for checkpoint in history.checkpoints(run):
-        with suppress(DSQError):
-            if checkpoint.loaded and (manifest := Manifest.read(checkpoint.path)).save_id == checkpoint.save_id:
-                counts.append(manifest.lossy_resumes + manifest.lossy)
-    return max(counts)
 
 
 def _warn_of_other_state(run: Path, other: Path) -> None:
