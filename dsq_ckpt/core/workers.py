@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,16 +71,41 @@ class Workers:
             return
         waiting: deque[Future[_Out]] = deque()
         for item in items:
-            task = _Task(work, item)
-            try:
-                self._pool.submit(task.run)
-            except RuntimeError:  # the interpreter is exiting during a background save, or threads are exhausted:
-                task.run()  # run it here, unless a thread of the pool has taken it
-            waiting.append(task.done)
+            waiting.append(submit(self._pool, work, item))
             if len(waiting) > ahead * self.threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def map_concurrently(work: Callable[[_In], _Out], items: Iterable[_In], threads: int) -> list[_Out]:
+    """Return `work(item)` of every item, in order; by at most `threads` threads, which end before this returns."""
+    items = list(items)
+    with Workers(min(threads, len(items)), 1) as workers:
+        return list(workers.map(work, items))
+
+
+def submit(
+    pool: ThreadPoolExecutor, work: Callable[[_In], _Out], item: _In, after: Iterable[Future[Any]] = ()
+) -> Future[_Out]:
+    """Submit `work(item)` to a pool, or do it here where no thread can be started.
+
+    Threads cannot be started if they are exhausted, or once the interpreter exits: in functions registered by `atexit`,
+    and in threads that outlive the main thread.
+
+    Args:
+        pool: the pool.
+        work: function.
+        item: its argument.
+        after: work that the pool does before, since it has one thread.
+    """
+    task = _Task(work, item)
+    try:
+        pool.submit(task.run)
+    except RuntimeError:
+        wait(after)
+        task.run()  # unless a thread of the pool has taken it
+    return task.done
 
 
 class _Task(Generic[_In, _Out]):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.core.interrupts import run_pending_handlers
+from dsq_ckpt.core.workers import submit
 from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.segments import LogSegment
@@ -161,7 +162,7 @@ class _ShardedOptimizer:
         else:
             state = self._train_state.optimizer.state
             before = len(state)
-            for future in [self._pool.submit(self._step, *shard, gradients) for shard in self._shards]:
+            for future in [submit(self._pool, lambda shard: self._step(*shard, gradients), s) for s in self._shards]:
                 future.result()
             # Threads create new states in any order. Restore the order of the parameters, as in training.
             created = set(list(state)[before:])

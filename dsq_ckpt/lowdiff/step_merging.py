@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt.core.workers import submit
 from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.plain_data import from_plain
@@ -92,7 +93,8 @@ class StepMerger:
         if kind is not None:
             return
         with ThreadPoolExecutor(max(self._threads, 1), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            self.merges = max(pool.map(self._merge, self._maps), default=0)
+            merges = [submit(pool, self._merge, name) for name in self._maps]
+            self.merges = max((future.result() for future in merges), default=0)
 
     def step(self, hyper: Sequence[Mapping[str, Any]], gradients: Mapping[str, torch.Tensor]) -> None:
         """Add a step.

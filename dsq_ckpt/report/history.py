@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsq_ckpt.core import figures
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.core.workers import map_concurrently
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.gradient_log import LogSession, list_log_sessions
 from dsq_ckpt.storage.atomic_io import is_hidden
@@ -237,8 +237,7 @@ def _list_files(directory: Path) -> Listing:
 def _read_checkpoints(manifests: Sequence[tuple[Path, Manifest]]) -> Iterator[RunCheckpoint]:
     """Yield the checkpoints with growth and problems of their files. Skip checkpoints that were removed meanwhile."""
     paths = [path for path, _ in manifests]
-    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as requests:
-        listings = dict(zip(paths, requests.map(_list_files, paths), strict=True))
+    listings = dict(zip(paths, map_concurrently(_list_files, paths, _CONCURRENT_REQUESTS), strict=True))
     counted: set[object] = set()
     for path, manifest in manifests:
         problems = _file_problems(path, manifest, listings)

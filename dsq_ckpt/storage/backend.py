@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import IO, NamedTuple, Protocol
 
 from dsq_ckpt.core.regular_files import RegularFile, read_regular
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.core.workers import map_concurrently
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.atomic_io import AtomicFile, make_directory, sync_directory
 
@@ -191,8 +191,7 @@ def read_sizes(files: Iterable[Path]) -> dict[Path, int | OSError]:
     """Return the size of each file, or the error of reading it. On an object store list each directory once."""
     files = list(files)
     directories = list({file.parent: None for file in files if is_remote(file)})
-    with ThreadPoolExecutor(MAX_REQUESTS) as requests:
-        listed = dict(zip(directories, requests.map(_list_sizes, directories), strict=True))
+    listed = dict(zip(directories, map_concurrently(_list_sizes, directories, MAX_REQUESTS), strict=True))
     sizes: dict[Path, int | OSError] = {}
     for file in files:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from pydantic import (
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.core.regular_files import unreadable_error
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.core.workers import map_concurrently
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
@@ -355,8 +355,7 @@ def _iter_manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
     """Yield the directories of a run that may be checkpoints, with the manifest or the error of reading it."""
     if is_remote(run):
         below = [run / entry.name for entry in get_storage(run).list_entries(run) if entry.is_directory]
-        with ThreadPoolExecutor(MAX_REQUESTS) as requests:
-            yield from zip(below, requests.map(_read_or_error, below), strict=True)
+        yield from zip(below, map_concurrently(_read_or_error, below, MAX_REQUESTS), strict=True)
         return
     for entry in run.iterdir() if run.is_dir() else ():
         if entry.name == "lost+found" or is_hidden(entry.name):  # of a file system, whose root this may be; a copy

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import IO, Any, TypeVar, cast
 
 from dsq_ckpt.core.urls import RemoteError, RemotePath
+from dsq_ckpt.core.workers import submit
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError
 from dsq_ckpt.storage.backend import DirectoryEntry, check_size
 from dsq_ckpt.storage.read_ahead import ReadAheadFile
@@ -165,7 +166,7 @@ class Upload:
                 self._thread = ThreadPoolExecutor(1, "dsq-upload")
             while len(self._pending) >= _MAX_PENDING:
                 self._wait_for_piece()
-            self._pending.append(self._thread.submit(self._sent.write, bytes(self._buffer)))
+            self._pending.append(submit(self._thread, self._sent.write, bytes(self._buffer), after=self._pending))
             self._buffer.clear()
         return len(data)
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.core.workers import map_concurrently
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
@@ -143,9 +143,7 @@ def remove_files(files: Iterable[Path]) -> None:
     Raises:
         OSError: a file cannot be removed.
     """
-    with ThreadPoolExecutor(MAX_REQUESTS) as requests:
-        for _ in requests.map(lambda file: get_storage(file).remove(file), list(files)):
-            pass
+    map_concurrently(lambda file: get_storage(file).remove(file), files, MAX_REQUESTS)
 
 
 def remove_unneeded_files(path: Path, names: set[str]) -> None:
