@@ -2,6 +2,9 @@
 
 A checkpointing process may still write after its training process died. The locks keep other processes from reading or
 continuing its log meanwhile.
+
+A lock file has its own path as content. A copy of a run by hard links has links to the lock files of the run, which
+look as if a process wrote into the copy; the path tells where it does.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsq_ckpt.core.interrupts import run_pending_handlers
@@ -21,6 +24,7 @@ from dsq_ckpt.lowdiff.segments import LOG
 
 _WARN_AFTER = 5.0
 _START_LOCK = "starting"
+_MAX_PATH = 1 << 13  # bytes
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -52,6 +56,9 @@ class Lock:
                 if error.errno not in _UNSUPPORTED:
                     raise
             if _is_current(self._descriptor, path):  # `_is_released` may have removed the file in between
+                with suppress(OSError):  # without its path, a copy is taken for the run
+                    os.ftruncate(self._descriptor, 0)
+                    os.pwrite(self._descriptor, os.fsencode(path.absolute()), 0)
                 return
             os.close(self._descriptor)
 
@@ -122,19 +129,29 @@ class _LockWait:
             warn_safely(
                 f"waiting, for {self._timeout:.0f} s at most, for the checkpointing process that writes into "
                 f"'{self._run}' and holds '{name}'; if it is of a log in this process, close() that log first"
+                f"{self._describe_links(name)}"
             )
         if waited > self._timeout:
             raise self._error_type(
                 f"a checkpointing process still writes into '{self._run}' after {self._timeout:.0f} s, it holds "
                 f"'{name}': another job logs there, a log of this process was not closed, or its disk is slow; wait "
-                "for it, close it, or end it"
+                f"for it, close it, or end it{self._describe_links(name)}"
             )
         run_pending_handlers()
         time.sleep(0.02)
 
+    def _describe_links(self, name: str) -> str:
+        with suppress(OSError):
+            if (self._run / LOG / name).stat().st_nlink > 1:
+                return (
+                    f". '{name}' has several hard links: if '{self._run}' is a copy by `cp -al` of a run whose log "
+                    "goes on, copy it without hard links, by `cp -a`"
+                )
+        return ""
+
 
 def _is_released(path: Path, error_type: type[DSQError]) -> bool:
-    """Return whether no process holds a lock file, which is then removed."""
+    """Return whether no process holds a lock file, which is then removed, or one that writes into another run."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -150,13 +167,26 @@ def _is_released(path: Path, error_type: type[DSQError]) -> bool:
             return False  # another process removed the file, and there may be a new one
         path.unlink(missing_ok=True)
     except BlockingIOError:
-        return False
+        return _is_of_other_run(descriptor, path)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)
     return True
+
+
+def _is_of_other_run(descriptor: int, path: Path) -> bool:
+    """Return whether a lock file that is held is a link to that of another run directory, which is still there.
+
+    Its holder writes to paths in that directory alone. Complete files, which both have as links, never change.
+    """
+    with suppress(OSError, ValueError):
+        if os.fstat(descriptor).st_nlink > 1:
+            # Links in the path are not resolved: the holder follows them anew for each file.
+            own = Path(os.fsdecode(os.pread(descriptor, _MAX_PATH, 0)))
+            return own.is_absolute() and _is_current(descriptor, own) and not os.path.samefile(own.parent, path.parent)
+    return False
 
 
 def _is_current(descriptor: int, path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -114,3 +115,55 @@ def test_recovery_waits_once(tmp_path, monkeypatch):
         loop.recover(tmp_path, timeout=0.1)
     lock.release()
     assert not pauses
+
+
+def link_copy(run, copy):
+    """Copy a run by hard links, as `cp -al` does."""
+    shutil.copytree(run, copy, copy_function=os.link)
+
+
+def test_a_copy_by_hard_links_of_a_log_in_use(tmp_path):
+    """It holds what was there when it was copied, and no process writes into it."""
+    run, copy, loop = tmp_path / "run", tmp_path / "copy", Loop(ADAM)
+    with loop.log(run, compressor="none") as log:
+        link_copy(run, copy)
+        assert list(copy.glob("log/*.lock"))
+        locks.wait_for_writers(copy, 0.0)
+        with pytest.raises(SaveFailed, match="still writes into"):
+            locks.wait_for_writers(run, 0.0)
+        check_recovers(ADAM, copy, loop.state(), 0)
+        loop.step(0)
+        log.step()
+    check_recovers(ADAM, run, loop.state(), 1)
+
+
+@pytest.mark.parametrize("change", ["rename", "follow a link", "of an earlier version"])
+def test_where_the_holder_of_a_linked_lock_writes(tmp_path, change):
+    """To its path, whatever directory that leads to by now; if it is not known, the message says what to do."""
+    run, copy, link = tmp_path / "run", tmp_path / "copy", tmp_path / "link"
+    (run / "log").mkdir(parents=True)
+    link.symlink_to(run)
+    lock = locks.Lock(locks.lock_path(link if change == "follow a link" else run, "some", 0))
+    used, other = run, copy
+    if change == "rename":  # and a copy takes its place
+        run.rename(copy)
+        link_copy(copy, run)
+    elif change == "follow a link":
+        link_copy(run, copy)
+        link.unlink()
+        link.symlink_to(copy)
+        used, other = copy, run
+    else:
+        link_copy(run, copy)
+        os.truncate(locks.lock_path(run, "some", 0), 0)
+    with pytest.raises(SaveFailed, match=r"several hard links: if '.*' is a copy by `cp -al`"):
+        locks.wait_for_writers(used, 0.0)
+    if change == "of an earlier version":
+        with pytest.raises(SaveFailed, match="several hard links"):
+            locks.wait_for_writers(other, 0.0)
+    else:
+        locks.wait_for_writers(other, 0.0)
+    lock.release()
+    locks.wait_for_writers(used, 0.0)
+    locks.wait_for_writers(other, 0.0)
+    assert not list(tmp_path.glob("*/log/*.lock"))
