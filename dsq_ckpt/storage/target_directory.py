@@ -56,7 +56,7 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         attached: DeepSpeed's files are part of the checkpoint.
 
     Raises:
-        CheckpointExists: there is a complete checkpoint and `overwrite` is False, or the path is a link to one.
+        CheckpointExists: there is a complete checkpoint and `overwrite` is False, or the path is a link to one beside.
         ConfigError: `overwrite` is no bool.
         SaveFailed: the path is not a directory, has other files, is inside a checkpoint, or is a whole bucket.
     """
@@ -76,10 +76,10 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         return
     elif not path.is_dir():
         raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
-    if not is_remote(path) and path.is_symlink() and _is_checkpoint(path):
+    if not is_remote(path) and path.is_symlink() and _is_checkpoint(path) and _is_beside(path):
         raise CheckpointExists(
-            f"'{path}' is a link to '{os.readlink(path)}', which holds a complete checkpoint: a save to the link would "
-            "replace that one; remove the link, or name another path, or the checkpoint itself if it is to be replaced"
+            f"'{path}' is a link to '{os.readlink(path)}', another checkpoint of the directory, which a save to the "
+            "link would replace; remove the link, or name another path, or that checkpoint itself"
         )
     if foreign := _list_foreign_names(path, attached):
         raise SaveFailed(_explain_foreign_names(path, foreign))
@@ -87,6 +87,11 @@ def refuse_target(path: Path, overwrite: bool, attached: bool = False) -> None:
         raise CheckpointExists(
             f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True)"
         )
+
+
+def _is_beside(link: Path) -> bool:
+    """Return whether a link leads to another entry of its own directory."""
+    return link.resolve().parent == link.parent.resolve()
 
 
 def refuse_within_checkpoint(path: Path) -> None:

@@ -150,19 +150,20 @@ def test_an_export_to_an_unknown_suffix(run, tmp_path):
 @pytest.mark.parametrize("way", ["save", "async_save", "dcp", "compress"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_link_to_a_checkpoint_does_not_replace_it(tmp_path, way, overwrite):
-    """Links to other directories, and to those above, are followed."""
-    (tmp_path / "run" / "2").mkdir(parents=True)
-    for link, target in (("run/best", "1"), ("run/empty", "2"), ("linked", "run")):
+    """Links to other directories, as on a larger disk, and to those above are followed."""
+    for path in ("run/2", "disk/last"):
+        (tmp_path / path).mkdir(parents=True)
+    for link, target in (("run/best", "1"), ("run/empty", "2"), ("linked", "run"), ("run/last", "../disk/last")):
         (tmp_path / link).symlink_to(target)
     first = dsq_ckpt.save(dict(STATE), tmp_path / "linked" / "1")
     with pytest.raises(BaseException) as caught:  # DCP's is no Exception
         write(way, tmp_path / "run" / "best", overwrite)
-    assert "run/best' is a link to '1', which holds a complete checkpoint" in str(caught.value)
+    assert "run/best' is a link to '1', another checkpoint of the directory" in str(caught.value)
     assert "remove the link, or name another path" in str(caught.value)
     assert Manifest.read(tmp_path / "run" / "1").save_id == first.save_id
-    for path in ("run/empty", *(["linked/1"] if overwrite else [])):
+    for path in ("run/empty", "run/last", *(["run/last", "linked/1"] if overwrite else [])):
         write(way, tmp_path / path, overwrite)
-    assert (tmp_path / "run" / "2" / MANIFEST).exists()
+    assert (tmp_path / "run" / "2" / MANIFEST).exists() and (tmp_path / "disk" / "last" / MANIFEST).exists()
     assert (Manifest.read(tmp_path / "run" / "1").save_id == first.save_id) == (not overwrite)
 
 
