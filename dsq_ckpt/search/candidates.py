@@ -105,15 +105,22 @@ class SaveSearch:
     def fit_refinement(self, candidate: Candidate, bits: int) -> Analysis:
         """Return the fits of a candidate with refinement cells, so that zeros are restored as zeros.
 
-        Groups that lie where a restore has put them have all bits.
+        Groups that are configured with more bits keep theirs. Groups that lie where a restore has put them have all.
         """
         configs = {
-            group: config.model_copy(update={
-                "refinement_bits": MAX_REFINEMENT_BITS if group in self.restored else bits
-            })
+            group: _at_least(config, MAX_REFINEMENT_BITS if group in self.restored else bits)
             for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
+
+    @staticmethod
+    def configure_refinement(candidate: Candidate, bits: int) -> DSQConfig:
+        """Return the configuration with the bits of `fit_refinement`, without those of restored groups."""
+        groups = candidate.config.quantize.groups
+        return candidate.config.with_values(**{
+            "quantize.weights.refinement_bits": bits,
+            "quantize.groups": {name: _at_least(config, bits).model_dump() for name, config in groups.items()},
+        })
 
     def mark_restored_groups(self, candidate: Candidate, bits: int) -> None:
         """Set `restored` to the groups that lie where a restore from so many bits put them; collective."""
@@ -190,6 +197,11 @@ class SaveSearch:
         fits = [candidate.analysis.fitted[group] for group in self.groups]
         energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
         return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
+
+
+def _at_least(config: TensorConfig, bits: int) -> TensorConfig:
+    """Return the settings of a group with refinement of so many bits, or of more if it is configured with more."""
+    return config.model_copy(update={"refinement_bits": max(bits, config.refinement_bits)})
 
 
 def size_in_bits(fitted: GroupFit) -> float:

@@ -209,7 +209,7 @@ class ConfigManager:
         distortion = save.compute_distortion(candidate)
         if memory.degradation is not None and memory.distortion:
             record["predicted_degradation"] = memory.degradation * distortion / memory.distortion
-        config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
+        config = save.configure_refinement(candidate, bits)
         analysis = save.fit_refinement(candidate, bits)
         if compensations := save.model.compensations:
             analysis = replace(analysis, fitted=save.model.recount(analysis.fitted))
@@ -396,5 +396,4 @@ class ConfigManager:
             f"{reason}; this checkpoint is stored with the most conservative configuration "
             f"({save.space.describe(point, save.space.variants[0])}). {_LATER_HINT}"
         )
-        chosen = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return QuantizationPlan(refined, chosen, record)
+        return QuantizationPlan(refined, save.configure_refinement(candidate, bits), record)

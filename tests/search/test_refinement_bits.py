@@ -10,7 +10,9 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.dcp import reader
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import read_bits
+from tests.helpers.training import compute_loss, train_model
 
 
 class Run:
@@ -101,3 +103,32 @@ def test_a_layer_that_rests_after_a_restore_takes_all_bits_alone(tmp_path: Path)
     assert quality is not None
     assert (quality["refinement_bits"], quality["restored_weights"]) == (4, "8 bits for weights/embedding")
     assert run.save(2) == (4, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["search", "fallback"])
+@pytest.mark.parametrize("weights, group, expected", [
+    (0, 8, (0, 8)), (0, 3, (0, 3)), (4, 8, (4, 8)), (4, 6, (4, 6)), (4, 2, (4, 4)),
+])
+def test_a_group_keeps_the_bits_that_it_asks_for(
+    tmp_path: Path, fails: bool, weights: int, group: int, expected: tuple[int, int]
+) -> None:
+    """The weights' own bits replaced them, so a restore was coarser than its manifest said."""
+    model, optimizer = train_model(60)
+    config = {"quantize": {
+        "weights": {"refinement_bits": weights}, "rules": [{"pattern": "*hidden.weight", "group": "first.part"}],
+        "groups": {"first.part": {"refinement_bits": group}},
+    }, "search": {"floor": 0.1}}
+
+    def evaluate() -> float:
+        return 1 / 0 if fails else compute_loss(model)
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, evaluate)
+    if fails:
+        expected = (8, 8) if weights else expected
+        with pytest.warns(UserWarning, match="most conservative configuration"):
+            compressor.save(tmp_path / "a")
+    else:
+        compressor.save(tmp_path / "a")
+    bits, stored = read_bits(tmp_path / "a"), Manifest.read(tmp_path / "a").config["quantize"]
+    assert (bits["model.head.weight"], bits["model.hidden.weight"]) == expected
+    assert (stored["weights"]["refinement_bits"], stored["groups"]["first.part"]["refinement_bits"]) == expected
