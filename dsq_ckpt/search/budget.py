@@ -10,6 +10,8 @@ from dsq_ckpt.storage.manifest import Manifest
 
 _UNMEASURED_LOSS = 1.0
 """Relative degradation assumed for a restore whose loss no search has measured: the whole metric."""
+_MAX_LOSS = 1e299
+"""Largest sum of losses, of metrics that are nearly zero: manifests hold finite numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class RunBudget:
             cost = max(bases, default=_UNMEASURED_LOSS)
             if refined and manifest.refinement == "kept" and metric and loses is not None:
                 cost = abs(loses / metric)
-        return cls(run_loss + cost, manifest.lossy_resumes + manifest.lossy)
+        return cls(min(run_loss + cost, _MAX_LOSS), manifest.lossy_resumes + manifest.lossy)
 
     def get_allowed_change(self, search: SearchConfig, before: float | None, exact: float) -> float:
         """Return the allowed change of the metric by a restore, in units of the metric.

@@ -16,6 +16,7 @@ from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.trial import EvaluationRaised, ModelChanged, Probe
 
 _MIN_VISIBLE_DISTORTION = 0.1  # relative squared error of weights that any metric must notice
+_MAX_METRIC = 1e299  # differences of metrics stay below 1e300, beyond which manifests refuse numbers
 
 
 class EvaluationFailed(Exception):
@@ -32,6 +33,9 @@ def measure_metrics(
         fold: batches to evaluate on.
         trials: fits of each configuration, or probes; None: the unquantized model.
         refined: evaluate with the refinement layer of the fits. False: the base layer.
+
+    Returns:
+        A metric for each trial; not a number if it is infinite or too large for a manifest.
 
     Raises:
         EvaluationFailed: on all ranks.
@@ -71,8 +75,14 @@ def measure_metrics(
     for index, trial in enumerate(trials):
         values = [values[index] for values, *_ in gathered if index in values]
         mean = sum(values) / len(values)
-        if not math.isfinite(mean) and trial is None:
-            raise EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
+        if not abs(mean) < _MAX_METRIC:  # not a number, too
+            if trial is None or trial is Probe.AGAIN:
+                again = "" if trial is None else " when asked again"
+                raise EvaluationFailed(
+                    f"`{fold.name}` gave {mean} for the model as it is{again}, before any compression; it must return "
+                    f"a finite number, of less than {_MAX_METRIC:g}"
+                )
+            mean = math.nan
         metrics.append(mean)
     return metrics
 
@@ -81,7 +91,7 @@ def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, An
     """Warn if the metric of the same model changes by more than a relative bound with other random numbers."""
     exact = save.metrics[fold.name]
     second = measure_metrics(save, fold, [Probe.AGAIN])[0]
-    noise = abs(second - exact) / max(abs(exact), 1e-30)
+    noise = min(abs(second - exact) / max(abs(exact), 1e-30), _MAX_METRIC)
     if noise:
         record["noise"] = max(noise, record.get("noise", 0.0))
     if noise > bound:

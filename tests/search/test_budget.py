@@ -10,6 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.report.searches import format_chosen
+from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.training import compute_loss, train, train_model
 
@@ -149,3 +150,13 @@ def test_saves_that_measure_nothing_are_refused(tmp_path):
     assert not (tmp_path / "a" / "manifest.json").exists()
     dsq_ckpt.Compressor(model, optimizer, {"system": "exact", "search": search}).save(tmp_path / "a")
     assert not Manifest.read(tmp_path / "a").lossy
+
+
+def test_a_cost_relative_to_nearly_nothing_is_a_finite_number():
+    """Manifests hold no others: each save after such a restore failed."""
+    record = {"metric": 1e-310, "restore_loses": 1.0, "degradation": 0.0}
+    manifest = Manifest.model_construct(
+        quality=record, groups={"weights/linear": None}, refinement="kept", lossy_resumes=0
+    )
+    lost = RunBudget.from_manifest(manifest, refined=True).lost
+    assert 1 < lost < 1e300

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import warnings
 
 import numpy as np
@@ -133,3 +134,37 @@ def test_the_same_seed_gives_the_same_trials(tmp_path):
 
         dsq_ckpt.compress(model, tmp_path / name, evaluate=evaluate, max_degradation=0.05, probes=0)
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 2, "one trial has others"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e305])
+@pytest.mark.parametrize("function", ["evaluate", "check"])
+@pytest.mark.parametrize("call, when", [(1, ""), (2, " when asked again")])
+def test_a_first_metric_without_a_finite_number_leads_to_the_fallback(tmp_path, value, function, call, when):
+    """Also one that is only too large for the manifest: the commit failed."""
+    model, optimizer = train_model(60)
+    calls = itertools.count(1)
+    functions = {name: lambda: compute_loss(model) for name in ("evaluate", "check")}
+    functions[function] = lambda: value if next(calls) == call else compute_loss(model)
+    compressor = dsq_ckpt.Compressor(model, optimizer, **functions)
+    gave = f"`{function}` gave {value} for the model as it is{when}, before"
+    with pytest.warns(UserWarning, match=f"{re.escape(gave)}.* conservative"):
+        compressor.save(tmp_path / "a")
+    assert not compressor.quality["satisfied"]
+    compressor.save(tmp_path / "b")
+    assert compressor.quality["satisfied"]
+
+
+@pytest.mark.parametrize("value", [0.0, -1e290, 1e-310])
+@pytest.mark.parametrize("other", [1e298, 1e305])
+def test_all_metrics_of_any_size_are_recorded(tmp_path, value, other):
+    """Their ratios and differences may be beyond what a manifest holds."""
+    model, _ = train_model(0)
+    for at in (2, 4, 7):
+        calls = itertools.count(1)
+        compressor = dsq_ckpt.Compressor(
+            model, evaluate=lambda at=at, calls=calls: value if next(calls) != at else other
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compressor.save(tmp_path / str(at))
+        assert compressor.quality["metric"] == value
