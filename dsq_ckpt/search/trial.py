@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from dsq_ckpt.core.checksums import checksums, quote
 from dsq_ckpt.core.interrupts import in_user_code, run_pending_handlers
 from dsq_ckpt.core.notices import format_error_line
-from dsq_ckpt.core.tensor_subclasses import get_inner_tensors
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
@@ -27,10 +24,17 @@ from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, Quantizing
 from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode_chunk
+from dsq_ckpt.search.evaluation_state import (
+    EvaluationState,
+    clone,
+    get_local_tensors,
+    get_place,
+    get_storage_addresses,
+    restore_registry,
+    write,
+)
 from dsq_ckpt.search.input_recording import record_inputs
 from dsq_ckpt.search.recount import recount_codes
-
-_T = TypeVar("_T")
 
 
 class Probe(Enum):
@@ -74,8 +78,11 @@ class TrialModel:
         self.workers = workers
         self._refresh = refresh
         self._comm = comm or SingleProcess()
-        owned = _storage_ptrs(*model.parameters(), *model.buffers())
-        needed = [chunk for chunk in chunks if chunk.key.elements and (refresh or _storage_ptrs(chunk.tensor) & owned)]
+        owned = get_storage_addresses(*model.parameters(), *model.buffers())
+        needed = [
+            chunk for chunk in chunks
+            if chunk.key.elements and (refresh or get_storage_addresses(chunk.tensor) & owned)
+        ]
         if chunks and not needed:
             raise ConfigError(
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
@@ -92,8 +99,8 @@ class TrialModel:
         self._compensations: dict[ChunkKey, Compensation] = {}
         # Other targets are also written by refresh, FSDP or ZeRO, so their contents are not tracked.
         plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
-        parameters = _storage_ptrs(*(p for p in model.parameters() if plain and not _is_partitioned(p)))
-        self._lasting = [bool(_storage_ptrs(tensor) & parameters) for tensor in self._targets]
+        parameters = get_storage_addresses(*(p for p in model.parameters() if plain and not _is_partitioned(p)))
+        self._lasting = [bool(get_storage_addresses(tensor) & parameters) for tensor in self._targets]
         self._held: dict[int, tuple[object, bool]] = {}
         """Contents of the targets by index: a fit, and whether it was refined, or a trial without fits."""
 
@@ -104,44 +111,34 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._shard()
-        parameters = _storage_ptrs(*self._model.parameters())  # these are put back themselves
-        self._buffers = [
-            (module, name, buffer, _clone(_get_local_tensors(buffer))) for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not (_storage_ptrs(buffer) or {0}) <= parameters
-        ]
         # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
         # that are not quantized are only put back if `evaluate` changes them.
-        targets = {_get_place(target) for target in self._targets} if self._refresh is None else set()
+        targets = {get_place(target) for target in self._targets} if self._refresh is None else set()
         self._parameters = [
-            (p, p.data, [] if _get_place(p) in targets else _clone(_get_parts(p))) for p in self._model.parameters()
+            (p, p.data, [] if get_place(p) in targets else clone(_get_parts(p))) for p in self._model.parameters()
         ]
         self._registered = [
             (m, dict(m._parameters.items()), dict(m._modules.items())) for m in self._model.modules()  # of scripts too
         ]
-        self._flags = [(p, p.requires_grad, p.grad) for p in self._model.parameters()]
-        self._training = [(module, module.training) for module in self._model.modules()]
-        self._random = torch.get_rng_state()
-        self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._random_others = random.getstate(), np.random.get_state()
+        self._state = EvaluationState(self._model)
         self._chunks = [replace(chunk, tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
         return self
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
             for chunk, target in zip(self._chunks, self._targets, strict=True):
-                _write(target, chunk.tensor)
+                write(target, chunk.tensor)
             self._drop_cached_weights()
             for module, parameters, modules in self._registered:  # after FSDP2 put its own ones back
-                _restore_registry(module._parameters, parameters)
-                _restore_registry(module._modules, modules)
+                restore_registry(module._parameters, parameters)
+                restore_registry(module._modules, modules)
             for parameter, data, originals in self._parameters:
-                if not _is_partitioned(parameter) and _get_place(parameter) != _get_place(data):
+                if not _is_partitioned(parameter) and get_place(parameter) != get_place(data):
                     parameter.data = data
                 for part, original in zip(_get_parts(parameter), originals, strict=False):
                     if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
                         part.copy_(original)
-        self._restore_state()
+        self._state.restore()
 
     def evaluate(
         self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refined: bool = False,
@@ -162,7 +159,7 @@ class TrialModel:
         self._write_trial(trial, refined)
         before = self._fingerprint()
         if trial is Probe.AGAIN:
-            _reseed(bool(self._random_cuda))
+            self._state.reseed()
         try:
             with in_user_code():
                 metric = self._evaluate_with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
@@ -173,7 +170,7 @@ class TrialModel:
             run_pending_handlers()  # what a handler raised is no failure of the function
             raise EvaluationRaised(f"`{name}` raised {described(error)}{format_error_line(error)}") from error
         finally:
-            self._restore_state()
+            self._state.restore()
         self._shard()
         after = self._fingerprint()
         changed = [name for name in (*before, *(name for name in after if name not in before))
@@ -234,31 +231,11 @@ class TrialModel:
                        for chunk, target in zip(self._chunks, self._targets, strict=True)}
         marks: dict[str, Hashable] = dict(checksums(values, self.workers))
         for name, p in parameters.items():
-            memory = None if _is_partitioned(p) else (id(p), _get_place(p))
+            memory = None if _is_partitioned(p) else (id(p), get_place(p))
             marks[name] = marks[name], memory
             if p.grad is not None:
-                marks[f"{name}.grad"] = _get_place(p.grad), p.grad._version
+                marks[f"{name}.grad"] = get_place(p.grad), p.grad._version
         return marks
-
-    def _restore_state(self) -> None:
-        """Undo the changes of an evaluation to buffers, flags and random state."""
-        with torch.no_grad():
-            for module, name, buffer, originals in self._buffers:
-                if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
-                    module._buffers[name] = buffer
-                for local_tensor, original in zip(_get_local_tensors(buffer), originals, strict=True):
-                    _write(local_tensor, original)
-        for parameter, requires_grad, gradient in self._flags:
-            parameter.requires_grad_(requires_grad)
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-        for module, training in self._training:
-            module.training = training
-        torch.set_rng_state(self._random)
-        if self._random_cuda:
-            torch.cuda.set_rng_state_all(self._random_cuda)
-        random.setstate(self._random_others[0])
-        np.random.set_state(self._random_others[1])
 
     def _write_trial(self, trial: Analysis | Probe | None, refined: bool) -> None:
         def values(chunk: Chunk) -> torch.Tensor:
@@ -276,7 +253,7 @@ class TrialModel:
                 if previous is not None and previous[0] is fitted and previous[1] == refined:
                     continue  # as in most probes of steps, which move one class of tensors
                 with torch.no_grad():
-                    _write(target, values(chunk))
+                    write(target, values(chunk))
                 if self._lasting[index]:
                     self._held[index] = fitted, refined
 
@@ -324,15 +301,6 @@ class TrialModel:
         return _clamp_to_dtype(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
 
 
-def _reseed(on_cuda: bool) -> None:
-    """Reseed all generators from their own numbers, so that equal generators on several ranks stay equal."""
-    torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
-    if on_cuda:
-        torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
-    random.seed(random.getrandbits(32))
-    np.random.seed(np.random.randint(1 << 32, dtype=np.uint32))
-
-
 def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values with random signs, the same in each call, which destroy what was learned.
 
@@ -344,13 +312,6 @@ def _randomize_signs(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * signs
 
 
-def _restore_registry(registry: dict[str, _T], entries: dict[str, _T]) -> None:
-    """Restore the same objects of a module, in their order; the optimizer refers to them."""
-    if list(registry.keys()) != list(entries) or any(registry[name] is not entry for name, entry in entries.items()):
-        registry.clear()
-        registry.update(entries)
-
-
 def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_tensor")
 
@@ -358,11 +319,7 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 def _get_parts(parameter: nn.Parameter) -> list[torch.Tensor]:
     """Return the data of a parameter, which a refresh may change, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
-    return _get_local_tensors(parameter.data) + ([] if partition is None else [partition.data])
-
-
-def _clone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+    return get_local_tensors(parameter.data) + ([] if partition is None else [partition.data])
 
 
 def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -371,30 +328,3 @@ def _clamp_to_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values
     limit = torch.finfo(dtype).max
     return values.clamp(-limit, limit)
-
-
-def _get_local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's values on this rank.
-
-    Of a packed tensor these are copied, not the tensor: a clone of NF4 quantizes the decoded values anew.
-    """
-    return get_inner_tensors(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
-
-
-def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values to a tensor. Write memory repeated by `expand` once, which `copy_` does not support."""
-    strides = target.stride() if target.layout is torch.strided else ()
-    for dim, stride in enumerate(strides):
-        if target.shape[dim] > 1 and not stride:
-            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    target.copy_(values)
-
-
-def _storage_ptrs(*tensors: torch.Tensor) -> set[int]:
-    """Return the addresses of the storages of tensors, without sparse ones."""
-    strided = (local for tensor in tensors for local in _get_local_tensors(tensor) if local.layout is torch.strided)
-    return {int(local.untyped_storage().data_ptr()) for local in strided} - {0}
-
-
-def _get_place(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    return tuple((t.data_ptr(), t.numel()) for t in _get_local_tensors(tensor) if t.layout is torch.strided)

@@ -1,0 +1,104 @@
+"""State of a model and of random generators that an evaluation may change, and that is put back after it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from dsq_ckpt.core.tensor_subclasses import get_inner_tensors
+
+_T = TypeVar("_T")
+
+
+class EvaluationState:
+    """Buffers, training flags, flags and gradients of parameters, and the random state of torch, NumPy and Python.
+
+    Args:
+        model: the model; a copy of its local buffers is kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = get_storage_addresses(*model.parameters())  # these are put back themselves
+        self._buffers = [
+            (module, name, buffer, clone(get_local_tensors(buffer))) for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (get_storage_addresses(buffer) or {0}) <= parameters
+        ]
+        self._flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+        self._training = [(module, module.training) for module in model.modules()]
+        self._random = torch.get_rng_state()
+        self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random_others = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Undo the changes of an evaluation."""
+        with torch.no_grad():
+            for module, name, buffer, originals in self._buffers:
+                if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
+                    module._buffers[name] = buffer
+                for local_tensor, original in zip(get_local_tensors(buffer), originals, strict=True):
+                    write(local_tensor, original)
+        for parameter, requires_grad, gradient in self._flags:
+            parameter.requires_grad_(requires_grad)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for module, training in self._training:
+            module.training = training
+        torch.set_rng_state(self._random)
+        if self._random_cuda:
+            torch.cuda.set_rng_state_all(self._random_cuda)
+        random.setstate(self._random_others[0])
+        np.random.set_state(self._random_others[1])
+
+    def reseed(self) -> None:
+        """Reseed all generators from their own numbers, so that equal generators on several ranks stay equal."""
+        torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
+        if self._random_cuda:
+            torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
+        random.seed(random.getrandbits(32))
+        np.random.seed(np.random.randint(1 << 32, dtype=np.uint32))
+
+
+def restore_registry(registry: dict[str, _T], entries: dict[str, _T]) -> None:
+    """Restore the same objects of a module, in their order; the optimizer refers to them."""
+    if list(registry.keys()) != list(entries) or any(registry[name] is not entry for name, entry in entries.items()):
+        registry.clear()
+        registry.update(entries)
+
+
+def clone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def get_local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's values on this rank.
+
+    Of a packed tensor these are copied, not the tensor: a clone of NF4 quantizes the decoded values anew.
+    """
+    return get_inner_tensors(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
+
+
+def write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor. Write memory repeated by `expand` once, which `copy_` does not support."""
+    strides = target.stride() if target.layout is torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if target.shape[dim] > 1 and not stride:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+
+
+def get_storage_addresses(*tensors: torch.Tensor) -> set[int]:
+    """Return the addresses of the storages of tensors, without sparse ones."""
+    strided = (local for tensor in tensors for local in get_local_tensors(tensor) if local.layout is torch.strided)
+    return {int(local.untyped_storage().data_ptr()) for local in strided} - {0}
+
+
+def get_place(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the address and the number of elements of each strided tensor that holds a tensor's values."""
+    return tuple((t.data_ptr(), t.numel()) for t in get_local_tensors(tensor) if t.layout is torch.strided)
