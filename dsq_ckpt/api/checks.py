@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from dsq_ckpt.api.optimizer_state import OptimizerProxy, get_parameter_states, list_nested_optimizers
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
+from dsq_ckpt.core.interrupts import get_handler_error
+from dsq_ckpt.core.notices import format_error_line
+from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed, described
 from dsq_ckpt.search.trial import ModelChanged
 
 _WRAPPER_LIBRARIES = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "ray.train.")
@@ -134,6 +136,7 @@ def guard_optimizer(
 ) -> Callable[[], float] | None:
     """Return `function` with a check that it leaves the optimizer unchanged, or it raises `ModelChanged`.
 
+    An error of the function does not end training, so the optimizer is checked after one too.
     The check covers hyperparameters and the identities of tensors; `TrialModel` checks the values of tensors.
     """
     if function is None:
@@ -141,16 +144,26 @@ def guard_optimizer(
 
     def guarded() -> float:
         before = _fingerprint(optimizer)
-        metric = function()
+        try:
+            metric = function()
+        except Exception as error:
+            if error is not get_handler_error() and _fingerprint(optimizer) != before:
+                effect = f"raised {described(error)}{format_error_line(error)}, and changed"
+                raise ModelChanged(_optimizer_changed_message(name, effect)) from error
+            raise
         if _fingerprint(optimizer) != before:
-            raise ModelChanged(
-                f"`{name}` changed the optimizer, by its hyperparameters or by what is in its state: it must leave the "
-                "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
-                "was not written"
-            )
+            raise ModelChanged(_optimizer_changed_message(name, "changed"))
         return metric
 
     return guarded
+
+
+def _optimizer_changed_message(name: str, effect: str) -> str:
+    return (
+        f"`{name}` {effect} the optimizer, by its hyperparameters or by what is in its state: it must leave the "
+        "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
+        "was not written"
+    )
 
 
 def _fingerprint(optimizer: Optimizer) -> Any:

@@ -45,20 +45,21 @@ def measure_metrics(
     own_trials = [i for i in range(len(trials)) if not parallel or i % comm.size == comm.rank]
     own_metrics: dict[int, float] = {}
     failure: str | None = None
-    changed: str | None = None
+    changed: ModelChanged | None = None
     stopped: BaseException | None = None
     try:
         for index in own_trials:
             own_metrics[index] = save.model.evaluate(fold.evaluate, trials[index], refined, fold.name)
             run_pending_handlers()
     except ModelChanged as error:
-        changed = str(error)
+        changed = error
     except EvaluationRaised as error:
         failure = str(error)
     except BaseException as error:  # an interrupt or an internal error ends the save on all ranks
         stopped = error
     save.evaluations[fold.name] += -(-len(trials) // comm.size) if parallel else len(trials)
-    status = own_metrics, failure, changed, None if stopped is None else described(stopped)
+    texts = failure, None if changed is None else str(changed), None if stopped is None else described(stopped)
+    status = own_metrics, *texts
     gathered = gather_from_all_ranks(comm, lambda: status)
     if stopped is not None:
         raise stopped
@@ -67,7 +68,7 @@ def measure_metrics(
             raise FailedElsewhere(f"rank {rank} failed: {text}")
     for rank, (_, _, text, _) in enumerate(gathered):
         if text is not None:
-            raise SaveFailed(f"rank {rank}: {text}")
+            raise SaveFailed(f"rank {rank}: {text}") from changed  # of this rank, with its cause
     failures = [text for _, text, *_ in gathered if text is not None]
     if failures:
         raise EvaluationFailed(failures[0])

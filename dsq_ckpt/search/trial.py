@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -154,33 +155,41 @@ class TrialModel:
 
         Raises:
             EvaluationRaised: `evaluate` raised an error or returned no number.
-            ModelChanged: `evaluate` changed values, memory or gradients of parameters.
+            ModelChanged: `evaluate` changed values, memory or gradients of parameters, even if it raised an error.
         """
         self._write_trial(trial, refined)
         before = self._fingerprint()
         if trial is Probe.AGAIN:
             self._state.reseed()
+        raised: Exception | None = None
         try:
             with in_user_code():
                 metric = self._evaluate_with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
         except ModelChanged:
             raise
         except Exception as error:
-            self._held.clear()  # it may have changed them
-            run_pending_handlers()  # what a handler raised is no failure of the function
-            raise EvaluationRaised(f"`{name}` raised {described(error)}{format_error_line(error)}") from error
+            raised = error
         finally:
             self._state.restore()
+        effect = ""
+        if raised is not None:
+            self._held.clear()  # it may have changed them
+            self._end_forward()
+            run_pending_handlers()  # what a handler raised is no failure of the function
+            traceback.clear_frames(raised.__traceback__)  # what they hold may be all of a GPU's memory
+            effect = f"raised {described(raised)}{format_error_line(raised)}"
         self._shard()
         after = self._fingerprint()
         changed = [name for name in (*before, *(name for name in after if name not in before))
                    if before.get(name) != after.get(name)]
         if changed:
             raise ModelChanged(
-                f"`{name}` changed {quote(changed)}: it must leave the model as it is; evaluate without optimizer "
-                "steps and changes in place, or a copy. The model's parameters were put back, optimizer and gradients "
-                "were not; the checkpoint was not written"
-            )
+                f"`{name}` {effect and f'{effect}, and '}changed {quote(changed)}: it must leave the model as it is; "
+                "evaluate without optimizer steps and changes in place, or a copy. The model's parameters were put "
+                "back, optimizer and gradients were not; the checkpoint was not written"
+            ) from raised
+        if raised is not None:
+            raise EvaluationRaised(f"`{name}` {effect}") from raised
         return metric
 
     def _evaluate_with_inputs(self, evaluate: Callable[[], float]) -> float:
@@ -269,6 +278,14 @@ class TrialModel:
         if self._refresh is not None:
             self._refresh()
         self._shard()
+
+    def _end_forward(self) -> None:
+        """End a forward pass that raised an error: until its end, FSDP2 does not release the root's parameters."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+                if group is not None:
+                    group._training_state = type(group._training_state).IDLE
 
     def _shard(self) -> None:
         for module in self._model.modules():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dsq_ckpt
 from dsq_ckpt.core.checksums import _weighted_sum, checksum
@@ -170,6 +174,70 @@ def test_an_optimizer_that_is_changed_fails_the_save(tmp_path, change, function)
     with pytest.raises(SaveFailed, match=f"`{function}` changed the optimizer"):
         compressor.save(tmp_path / "a")
     assert not is_complete(tmp_path / "a")
+
+
+@pytest.mark.parametrize("change, name", [
+    (in_place, "'norm.weight'"), (one_more, "'head.extra'"), (gradients, "'embed.weight.grad'"),
+    (moments, "'optimizer.state.hidden.weight.exp_avg'"), (faster, "the optimizer"), (cleared, "the optimizer"),
+])
+@pytest.mark.parametrize("function", ["evaluate", "check"])
+def test_state_that_evaluate_changes_before_it_raises_is_named(tmp_path, change, name, function):
+    """The fallback was stored, and training went on with what was changed."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, 20)
+    model.embed.weight.grad = torch.ones_like(model.embed.weight)
+
+    def changes():
+        change(model, optimizer)
+        raise RuntimeError("out of memory")
+
+    functions = {"evaluate": lambda: compute_loss(model), function: changes}
+    compressor = dsq_ckpt.Compressor(model, optimizer, **functions)
+    raised = r"raised RuntimeError: out of memory \(.*\), and changed"
+    with pytest.raises(SaveFailed, match=rf"`{function}`( or `check`)? ({raised}|changed) .*{name}") as failed:
+        compressor.save(tmp_path / "a")
+    assert not is_complete(tmp_path / "a")
+    if change is not moments:
+        causes, error = [], failed.value
+        while error is not None:
+            causes.append(str(error))
+            error = error.__cause__
+        assert "out of memory" in causes
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_forward_pass_that_fails_leaves_a_sharded_model_usable(tmp_path, at):
+    """The root of FSDP2 kept gathered parameters, which were taken for changed, and the next step failed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model, data, calls = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), torch.randn(32, 64), []
+        for module in (model[1], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def loss():
+            return (model(data) - data).square().mean()
+
+        def evaluate():
+            calls.append(1)
+            if len(calls) != at:
+                return loss().item()
+            with model[1].register_forward_pre_hook(lambda *_: 1 / 0):
+                return loss().item()
+
+        loss().backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate).save(tmp_path / "a")
+        assert is_complete(tmp_path / "a")
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_permitted_effects_of_evaluate_leave_no_trace(tmp_path):
