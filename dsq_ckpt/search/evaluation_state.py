@@ -25,9 +25,12 @@ class EvaluationState:
     def __init__(self, model: nn.Module) -> None:
         parameters = get_storage_addresses(*model.parameters())  # these are put back themselves
         self._buffers = [
-            (module, name, buffer, clone(get_local_tensors(buffer))) for module in model.modules()
-            for name, buffer in module._buffers.items()
+            (buffer, clone(get_local_tensors(buffer))) for module in model.modules()
+            for buffer in module._buffers.values()
             if buffer is not None and not (get_storage_addresses(buffer) or {0}) <= parameters
+        ]
+        self._registered_buffers = [
+            (m, dict(m._buffers.items()), set(m._non_persistent_buffers_set)) for m in model.modules()  # of scripts too
         ]
         self._flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
         self._training = [(module, module.training) for module in model.modules()]
@@ -38,9 +41,9 @@ class EvaluationState:
     def restore(self) -> None:
         """Undo the changes of an evaluation."""
         with torch.no_grad():
-            for module, name, buffer, originals in self._buffers:
-                if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
-                    module._buffers[name] = buffer
+            for module, buffers, caches in self._registered_buffers:
+                _restore_buffers(module, buffers, caches)
+            for buffer, originals in self._buffers:
                 for local_tensor, original in zip(get_local_tensors(buffer), originals, strict=True):
                     write(local_tensor, original)
         for parameter, requires_grad, gradient in self._flags:
@@ -66,9 +69,22 @@ class EvaluationState:
 
 def restore_registry(registry: dict[str, _T], entries: dict[str, _T]) -> None:
     """Restore the same objects of a module, in their order; the optimizer refers to them."""
-    if list(registry.keys()) != list(entries) or any(registry[name] is not entry for name, entry in entries.items()):
+    if list(registry.keys()) != list(entries):
         registry.clear()
         registry.update(entries)
+    for name, entry in entries.items():
+        if registry[name] is not entry:
+            registry[name] = entry
+
+
+def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None], caches: set[str]) -> None:
+    """Restore the buffers of a module, without those that are not persistent: they are caches, may grow and be new."""
+    present = dict(module._buffers.items())
+    new_caches = {name for name in present if name in module._non_persistent_buffers_set and name not in buffers}
+    entries = {name: present.get(name, buffer) if name in caches else buffer for name, buffer in buffers.items()}
+    restore_registry(module._buffers, {**entries, **{name: present[name] for name in present if name in new_caches}})
+    if module._non_persistent_buffers_set != caches | new_caches:
+        module._non_persistent_buffers_set = caches | new_caches
 
 
 def clone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

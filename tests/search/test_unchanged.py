@@ -272,6 +272,28 @@ def test_permitted_effects_of_evaluate_leave_no_trace(tmp_path):
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
+def test_buffers_that_evaluate_registers_or_removes_leave_no_trace(tmp_path):
+    """All but caches, which are not persistent: new ones stayed, and a removed cache became persistent."""
+    model = Net()
+    model.register_buffer("later", None)
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    buffers, names = dict(model.norm.named_buffers()), list(model.state_dict())
+
+    def evaluate():
+        loss = compute_loss(model)
+        model.head.register_buffer("new", torch.ones(3))
+        model.head.register_buffer("new_cache", torch.ones(3), persistent=False)
+        model.later = torch.ones(3)
+        model.register_buffer("cache", torch.ones(1))
+        del model.norm.running_var, model.cache
+        return loss
+
+    dsq_ckpt.Compressor(model, evaluate=evaluate).save(tmp_path / "a")
+    assert list(model.state_dict()) == names and model.later is None
+    assert list(model.norm.named_buffers()) == list(buffers.items())
+    assert dict(model.head.named_buffers()).keys() == {"new_cache"} and model.cache is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 @pytest.mark.parametrize("of", [checksum, lambda tensor: _weighted_sum(tensor.contiguous().view(-1))])
 def test_checksums_see_every_change(dtype, of):
