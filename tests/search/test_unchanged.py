@@ -385,8 +385,7 @@ def test_a_search_judges_weights_inside_a_tensor(tmp_path):
 def test_sparse_gradients_may_be_there_at_a_save(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 64, sparse=True), nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.arange(64)
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(64)
 
     def loss():
         return (model(rows) - 1).square().mean()
