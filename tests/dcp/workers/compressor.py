@@ -33,8 +33,10 @@ def check(kind: str, system: str, parallel: bool, run: Path, rank: int, size: in
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = {"system": system, "search": {"parallel_trials": parallel}}
     looked_at = model.module if isinstance(model, DistributedDataParallel) else model
+    history = dsq_ckpt.SaveHistory()
     compressor = dsq_ckpt.Compressor(
-        model, optimizer, config, lambda: compute_loss(looked_at), check=lambda: compute_loss(looked_at, 10_001 + rank)
+        model, optimizer, config, lambda: compute_loss(looked_at), check=lambda: compute_loss(looked_at, 10_001 + rank),
+        history=history,
     )
     for number in range(2):
         train(model, optimizer, 40 * number, 40 * number + 40, rank)
@@ -54,7 +56,8 @@ def check(kind: str, system: str, parallel: bool, run: Path, rank: int, size: in
     fresh = torch.optim.AdamW(other.parameters(), lr=3e-3)
     plain = other.module if isinstance(other, DistributedDataParallel) else other
     resumed = dsq_ckpt.Compressor(
-        other, fresh, config, lambda: compute_loss(plain), check=lambda: compute_loss(plain, 10_001 + rank)
+        other, fresh, config, lambda: compute_loss(plain), check=lambda: compute_loss(plain, 10_001 + rank),
+        history=history,
     )
     resumed.load(run / "1")
     lost = torch.tensor([compute_loss(plain, 10_001 + rank) - metric])

@@ -18,6 +18,7 @@ from dsq_ckpt import DSQStorageReader, DSQStorageWriter
 from dsq_ckpt.dcp.call_stack import AsyncCall
 from dsq_ckpt.storage.manifest import Manifest
 from tests.dcp.planners import Balancing, Half, Hiding, Losing, PlusOne, Recording, Renaming, Untrue, calls
+from tests.helpers.new_process import begin_new_process
 
 PROCESS = AsyncCheckpointerType.PROCESS
 
@@ -116,6 +117,7 @@ def same_calls(root: Path, background: Any, rank: int) -> None:
 
 def runs_go_on(root: Path) -> None:
     """What this process loaded is the parent in DCP's process too, and its loss is counted; and the other way round."""
+    begin_new_process()
     dsq_ckpt.save(state(0), root / "0", pinned=True)
     dsq_ckpt.save(state(1), root / "1")
     dist.barrier()
