@@ -190,8 +190,7 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
             if refined and checkpoint.manifest.refinement == "dropped":
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             self._read_chunks(checkpoint, requests, planner, refined, workers, cache)
-            names = self._requested_names or {index.fqn for index in requests}
-            self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint, names)
+            self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
             record_load(checkpoint.manifest.lossy_kinds & {kind_of(index.fqn) for index in requests})
             logger.log(
                 self._log_level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(requests),

@@ -20,7 +20,6 @@ from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.removed_ancestors import should_write_keyframe
-from dsq_ckpt.engine.resumes import count_resumes
 from dsq_ckpt.engine.shapes import Shapes, count_shared_elements, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -37,6 +36,7 @@ from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_dir
 from dsq_ckpt.storage.shard import RecordRef
 
 _warned_runs: set[Path] = set()  # run directories with several states
+_uncounted_runs: set[Path] = set()  # run directories whose restores from another one are not counted
 
 
 class Lineage(NamedTuple):
@@ -72,20 +72,17 @@ def find_lineage(
     run = get_run(path)
     if parent is None or parent == "auto":
         last = _find_last(run, shapes, history, warns=parent is not None)
-        resumes = count_resumes(run, shapes, history, last)
         if last is None:
-            return Lineage(lossy_resumes=resumes)
+            return Lineage(lossy_resumes=_count_resumes(run, history))
         overwritten = expand_path(last.path) == path.absolute()
         candidate = last._replace(position=0) if overwritten else last
-        return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, resumes)
+        return Lineage(last, _find_shared_parent(last, history, siblings) or candidate, last.lossy_resumes)
     parent_path = resolve_checkpoint_path(parent)
     with CheckpointFiles(parent_path) as files:
         manifest, older = files.manifest, read_shapes(files)
     # Whatever the parent, the state continues the checkpoint that this process saved or loaded last.
     origin = _find_last(run, shapes, history) or _find_last(get_run(parent_path), shapes, history)
-    resumes = count_resumes(run, shapes, history, origin)
-    if origin is None:
-        resumes = max(resumes, manifest.lossy_resumes)
+    resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
     candidate = ParentRef(manifest.save_id, str(parent_path), manifest.depth, resumes, position=0)
     return Lineage(candidate if is_continuation(shapes, older) else None, candidate, resumes)
 
@@ -153,6 +150,16 @@ def _is_mostly_new(manifest: Manifest, older: Manifest) -> bool:
     return 2 * sum(bits[name] for name in bits.keys() - nonzero) > sum(bits.values())
 
 
+def _count_resumes(run: Path, history: SaveHistory) -> int:
+    """Return the most lossy resumes of any state of a run, for a state whose tensors have new names."""
+    counts = [0]
+    for checkpoint in history.checkpoints(run):
+        with suppress(DSQError):
+            if checkpoint.loaded and (manifest := Manifest.read(checkpoint.path)).save_id == checkpoint.save_id:
+                counts.append(manifest.lossy_resumes + manifest.lossy)
+    return max(counts)
+
+
 def _warn_of_other_state(run: Path, other: Path) -> None:
     """Warn, once for a run directory, that several states are saved in it."""
     if run not in _warned_runs:
@@ -162,6 +169,28 @@ def _warn_of_other_state(run: Path, other: Path) -> None:
             "names and shapes: it is taken for another state, which starts with a keyframe and keeps its refinement "
             "apart from that one's; if it is the same training, with tensors renamed, that costs one keyframe"
         )
+
+
+def warn_of_uncounted_resumes(run: Path, shapes: Shapes, history: SaveHistory) -> None:
+    """Warn, once for a run directory, if its first save follows a load from another one, whose restores do not count.
+
+    Args:
+        run: directory without checkpoints of the state that this process knows.
+        shapes: shapes of all tensors of the state, by name.
+        history: checkpoints that this process committed or loaded.
+    """
+    known = (checkpoint for checkpoint in history.checkpoints() if ensure_shapes(checkpoint) and checkpoint.shapes)
+    newest = next((one for one in known if one.shapes is not None and is_continuation(shapes, one.shapes)), None)
+    if newest is None or not newest.loaded or run in _uncounted_runs:
+        return
+    with suppress(DSQError):
+        manifest = Manifest.read(newest.path)
+        if resumes := manifest.lossy_resumes + manifest.lossy:
+            _uncounted_runs.add(run)
+            warn(
+                f"search.max_lossy_resumes and search.max_run_loss count the restores of one directory: {resumes} up to "
+                f"that of '{newest.path}' do not count in '{run}'; if this run goes on from there, save beside it"
+            )
 
 
 def choose_parent(

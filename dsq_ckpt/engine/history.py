@@ -12,8 +12,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Set
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import torch
 
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.engine import other_jobs
-from dsq_ckpt.engine.shapes import Shapes, has_optimizer_state, is_continuation, read_shapes
+from dsq_ckpt.engine.shapes import Shapes, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.frozen_tensors import ChangeWatch
@@ -87,8 +86,6 @@ class KnownCheckpoint:
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
         model: codebooks and scales for a child, if this process wrote the index; None: the index must be read.
         lossy: names of its lossy weights, if this process saved it.
-        lossy_resumes: lossy resumes of a state that continues it, with this load if it was loaded and is lossy.
-        weights_alone: whether it was loaded without the optimizer state that it has.
         watch: observations of its training, up to this checkpoint.
     """
 
@@ -104,22 +101,11 @@ class KnownCheckpoint:
     suspect: bool = False
     model: ParentModel | None = None
     lossy: frozenset[str] | None = None
-    lossy_resumes: int = 0
-    weights_alone: bool = False
     watch: ChangeWatch = field(default_factory=ChangeWatch)
 
     @property
     def run(self) -> Path:
         return get_run(self.path)
-
-    def read(self, files: CheckpointFiles, names: Set[str] | None = None) -> None:
-        """Set what is known from its files; `names` are those of the loaded tensors, None: all."""
-        if files.manifest.save_id != self.save_id:
-            raise CheckpointNotFound(f"'{self.path}' is now of save {files.manifest.save_id}, expected {self.save_id}")
-        self.shapes = shapes = read_shapes(files)
-        self.lossy_resumes = files.manifest.lossy_resumes + (self.loaded and files.manifest.lossy)
-        if names is not None:
-            self.weights_alone = has_optimizer_state(shapes) > has_optimizer_state(shapes.keys() & names)
 
 
 Outline = list[KnownCheckpoint]
@@ -217,19 +203,15 @@ class SaveHistory:
         with self._lock:
             checkpoint = self.find(save_id)
             if checkpoint is None:
-                new = KnownCheckpoint(save_id, path.absolute())
-                if ensure_shapes(new):  # without its index, nothing can be coded against it either
-                    checkpoint = new
+                with suppress(DSQError):  # without its index, nothing can be coded against it either
+                    checkpoint = KnownCheckpoint(save_id, path.absolute(), _read_shapes_at(path, save_id))
                     self._known.append(checkpoint)
             if checkpoint is not None:
                 checkpoint.model = model or checkpoint.model
                 self._mark_complete(checkpoint)
             self._trim()
 
-    def add_loaded(
-        self, path: Path, save_id: str, cache: ChunkCache, files: CheckpointFiles | None = None,
-        names: Set[str] | None = None,
-    ) -> None:
+    def add_loaded(self, path: Path, save_id: str, cache: ChunkCache, files: CheckpointFiles | None = None) -> None:
         """Add a loaded checkpoint: the next save of its state is coded against it, whatever was saved after it.
 
         Args:
@@ -237,14 +219,12 @@ class SaveHistory:
             save_id: id of the save that wrote it.
             cache: chunks of this rank.
             files: the checkpoint, if it is open.
-            names: names of the loaded tensors; None: all.
         """
         other_jobs.add_loaded(path, save_id)
         with self._lock:
             with suppress(DSQError):  # it was replaced since
-                new = KnownCheckpoint(save_id, path.absolute(), cache=cache, loaded=True, complete=True)
-                with CheckpointFiles(path) if files is None else nullcontext(files) as opened:
-                    new.read(opened, names)
+                shapes = _read_shapes_at(path, save_id) if files is None else read_shapes(files)
+                new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, loaded=True, complete=True)
                 replaced = [
                     checkpoint for checkpoint in self._known
                     if checkpoint.save_id == save_id or (checkpoint.run == new.run and _is_same_state(new, checkpoint))
@@ -255,10 +235,7 @@ class SaveHistory:
                     (checkpoint.watch for checkpoint in replaced if save_id in checkpoint.watch.save_ids), new.watch
                 )
                 new.watch.save_ids.add(save_id)
-                for checkpoint in replaced:
-                    if checkpoint.save_id == save_id:
-                        new.lossy = checkpoint.lossy
-                        new.weights_alone &= checkpoint.weights_alone or not checkpoint.loaded  # loaded in parts
+                new.lossy = next((checkpoint.lossy for checkpoint in replaced if checkpoint.save_id == save_id), None)
                 self._known[:] = [new, *(checkpoint for checkpoint in self._known if checkpoint not in replaced)]
             self._trim()
 
@@ -395,6 +372,13 @@ def _is_same_state(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
 def ensure_shapes(checkpoint: KnownCheckpoint) -> bool:
     """Return whether the shapes of a checkpoint are known; read them from its files if these exist by now."""
     if checkpoint.shapes is None:
-        with suppress(DSQError), CheckpointFiles(checkpoint.path) as files:
-            checkpoint.read(files)
+        with suppress(DSQError):
+            checkpoint.shapes = _read_shapes_at(checkpoint.path, checkpoint.save_id)
     return checkpoint.shapes is not None
+
+
+def _read_shapes_at(path: Path, save_id: str) -> Shapes:
+    with CheckpointFiles(path) as files:
+        if files.manifest.save_id != save_id:
+            raise CheckpointNotFound(f"'{path}' is now of save {files.manifest.save_id}, expected {save_id}")
+        return read_shapes(files)

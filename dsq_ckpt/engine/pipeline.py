@@ -154,8 +154,7 @@ class SavePipeline:
         shared_parent = parent if context.reuses_parent else None
         new = KnownCheckpoint(
             context.save_id, self.path.absolute(), context.layout.shapes, cache, shared_parent=shared_parent,
-            lossy=context.layout.weights() - self._unquantized_names, lossy_resumes=context.lossy_resumes,
-            watch=self._watch,
+            lossy=context.layout.weights() - self._unquantized_names, watch=self._watch,
         )
         self.options.history.add_pending(new, context.previous, parent)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.files import CheckpointFiles
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,11 +29,6 @@ def is_continuation(newer: Shapes, older: Shapes) -> bool:
 def count_shared_elements(one: Shapes, other: Shapes) -> int:
     """Return the number of elements in tensors that two states have with the same names and shapes; a scalar is one."""
     return sum(max(1, math.prod(shape)) for name, shape in one.items() if other.get(name) == shape)
-
-
-def has_optimizer_state(names: Iterable[str]) -> bool:
-    """Return whether names of tensors include optimizer state."""
-    return any(kind_of(name) != "weights" for name in names)
 
 
 def read_shapes(files: CheckpointFiles) -> Shapes:

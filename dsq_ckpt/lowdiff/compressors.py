@@ -1,10 +1,10 @@
 """Gradient compressors by name: `gradient_compressor("topk:0.01")`.
 
 ====================  ==============================================================================================
-`topk:RATIO`        the largest RATIO of each gradient's elements, 0 < RATIO <= 1, default 0.01
-`kmeans:LEVELS`     one byte per element, a code of LEVELS k-means levels, 2..256, default 16
-`fp16`, `bf16`    averaging in 16 bits
-`none`              no compression: DDP averages as usual
+`topk:RATIO`          the largest RATIO of each gradient's elements, 0 < RATIO <= 1, default 0.01
+`kmeans:LEVELS`       one byte per element, a code of LEVELS k-means levels, 2..256, default 16
+`fp16`, `bf16`        averaging in 16 bits
+`none`                no compression: DDP averages as usual
 ====================  ==============================================================================================
 
 The first two use error feedback, unless `,feedback=off` follows.

@@ -99,7 +99,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     `zero`, and those of the file are not used, so they become tensors on the meta device.
 
     Args:
-        spec: content of the placeholder, as `StoredTensor` pickles it.
+        spec: content of the placeholder, as `TensorPlaceholder` pickles it.
 
     Returns:
         The tensor, on the CPU or on the meta device.

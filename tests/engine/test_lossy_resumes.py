@@ -138,94 +138,6 @@ def test_a_failed_save_changes_nothing(tmp_path, state, monkeypatch):
     assert resumes(tmp_path / "2") == 1
 
 
-# Checkpoints in other directories
-
-
-def test_each_job_has_a_directory(tmp_path, state):
-    for job in range(3):
-        dsq_ckpt.forget()  # a new process
-        if job:
-            dsq_ckpt.load(state, tmp_path / str(job - 1) / "1")
-        for name in "01":
-            dsq_ckpt.save(state, tmp_path / str(job) / name)
-    assert [resumes(tmp_path / str(job) / name) for job in range(3) for name in "01"] == [0, 0, 1, 1, 2, 2]
-
-
-def test_each_checkpoint_has_a_directory(tmp_path, state, monkeypatch):
-    monkeypatch.setattr("dsq_ckpt.engine.history._MAX_CHECKPOINTS", 2)
-    dsq_ckpt.save(state, tmp_path / "0" / "state")
-    dsq_ckpt.load(state, tmp_path / "0" / "state")
-    shutil.rmtree(tmp_path / "0")
-    for name in "123":
-        dsq_ckpt.save(state, tmp_path / name / "state")
-    assert [resumes(tmp_path / name / "state") for name in "123"] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("parent", [None, "auto", "run/1"])
-def test_a_copy_is_loaded(tmp_path, state, parent):
-    """In place of the checkpoint of the same save, and of an older one."""
-    for name in "01":
-        dsq_ckpt.save(state, tmp_path / "run" / name)
-    shutil.copytree(tmp_path / "run", tmp_path / "backup")
-    parent = tmp_path / parent if parent == "run/1" else parent
-    dsq_ckpt.load(state, tmp_path / "backup" / "1")
-    dsq_ckpt.save(state, tmp_path / "run" / "2", parent=parent)
-    dsq_ckpt.save(state, tmp_path / "run" / "3", parent=parent)
-    assert (resumes(tmp_path / "run" / "2"), resumes(tmp_path / "run" / "3")) == (1, 1)
-    dsq_ckpt.load(state, tmp_path / "backup" / "0")
-    dsq_ckpt.save(state, tmp_path / "run" / "4", parent=parent)
-    assert resumes(tmp_path / "run" / "4") == 1
-    shutil.copytree(tmp_path / "run", tmp_path / "newer")
-    dsq_ckpt.load(state, tmp_path / "newer" / "4")
-    dsq_ckpt.save(state, tmp_path / "run" / "5", parent=parent)
-    assert resumes(tmp_path / "run" / "5") == 2
-
-
-def test_what_was_loaded_is_deleted(tmp_path, state):
-    dsq_ckpt.save(state, tmp_path / "0")
-    dsq_ckpt.load(state, tmp_path / "0")
-    shutil.rmtree(tmp_path / "0")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is gone or was replaced")
-        dsq_ckpt.save(state, tmp_path / "1")
-    assert resumes(tmp_path / "1") == 1
-
-
-def test_a_restored_state_is_saved_elsewhere_too(tmp_path, state):
-    dsq_ckpt.save(state, tmp_path / "run" / "0")
-    dsq_ckpt.load(state, tmp_path / "run" / "0")
-    dsq_ckpt.save(state, tmp_path / "run" / "1")
-    dsq_ckpt.save(state, tmp_path / "best" / "1")
-    assert resumes(tmp_path / "best" / "1") == 1
-    other = dsq_ckpt.SaveHistory()  # an independent training
-    dsq_ckpt.save(state, tmp_path / "other" / "0", history=other)
-    assert resumes(tmp_path / "other" / "0") == 0
-
-
-@pytest.mark.parametrize("parts, count", [
-    (["model"], 0), (["model", "step"], 0), (["optimizer"], 1),
-    (["model", "optimizer"], 1), (["optimizer", "model"], 1),
-], ids=str)
-def test_weights_of_another_run(tmp_path, state, parts, count):
-    """A new optimizer begins a new run."""
-    dsq_ckpt.save(state, tmp_path / "pretrained" / "0")
-    dsq_ckpt.forget()
-    for part in parts:
-        dsq_ckpt.load({part: state[part]}, tmp_path / "pretrained" / "0")
-    dsq_ckpt.save(state, tmp_path / "tuned" / "0")
-    assert resumes(tmp_path / "tuned" / "0") == count
-
-
-def test_an_export_of_weights(tmp_path, state):
-    weights = {"model": state["model"]}
-    dsq_ckpt.save(weights, tmp_path / "export" / "0")
-    dsq_ckpt.load(weights, tmp_path / "export" / "0")
-    dsq_ckpt.save(state, tmp_path / "tuned" / "0")
-    assert resumes(tmp_path / "tuned" / "0") == 0
-    dsq_ckpt.save(weights, tmp_path / "weights" / "0")
-    assert resumes(tmp_path / "weights" / "0") == 1  # a run whose optimizer has no state
-
-
 # The limit
 
 SAVES = {
@@ -310,4 +222,26 @@ def test_a_compressor_stops_searching(tmp_path):
 @pytest.mark.slow
 def test_ranks_agree(tmp_path):
     output = torchrun("resumes", 2, tmp_path)
-    assert output.count("ok ") == 4
+    assert output.count("ok ") == 3
+
+
+@pytest.mark.parametrize("limit", [{"max_lossy_resumes": 5}, {}])
+def test_restores_of_another_directory_do_not_count_and_a_warning_says_so(tmp_path, state, limit):
+    """Once, if a save follows the load; not where nothing was restored from lossy state."""
+    config, first, second = {"search": limit}, tmp_path / "first", tmp_path / "second"
+    history = dsq_ckpt.SaveHistory()
+
+    def save(path, config=config):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsq_ckpt.save(state, path, config=config, history=history)
+        return [str(warning.message) for warning in caught if "count the restores" in str(warning.message)]
+
+    assert save(first / "0") == save(tmp_path / "elsewhere" / "0") == []
+    dsq_ckpt.load(state, first / "0", history=history)
+    told = save(second / "1")
+    assert len(told) == bool(limit) and all(f"1 up to that of '{first / '0'}' do not" in line for line in told)
+    assert save(second / "2") == [] and (resumes(second / "1"), resumes(second / "2")) == (0, 0)
+    dsq_ckpt.save(state, tmp_path / "exact" / "0", config="exact", history=history)
+    dsq_ckpt.load(state, tmp_path / "exact" / "0", history=history)
+    assert save(tmp_path / "third" / "1") == []

@@ -40,16 +40,13 @@ def count_warnings(work: Any) -> int:
     return sum(counts)
 
 
-def check(run: Path, rank: int, size: int, background: bool, name: str = "") -> None:
-    """Restored twice, exact from then on, on all ranks, with one warning each; a restore of that one does not count.
-
-    With a `name`, each checkpoint has that name in a directory of its own.
-    """
+def check(run: Path, rank: int, size: int, background: bool) -> None:
+    """Restored twice, exact from then on, on all ranks, with one warning each; a restore of that one does not count."""
     config = {"search": {"max_lossy_resumes": 2}}
     for number in range(5):
-        path, state, history = run / str(number) / name, state_of(size), dsq_ckpt.SaveHistory()
+        path, state, history = run / str(number), state_of(size), dsq_ckpt.SaveHistory()
         if number:
-            dsq_ckpt.load(state, run / str(number - 1) / name, history=history)
+            dsq_ckpt.load(state, run / str(number - 1), history=history)
         options: dict[str, Any] = {"config": config, "history": history}
 
         def save(path: Path = path, state: dict[str, Any] = state, options: dict[str, Any] = options) -> None:
@@ -95,8 +92,6 @@ def main() -> None:
         done("save")
         check(root / "background", rank, size, background=True)
         done("async_save")
-        check(root / "directories", rank, size, background=True, name="state")
-        done("directories")
         loaded_by_one(root / "one", rank)
         done("loaded by one")
 
