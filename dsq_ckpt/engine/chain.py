@@ -188,8 +188,9 @@ def warn_of_uncounted_resumes(run: Path, shapes: Shapes, history: SaveHistory) -
         if resumes := manifest.lossy_resumes + manifest.lossy:
             _uncounted_runs.add(run)
             warn(
-                f"search.max_lossy_resumes and search.max_run_loss count the restores of one directory: {resumes} up to "
-                f"that of '{newest.path}' do not count in '{run}'; if this run goes on from there, save beside it"
+                "search.max_lossy_resumes and search.max_run_loss count the restores of one directory: "
+                f"{resumes} up to that of '{newest.path}' do not count in '{run}'; if this run goes on from there, save "
+                "beside it"
             )
 
 
