@@ -23,7 +23,7 @@ from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
-from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries, join_state, split_state
+from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries
 from dsq_ckpt.convert.export import OpenedCheckpoint
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_user_code
@@ -32,12 +32,15 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import describe_base_loss
-from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.gradients.sensitivity import get_named_parameters
+from dsq_ckpt.integrations.named_optimizers import (
+    get_named_state,
+    get_numbered_state,
+    get_parameter_names,
+    mismatch_error,
+)
 from dsq_ckpt.storage.refinement import RefinementOption
-
-_RATE_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Options of parameter groups that schedulers keep too, in the order of the groups."""
 
 
 class _Placeholders(NamedTuple):
@@ -86,7 +89,7 @@ class TrainingState:
         parameters = self._get_parameters()
         with in_user_code():  # hooks of modules
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
-        return state | {key: _get_named_state(optimizer, parameters) for key, optimizer in self._optimizers.items()}
+        return state | {key: get_named_state(optimizer, parameters) for key, optimizer in self._optimizers.items()}
 
     def restore(self, directory: str | os.PathLike[str], *, quiet: bool = False) -> None:
         """Load models and optimizers from a checkpoint, in place; collective.
@@ -173,7 +176,7 @@ class TrainingState:
     def _get_extra_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the tensors of optimizers' state dicts outside of `state` and `param_groups`, by flat names."""
         extra_states = {
-            key: extra_entries(_get_named_state(optimizer, parameters)) for key, optimizer in self._optimizers.items()
+            key: extra_entries(get_named_state(optimizer, parameters)) for key, optimizer in self._optimizers.items()
         }
         flat = flatten_state_dict(extra_states)[0]
         return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -191,7 +194,7 @@ class TrainingState:
                 optimizer = self._optimizers.get(str(path[0]))
                 if optimizer is not None and not has_state(optimizer):
                     initialize_state(optimizer)
-                state = {} if optimizer is None else _get_named_state(optimizer, parameters)["state"]
+                state = {} if optimizer is None else get_named_state(optimizer, parameters)["state"]
                 tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None
                 if tensor is None:
                     refuse_subclass_part(name, path, nesting)
@@ -208,8 +211,8 @@ class TrainingState:
             if unexpected_keys:
                 raise unexpected_keys_error(sorted(unexpected_keys), directory)
         for key, optimizer in self._optimizers.items():
-            names = _get_parameter_names(optimizer, parameters)
-            numbered_state = _get_numbered_state(state[key], names, directory)
+            names = get_parameter_names(optimizer, parameters)
+            numbered_state = get_numbered_state(state[key], names, directory)
             with in_user_code():
                 optimizer.load_state_dict(numbered_state)
 
@@ -239,85 +242,6 @@ def _get_name_prefix(key: str) -> str:
     return "" if key == "model" else key
 
 
-def _get_parameter_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, by parameter group."""
-    names_by_id: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        names_by_id.setdefault(id(parameter), name)
-    groups = [group["params"] for group in optimizer.param_groups]
-    for number, group in enumerate(groups):
-        for parameter in group:
-            if id(parameter) not in names_by_id:
-                raise ConfigError(
-                    f"parameter group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not the model's; make the optimizer from the parameters of the model that is trained"
-                )
-    return [[names_by_id[id(parameter)] for parameter in group] for group in groups]
-
-
-def _get_named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return an optimizer's state dict with names of parameters in place of numbers."""
-    names = _get_parameter_names(optimizer, parameters)
-    with in_user_code():
-        torch_state, extra_state = split_state(optimizer.state_dict(), type(optimizer).__name__)
-    names_by_number = [name for group in names for name in group]
-    groups = zip(torch_state["param_groups"], names, strict=True)
-    return {
-        **extra_state,
-        "state": {names_by_number[number]: entry for number, entry in torch_state["state"].items()},
-        "param_groups": [{**group, "params": list(group_names)} for group, group_names in groups],
-    }
-
-
-def _get_numbered_state(
-    stored_state: Mapping[str, Any], names: Sequence[Sequence[str]], directory: object
-) -> dict[str, Any]:
-    """Convert a stored state dict for an optimizer whose parameter groups may be in another order.
-
-    Args:
-        stored: state dict with names of parameters.
-        names: names of the optimizer's parameters, by parameter group.
-        directory: checkpoint, for error messages.
-
-    Raises:
-        LoadFailed: parameter groups have other parameters; or groups with different rates are in another order.
-    """
-    saved_groups = stored_state["param_groups"]
-    unused = list(range(len(saved_groups)))
-    saved_numbers: list[int | None] = []
-    for group_names in names:
-        matches = (number for number in unused if set(saved_groups[number]["params"]) == set(group_names))
-        saved_numbers.append(next(matches, None))
-        unused = [number for number in unused if number != saved_numbers[-1]]
-    unmatched = [number for number, saved_number in enumerate(saved_numbers) if saved_number is None]
-    if mismatches := sorted({*unused, *unmatched}):
-        number = mismatches[0]
-        saved_names = set(saved_groups[number]["params"]) if number in unused else set()
-        current_names = set(names[number]) if number < len(names) and saved_numbers[number] is None else set()
-        name = min(saved_names ^ current_names, default="no parameter at all")
-        raise _mismatch_error(
-            directory,
-            f"'{directory}': '{name}' {'was' if name in saved_names else 'was not'} in parameter group {number} of the "
-            f"optimizer when this was saved, and {'is' if name in current_names else 'is not'} now; make the optimizer "
-            "with the groups that it had",
-        )
-    matched_groups = [saved_groups[number] for number in saved_numbers if number is not None]
-    for option in _RATE_OPTIONS:
-        if (rates := [group.get(option) for group in matched_groups]) != [group.get(option) for group in saved_groups]:
-            raise LoadFailed(
-                f"'{directory}': parameter groups were saved in another order, and have different values of "
-                f"'{option}' ({rates}), which schedules keep by the order of groups; make the optimizer with the order "
-                "that it had"
-            )
-    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
-    groups = [
-        {**group, "params": [numbers[name] for name in group_names]}
-        for group, group_names in zip(matched_groups, names, strict=True)
-    ]
-    state = {numbers[name]: entry for name, entry in stored_state["state"].items()}
-    return join_state({"state": state, "param_groups": groups}, extra_entries(stored_state))
-
-
 def _create_placeholder(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor to load into, on the device and with the sharding of `like` if `like` has the same shape."""
     if like is not None and like.shape == shape:
@@ -335,27 +259,18 @@ def _check_tensors(
     """
     if missing := sorted(model_tensors.keys() - stored_paths.keys()):
         hint = name_hint(missing[0], stored_paths)
-        raise _mismatch_error(directory, f"'{directory}' has no '{missing[0]}', which the model has{hint}")
+        raise mismatch_error(directory, f"'{directory}' has no '{missing[0]}', which the model has{hint}")
     if unexpected := sorted(stored_paths.keys() - model_tensors.keys()):
-        raise _mismatch_error(directory, f"'{directory}' has '{unexpected[0]}', which the model does not have")
+        raise mismatch_error(directory, f"'{directory}' has '{unexpected[0]}', which the model does not have")
     casts = []
     for name, value in model_tensors.items():
         if name in opened.tensors and isinstance(value, torch.Tensor):
             shape, dtype = tuple(opened.tensors[name]["shape"]), opened.dtype(name)
             if shape != tuple(value.shape):
                 text = f"'{directory}': '{name}' is of shape {shape}, the model's of {tuple(value.shape)}"
-                raise _mismatch_error(directory, text)
+                raise mismatch_error(directory, text)
             if dtype != value.dtype:
                 casts.append(f"'{name}' as {dtype}, which is {value.dtype} now")
     if not casts:
         return []
     return [f"'{directory}' has {len(casts)} tensor(s) of another dtype than the model, which are cast: {casts[0]}"]
-
-
-def _mismatch_error(directory: object, text: str) -> LoadFailed:
-    """Return the error about a changed model or optimizer, with advice on how to continue."""
-    return LoadFailed(
-        f"{text}{'' if text.endswith('?') else '.'} A changed model goes on from the weights, with a fresh optimizer: "
-        f"export them (`dsq export {directory} plain/model.safetensors --part model`), load them into the model (as by "
-        "from_pretrained), and train it into another directory"
-    )
