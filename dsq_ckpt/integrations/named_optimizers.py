@@ -5,15 +5,85 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.checks import has_state, initialize_state
 from dsq_ckpt.api.optimizer_state import extra_entries, join_state, split_state
 from dsq_ckpt.core.interrupts import in_user_code
+from dsq_ckpt.core.nesting import Path
 from dsq_ckpt.errors import ConfigError, LoadFailed
 
 _RATE_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
 """Options of parameter groups that schedulers keep too, in the order of the groups."""
+
+
+class OwnEntries:
+    """Entries of an optimizer's own state dict, which tell what only the optimizer can know of a checkpoint's entries.
+
+    Args:
+        key: key of the optimizer at the top level of the checkpoint.
+        optimizer: the optimizer to load into.
+        parameters: parameters of the models, by name.
+        directory: checkpoint, for error messages.
+    """
+
+    def __init__(
+        self, key: str, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], directory: object
+    ) -> None:
+        self._key, self._optimizer, self._parameters, self._directory = key, optimizer, parameters, directory
+        self._initialized_entries: dict[Path, Any] | None = None
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state dict of the optimizer, which is initialized by a step that changes nothing if need be.
+
+        Raises:
+            LoadFailed: the step fails.
+        """
+        if not has_state(self._optimizer):
+            initialize_state(self._optimizer)
+        return get_named_state(self._optimizer, self._parameters)
+
+    def get_entries(self) -> dict[Path, Any]:
+        """Return the values of `get_state` by their paths."""
+        if self._initialized_entries is None:
+            flat, paths = flatten_state_dict({self._key: self.get_state()})
+            self._initialized_entries = {paths[name]: value for name, value in flat.items()}
+        return self._initialized_entries
+
+    def create_placeholder(self, path: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor to load an entry of `state` into; None if the sharding of a frozen parameter's is unknown.
+
+        The parameter tells the sharding of a tensor of its shape, and the optimizer's own tensor that of another one.
+
+        Raises:
+            LoadFailed: the sharding is unknown, or the optimizer cannot be initialized.
+        """
+        parameter = self._parameters.get(str(path[2]))
+        if not isinstance(parameter, DTensor) or not shape or parameter.shape == shape:
+            return create_placeholder(parameter, shape, dtype)
+        own = self.get_entries().get(path)
+        if isinstance(own, DTensor):
+            return torch.empty_like(own.detach(), dtype=dtype)  # the load refuses another shape
+        if isinstance(own, torch.Tensor):  # each rank has all of it
+            return create_placeholder(own, shape, dtype)
+        if not parameter.requires_grad:
+            return None
+        raise LoadFailed(
+            f"'{self._directory}' has '{path[3]}' in the state of '{path[2]}' in its '{self._key}', which this "
+            "optimizer does not have, so that nothing tells how it is sharded: load into one with the options that it "
+            "had, or that has it"
+        )
+
+
+def create_placeholder(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor to load into, on the device and with the sharding of `like` if `like` has the same shape."""
+    if like is not None and like.shape == shape:
+        return torch.empty_like(like.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def get_parameter_names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

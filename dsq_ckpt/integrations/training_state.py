@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
+from dsq_ckpt.api.checks import has_state, reset_on_failure
 from dsq_ckpt.api.joined_models import join_models
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
 from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries
 from dsq_ckpt.convert.export import OpenedCheckpoint
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path, Step, set_entry
@@ -35,6 +36,8 @@ from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.gradients.sensitivity import get_named_parameters
 from dsq_ckpt.integrations.named_optimizers import (
+    OwnEntries,
+    create_placeholder,
     get_named_state,
     get_numbered_state,
     get_parameter_names,
@@ -50,7 +53,8 @@ class _Placeholders(NamedTuple):
         tensors: state dict to load into.
         state: state dict with the same tensors and all other values.
         extra_keys: keys that a model may not expect, by the path of its state dict.
-        warnings: warnings about differences from the checkpoint.
+        warnings: warnings about differences from the checkpoint, other than those of `optimizer_warnings`.
+        optimizer_warnings: warnings about the state of optimizers.
         refinement: refinement option of the load.
     """
 
@@ -58,6 +62,7 @@ class _Placeholders(NamedTuple):
     state: dict[str, Any]
     extra_keys: Mapping[tuple[Any, ...], Collection[str]]
     warnings: list[str]
+    optimizer_warnings: list[str]
     refinement: RefinementOption
 
 
@@ -98,7 +103,7 @@ class TrainingState:
 
         Args:
             directory: checkpoint.
-            quiet: issue no warnings; True if a former call has restored the models.
+            quiet: issue no warnings about models; True if a former call has restored them.
 
         Raises:
             LoadFailed: the checkpoint has other tensors or parameters, or no optimizer.
@@ -112,7 +117,7 @@ class TrainingState:
                 if not has_state(optimizer):
                     stack.enter_context(reset_on_failure(optimizer))
             placeholders = run_on_all_ranks(comm, lambda: self._collect_placeholders(directory), LoadFailed)
-            for text in () if quiet else placeholders.warnings:
+            for text in (*(() if quiet else placeholders.warnings), *placeholders.optimizer_warnings):
                 warn(text, rank=comm.rank)
             load(placeholders.tensors, directory, refinement=placeholders.refinement, allow_cast=True)
             run_on_all_ranks(comm, lambda: self._apply_loaded(directory, placeholders), LoadFailed)
@@ -149,29 +154,44 @@ class TrainingState:
                         "save_only_model? Load its model alone, from an export of it (`dsq export --part model`)"
                     )
                 stored_paths |= {name: path for name, path in nesting.items() if path[0] == key}
-            subclass_tensors = self._collect_subclass_tensors(stored_paths, nesting, parameters)
+            own_entries = {
+                key: OwnEntries(key, optimizer, parameters, directory) for key, optimizer in self._optimizers.items()
+            }
+            subclass_tensors = _collect_subclass_tensors(stored_paths, nesting, own_entries)
             stored_paths = {name: path for name, path in stored_paths.items() if find_class_key(path, nesting) is None}
             has_extra_entries = any(
                 path[0] in self._optimizers and path[1] not in TORCH_KEYS for path in stored_paths.values()
             )
             extra_tensors = self._get_extra_tensors(parameters) if has_extra_entries else {}
+            frozen = set[Path]()
             for name, path in stored_paths.items():
                 if name not in opened.tensors:
                     flat[name] = opened.object(name, allow_pickle=False)
                 elif path[0] in self._optimizers:
-                    shape = torch.Size(opened.tensors[name]["shape"])
-                    like = parameters.get(str(path[2])) if path[1] == "state" else extra_tensors.get(name)
-                    flat[name] = _create_placeholder(like, shape, opened.dtype(name))
+                    shape, dtype = torch.Size(opened.tensors[name]["shape"]), opened.dtype(name)
+                    if path[1] != "state":
+                        flat[name] = create_placeholder(extra_tensors.get(name), shape, dtype)
+                    elif (tensor := own_entries[str(path[0])].create_placeholder(path, shape, dtype)) is not None:
+                        flat[name] = tensor
+                    else:
+                        frozen.add(path[:3])
+            stored_paths = {name: path for name, path in stored_paths.items() if path[:3] not in frozen}
+            optimizer_warnings = _describe_frozen(directory, frozen)
             tensors = {name: flat[name] for name in stored_paths if name in opened.tensors}
             empty, nesting.empty = nesting.empty, None
             tensor_state = nesting.unflatten(tensors)
-            nesting.empty = [path for path in empty or () if path[0] in (*self._models, *self._optimizers)]
+            nesting.empty = [
+                path for path in (*(empty or ()), *{path[:2] for path in frozen})  # all of the state may be frozen
+                if path[0] in (*self._models, *self._optimizers) and path[:3] not in frozen
+            ]
             full_state = nesting.unflatten({name: flat[name] for name in stored_paths})
             for steps, tensor in subclass_tensors:
                 set_entry(tensor_state, steps, tensor)
                 set_entry(full_state, steps, tensor)
             refinement: RefinementOption = False if dropped else "auto"
-            return _Placeholders(tensor_state, full_state, placeholders.offered_keys, warnings, refinement)
+            return _Placeholders(
+                tensor_state, full_state, placeholders.offered_keys, warnings, optimizer_warnings, refinement
+            )
 
     def _get_extra_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the tensors of optimizers' state dicts outside of `state` and `param_groups`, by flat names."""
@@ -180,27 +200,6 @@ class TrainingState:
         }
         flat = flatten_state_dict(extra_states)[0]
         return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-
-    def _collect_subclass_tensors(
-        self, stored_paths: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
-    ) -> list[tuple[list[Step], torch.Tensor]]:
-        """Return the tensors of optimizers' state that belong to tensor subclasses, with their positions.
-
-        Only the optimizer can create such tensors. If it has no state, create it by a step that changes nothing.
-        """
-        tensors_by_path = dict[Path, tuple[list[Step], torch.Tensor]]()
-        for name, path in stored_paths.items():
-            if (depth := find_class_key(path, nesting)) is not None:
-                optimizer = self._optimizers.get(str(path[0]))
-                if optimizer is not None and not has_state(optimizer):
-                    initialize_state(optimizer)
-                state = {} if optimizer is None else get_named_state(optimizer, parameters)["state"]
-                tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None
-                if tensor is None:
-                    refuse_subclass_part(name, path, nesting)
-                else:
-                    tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
-        return list(tensors_by_path.values())
 
     def _apply_loaded(self, directory: str | os.PathLike[str], placeholders: _Placeholders) -> None:
         parameters, state = self._get_parameters(), placeholders.state
@@ -242,11 +241,34 @@ def _get_name_prefix(key: str) -> str:
     return "" if key == "model" else key
 
 
-def _create_placeholder(like: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor to load into, on the device and with the sharding of `like` if `like` has the same shape."""
-    if like is not None and like.shape == shape:
-        return torch.empty_like(like.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device="cpu")
+def _collect_subclass_tensors(
+    stored_paths: Mapping[str, Path], nesting: Nesting, own_entries: Mapping[str, OwnEntries]
+) -> list[tuple[list[Step], torch.Tensor]]:
+    """Return the tensors of optimizers' state that belong to tensor subclasses, with their positions.
+
+    Only the optimizer can create such tensors. If it has no state, create it by a step that changes nothing.
+    """
+    tensors_by_path = dict[Path, tuple[list[Step], torch.Tensor]]()
+    for name, path in stored_paths.items():
+        if (depth := find_class_key(path, nesting)) is not None:
+            own = own_entries.get(str(path[0]))
+            state = {} if own is None else own.get_state()["state"]
+            tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None
+            if tensor is None:
+                refuse_subclass_part(name, path, nesting)
+            else:
+                tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
+    return list(tensors_by_path.values())
+
+
+def _describe_frozen(directory: object, frozen: Collection[Path]) -> list[str]:
+    """Return a warning about the frozen parameters whose state is not loaded, by the paths of their state."""
+    if not frozen:
+        return []
+    return [
+        f"the optimizer state of {quote(sorted(str(path[2]) for path in frozen))} in '{directory}' is not loaded: "
+        "these parameters need no gradient now, and the optimizer has nothing that tells how their state is sharded"
+    ]
 
 
 def _check_tensors(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,23 @@ class Sharing(CountingAdamW):
         loss = super().step(closure)
         self.own["slow"] = [parameter.detach() * 0.5 for group in self.param_groups for parameter in group["params"]]
         return loss
+
+
+class RowMoments(torch.optim.Optimizer):
+    """One with a second moment of each row, which is sharded as the parameter and has another shape, as Adafactor's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                squares = parameter.grad.square()
+                squares = squares.sum(-1, keepdim=True) if squares.dim() > 1 else squares
+                state = self.state[parameter]
+                state["rows"] = squares if not state else state["rows"] * 0.9 + squares
+                parameter.sub_(parameter.grad / (state["rows"].sqrt() + 1e-8), alpha=self.param_groups[0]["lr"])
 
 
 def make_pair(kind: Callable[..., Any], sharded: bool, steps: int, seed: int) -> tuple[nn.Module, Any]:
@@ -94,13 +111,28 @@ def unknown(root: Path) -> None:
     dsq_ckpt.Compressor(*make_pair(GradientWindow, True, 5, 0)).save(root / "a")
     says = "has 'unset' in the optimizer's state of 'bias', which this optimizer does not have, so that nothing tells"
     fails_everywhere(lambda: dsq_ckpt.Compressor(*make_pair(GradientWindow, True, 0, 1)).load(root / "a"), says)
+    model, optimizer = make_pair(GradientWindow, True, 5, 0)
+    dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), root / "b")
+    model, optimizer = make_pair(GradientWindow, True, 0, 1)
+    says = "has 'unset' in the state of 'weight' in its 'optimizer', which this optimizer does not have, so that"
+    fails_everywhere(lambda: TrainingState([model], [optimizer]).restore(root / "b"), says)
+    assert not optimizer.state
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        TrainingState([model], [optimizer]).restore(root / "b", quiet=True)
+    warned = ["the optimizer state of 'bias', 'weight' in" in str(warning.message) for warning in caught]
+    assert any(warned) == (dist.get_rank() == 0) and not optimizer.state, caught
     done("unknown")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world():
-        kinds: tuple[Callable[..., Any], ...] = (CountingAdamW, Sharing, HookedSGD, GlobalStateSGD, GradientWindow)
+        kinds: tuple[Callable[..., Any], ...] = (
+            CountingAdamW, Sharing, HookedSGD, GlobalStateSGD, GradientWindow, RowMoments,
+        )
         for kind in kinds:
             for sharded in (False, True):
                 check(kind, sharded, Path(sys.argv[1]) / f"{kind.__name__}{sharded}")
