@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FlatParameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -142,16 +143,18 @@ def match_saved_state(
             if with_state:
                 without_grad = {name for name, parameter in optimizer_parameters.items() if not parameter.requires_grad}
                 missing_parameters = groups.names - groups.saved_names - with_state - without_grad
-        missing_extra, unsaved = set[str](), set[str]()
+        missing_extra, unsaved, stateless = set[str](), set[str](), set[str]()
         if optimizer is not None:
+            trained_flat = _find_trained_flat_names(parameters)
             is_other_class = any(compare_options("optimizer", optimizer, nesting))
             new_paths, missing_extra, frozen, unsaved = _match_optimizer_state(
-                state["optimizer"], optimizer_parameters, directory, nesting, tensors, is_other_class
+                state["optimizer"], optimizer_parameters, directory, nesting, tensors, is_other_class, trained_flat
             )
             match = match._replace(plain_paths=[*match.plain_paths, *new_paths])
             if match.groups is not None:
                 matched_state = state["optimizer"]["state"]
-                frozen |= {name for name in match.groups.names & with_state if not matched_state.get(name)}
+                without = {name for name in match.groups.names & with_state if not matched_state.get(name)}
+                stateless, frozen = without & trained_flat, frozen | (without - trained_flat)
         extra = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
         refuse_cycles(extra)
         top_level = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
@@ -160,7 +163,7 @@ def match_saved_state(
         return _KeyMismatches(
             unexpected_keys - select_custom_loaded(model, unexpected_keys), unexpected_parameters, missing_parameters,
             {(key,) for key in top_level - state.keys()}.union(nesting.unnamed_entries(extra)), missing_extra, frozen,
-            () if match.groups is None else match.groups.ungrouped, unsaved,
+            () if match.groups is None else match.groups.ungrouped, unsaved, stateless,
         )
 
     unexpected_keys, *mismatches = _merge_ranks(gather_from_all_ranks(comm, match_rank, LoadFailed))
@@ -172,8 +175,8 @@ def match_saved_state(
 
 def _warn_of_mismatches(
     unexpected_parameters: list[str], missing_parameters: list[str], unexpected_entries: list[Keys],
-    missing_extra: list[str], frozen: list[str], ungrouped: list[str], unsaved: list[str], *, directory: Path,
-    rank: int,
+    missing_extra: list[str], frozen: list[str], ungrouped: list[str], unsaved: list[str], stateless: list[str], *,
+    directory: Path, rank: int,
 ) -> None:
     """Warn of the fields of `_KeyMismatches` but the first."""
     warn_of_unsaved_state(unsaved, rank)
@@ -192,6 +195,12 @@ def _warn_of_mismatches(
             f"the optimizer state of {quote(frozen)} in '{directory}' is not loaded: these parameters need no gradient "
             "now, and the optimizer has nothing that tells how their state is sharded. Load it into an optimizer that "
             "has it, if they are to be trained again", rank=rank,
+        )
+    if stateless:
+        warn(
+            f"the optimizer state of {quote(stateless)} in '{directory}' is not loaded: this optimizer has none of "
+            "them, and nothing tells how that of FSDP1's flat parameters is sharded. Load it into an optimizer with "
+            "the same options", rank=rank,
         )
     if ungrouped:
         warn(
@@ -244,6 +253,7 @@ class _KeyMismatches(NamedTuple):
         frozen: parameters that require no gradient and whose saved state cannot be loaded.
         ungrouped: parameters with saved state that are in no saved group.
         unsaved: entries of the optimizer's state that were not saved, of parameters with other saved state.
+        stateless: trained parts of FSDP1's flat parameters with saved state, of which the optimizer has none.
     """
 
     unexpected_keys: Collection[str] = frozenset()
@@ -254,6 +264,7 @@ class _KeyMismatches(NamedTuple):
     frozen: Collection[str] = frozenset()
     ungrouped: Collection[str] = ()
     unsaved: Collection[str] = frozenset()
+    stateless: Collection[str] = frozenset()
 
 
 def warn_of_unexpected_tensors(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:
@@ -291,11 +302,12 @@ def _intersect_ranks(sets: Iterable[Collection[Any]]) -> list[Any]:
 
 def _match_optimizer_state(
     optimizer: dict[Any, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting,
-    tensors: Mapping[str, Any], is_other_class: bool,
+    tensors: Mapping[str, Any], is_other_class: bool, trained_flat: Collection[str],
 ) -> tuple[list[Keys], set[str], set[str], set[str]]:
     """Change the state dict of an optimizer in place so that it has the saved keys, apart from parameter groups.
 
-    With `is_other_class`, state that was not saved is kept, so that the load raises the error that names it.
+    With `is_other_class`, state that was not saved is kept, so that the load raises the error that names it. For
+    `trained_flat`, see `_find_trained_flat_names`.
 
     Returns:
         Paths of saved objects that the optimizer does not have; its keys other than `state` and `param_groups` that
@@ -329,15 +341,24 @@ def _match_optimizer_state(
             {"optimizer": current}, saved_paths.get(entry, {}), empty_below, nesting, tensors, parameter
         )
 
+    def unknown_sharding(name: str, keys: Collection[str]) -> LoadFailed:
+        return LoadFailed(
+            f"'{directory}' has {quote(sorted(set(keys)))} in the optimizer's state of '{name}', which this optimizer "
+            "does not have, so that nothing tells how it is sharded: load into one with the same options that was not "
+            "used yet, or that has it"
+        )
+
     new_paths, frozen, unsaved = list[Keys](), set[str](), set[str]()
     for name in state.keys() - names:
         del state[name]
     for name in sorted(names):
         parameter, entry = parameters.get(name), _entry_prefix(("optimizer", "state", name))
-        if parameter is None:
-            continue
         keys = {str(path[3]) for path in (*saved_paths.get(entry, {}).values(), *empty.get(entry, ())) if len(path) > 3}
         own = state.get(name, {})
+        if parameter is None:  # FSDP1 makes what is loaded from what the optimizer has
+            if own and name in trained_flat and (lacking := keys.difference(map(str, own))):
+                raise unknown_sharding(name, lacking)
+            continue
         unsaved_keys = [] if is_other_class else find_unsaved_keys(own, keys)
         own = {key: value for key, value in own.items() if key not in unsaved_keys}  # its dict is in use
         if not keys.issuperset(map(str, own)):  # the load's error names the missing keys
@@ -348,11 +369,7 @@ def _match_optimizer_state(
             frozen.add(name)
             continue
         if fitted.unshardable_keys:
-            raise LoadFailed(
-                f"'{directory}' has {quote(sorted(set(fitted.unshardable_keys)))} in the optimizer's state of "
-                f"'{name}', which this optimizer does not have, so that nothing tells how it is sharded: load into one "
-                "with the same options that was not used yet, or that has it"
-            )
+            raise unknown_sharding(name, fitted.unshardable_keys)
         state[name] = fitted.state["optimizer"]["state"][name]
         new_paths += fitted.new_paths
     extra, missing_extra = extra_entries(optimizer), set[str]()
@@ -366,6 +383,14 @@ def _match_optimizer_state(
             optimizer.update(fitted.state["optimizer"])
             new_paths += fitted.new_paths
     return new_paths, missing_extra, frozen, unsaved
+
+
+def _find_trained_flat_names(parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return the names of what FSDP1's flat parameters that need a gradient consist of."""
+    return {
+        name.removesuffix("_flat_param") + original for name, parameter in parameters.items()
+        if isinstance(parameter, FlatParameter) and parameter.requires_grad for original in parameter._fqns
+    }
 
 
 def _entry_prefix(path: Keys) -> Keys:

@@ -30,7 +30,7 @@ def test_an_evaluation_before_the_state_is_set(tmp_path):
 
 
 def test_optimizer_states_are_restored(tmp_path):
-    assert checks(torchrun("optimizer_state", 2, tmp_path)) == 15
+    assert checks(torchrun("optimizer_state", 2, tmp_path)) == 16
 
 
 def test_placements_and_groups(tmp_path):

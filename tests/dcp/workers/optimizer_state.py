@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import done, fails_everywhere, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
@@ -127,6 +127,36 @@ def unknown(root: Path) -> None:
     done("unknown")
 
 
+def flat(root: Path) -> None:
+    """FSDP1's flat parameters: state that the new optimizer does not have is refused, or named in a warning."""
+
+    def make_flat(kind: Callable[..., Any], steps: int, seed: int, **options: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        inner = FullyShardedDataParallel(nn.Linear(64, 64), device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(64, 64)), device_id=torch.device("cpu"))
+        optimizer = kind(model.parameters(), lr=0.01, **options)
+        train_on_noise(model, optimizer, steps, seed)
+        return model, optimizer
+
+    for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})):
+        path = root / kind.__name__
+        dsq_ckpt.Compressor(*make_flat(kind, 2, 0, **options), "exact").save(path)
+        for steps in (0, 2):
+            after = make_flat(kind, steps, 1)
+            if kind is torch.optim.AdamW:
+                says = "has 'max_exp_avg_sq' in the optimizer's state of '0.bias', which this optimizer does not have"
+                fails_everywhere(functools.partial(dsq_ckpt.Compressor(*after).load, path), says)
+                train_on_noise(*after, 1, 3)
+                continue
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                dsq_ckpt.Compressor(*after).load(path)
+            texts = [str(warning.message) for warning in caught if "is not loaded" in str(warning.message)]
+            assert len(texts) == (dist.get_rank() == 0), texts
+            assert all("'0.bias', '0.weight', '1.bias'" in text and "this optimizer has none" in text for text in texts)
+    done("flat")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world():
@@ -139,3 +169,4 @@ if __name__ == "__main__":
         for sharded in (False, True):
             fewer(sharded, Path(sys.argv[1]) / f"fewer{sharded}")
         unknown(Path(sys.argv[1]) / "unknown")
+        flat(Path(sys.argv[1]) / "flat")
