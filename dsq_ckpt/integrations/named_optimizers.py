@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import has_state, initialize_state
+from dsq_ckpt.api.checks import has_state, initialize_state, reset_on_failure
 from dsq_ckpt.api.optimizer_state import extra_entries, join_state, split_state
+from dsq_ckpt.api.parameter_groups import compare_options
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import in_user_code
-from dsq_ckpt.core.nesting import Path
+from dsq_ckpt.core.nesting import Nesting, Path
 from dsq_ckpt.errors import ConfigError, LoadFailed
 
 _RATE_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -44,7 +47,8 @@ class OwnEntries:
             LoadFailed: the step fails.
         """
         if not has_state(self._optimizer):
-            initialize_state(self._optimizer)
+            with reset_on_failure(self._optimizer):
+                initialize_state(self._optimizer)
         return get_named_state(self._optimizer, self._parameters)
 
     def get_entries(self) -> dict[Path, Any]:
@@ -53,6 +57,38 @@ class OwnEntries:
             flat, paths = flatten_state_dict({self._key: self.get_state()})
             self._initialized_entries = {paths[name]: value for name, value in flat.items()}
         return self._initialized_entries
+
+    def compare(self, nesting: Nesting) -> list[str]:
+        """Return a warning if another class of optimizer was saved.
+
+        Raises:
+            LoadFailed: the options are those of another class, and the optimizer has state that was not saved.
+        """
+        options, kind = compare_options(self._key, self._optimizer, nesting), type(self._optimizer).__name__
+        saved_keys: dict[str, set[str]] = {}
+        for path in nesting.values():
+            if path[:2] == (self._key, "state") and len(path) > 3:
+                saved_keys.setdefault(str(path[2]), set()).add(str(path[3]))
+        if any(options) and saved_keys:
+            state: Mapping[str, Any] = {}
+            with suppress(LoadFailed):  # without a step that initializes it, its load_state_dict decides
+                state = self.get_state()["state"]
+            for name, keys in saved_keys.items():
+                own = state.get(name)
+                if isinstance(own, Mapping) and (unsaved := sorted(set(map(str, own)) - keys)):
+                    raise mismatch_error(
+                        self._directory,
+                        f"'{self._directory}' has no {quote(unsaved)} in the state of '{name}' in its '{self._key}', "
+                        f"which {kind} has: it is of another optimizer",
+                    )
+        lacking, foreign = options
+        if not (lacking and foreign):
+            return []
+        return [
+            f"'{self._key}' of '{self._directory}' has {quote(foreign)} and lacks {quote(lacking)} in its groups, so "
+            f"it is of another optimizer than {kind}: learning rate and weight decay are those that were saved, and "
+            f"moments may be missing. {_advise(self._directory)}"
+        ]
 
     def create_placeholder(self, path: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor to load an entry of `state` into; None if the sharding of a frozen parameter's is unknown.
@@ -117,13 +153,15 @@ def get_named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 
 
 def get_numbered_state(
-    stored_state: Mapping[str, Any], names: Sequence[Sequence[str]], directory: object
+    stored_state: Mapping[str, Any], names: Sequence[Sequence[str]], own_groups: Sequence[Mapping[str, Any]],
+    directory: object,
 ) -> dict[str, Any]:
     """Convert a stored state dict for an optimizer whose parameter groups may be in another order.
 
     Args:
         stored: state dict with names of parameters.
         names: names of the optimizer's parameters, by parameter group.
+        own_groups: the optimizer's parameter groups, whose options are kept where none was saved.
         directory: checkpoint, for error messages.
 
     Raises:
@@ -158,8 +196,8 @@ def get_numbered_state(
             )
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     groups = [
-        {**group, "params": [numbers[name] for name in group_names]}
-        for group, group_names in zip(matched_groups, names, strict=True)
+        {**own_group, **group, "params": [numbers[name] for name in group_names]}
+        for own_group, group, group_names in zip(own_groups, matched_groups, names, strict=True)
     ]
     state = {numbers[name]: entry for name, entry in stored_state["state"].items()}
     return join_state({"state": state, "param_groups": groups}, extra_entries(stored_state))
@@ -167,8 +205,12 @@ def get_numbered_state(
 
 def mismatch_error(directory: object, text: str) -> LoadFailed:
     """Return the error about a changed model or optimizer, with advice on how to continue."""
-    return LoadFailed(
-        f"{text}{'' if text.endswith('?') else '.'} A changed model goes on from the weights, with a fresh optimizer: "
-        f"export them (`dsq export {directory} plain/model.safetensors --part model`), load them into the model (as by "
-        "from_pretrained), and train it into another directory"
+    return LoadFailed(f"{text}{'' if text.endswith('?') else '.'} {_advise(directory)}")
+
+
+def _advise(directory: object) -> str:
+    return (
+        "A changed model or optimizer goes on from the weights, with a fresh optimizer: export them (`dsq export "
+        f"{directory} plain/model.safetensors --part model`), load them into the model (as by from_pretrained), and "
+        "train it into another directory"
     )

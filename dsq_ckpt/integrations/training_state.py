@@ -157,6 +157,7 @@ class TrainingState:
             own_entries = {
                 key: OwnEntries(key, optimizer, parameters, directory) for key, optimizer in self._optimizers.items()
             }
+            optimizer_warnings = [text for own in own_entries.values() for text in own.compare(nesting)]
             subclass_tensors = _collect_subclass_tensors(stored_paths, nesting, own_entries)
             stored_paths = {name: path for name, path in stored_paths.items() if find_class_key(path, nesting) is None}
             has_extra_entries = any(
@@ -176,7 +177,7 @@ class TrainingState:
                     else:
                         frozen.add(path[:3])
             stored_paths = {name: path for name, path in stored_paths.items() if path[:3] not in frozen}
-            optimizer_warnings = _describe_frozen(directory, frozen)
+            optimizer_warnings += _describe_frozen(directory, frozen)
             tensors = {name: flat[name] for name in stored_paths if name in opened.tensors}
             empty, nesting.empty = nesting.empty, None
             tensor_state = nesting.unflatten(tensors)
@@ -211,9 +212,15 @@ class TrainingState:
                 raise unexpected_keys_error(sorted(unexpected_keys), directory)
         for key, optimizer in self._optimizers.items():
             names = get_parameter_names(optimizer, parameters)
-            numbered_state = get_numbered_state(state[key], names, directory)
-            with in_user_code():
-                optimizer.load_state_dict(numbered_state)
+            numbered_state = get_numbered_state(state[key], names, optimizer.param_groups, directory)
+            try:
+                with in_user_code():
+                    optimizer.load_state_dict(numbered_state)
+            except KeyError as error:
+                raise LoadFailed(
+                    f"'{directory}': {type(optimizer).__name__}.load_state_dict found no {error} in '{key}': was it "
+                    "saved of another optimizer, or by another version of this one?"
+                ) from error
 
     def _get_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all models by unique names; a tied parameter has several names."""
