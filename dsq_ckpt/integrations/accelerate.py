@@ -157,7 +157,7 @@ class DSQAccelerator(Accelerator):
                 f"'{directory}' has no {name}, as after a change in the number of ranks: dropout and other random "
                 "choices are not those of the run that saved it"
             )
-        TrainingState(self._models, self._unwrap_optimizers()).restore(directory)
+        TrainingState(self._models, self._unwrap_optimizers()).restore(directory, has_all_optimizers=True)
         load = super().load_state
         with self._hide_models_and_optimizers():
             run_on_all_ranks(

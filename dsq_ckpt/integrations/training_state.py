@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class _Placeholders(NamedTuple):
         tensors: state dict to load into.
         state: state dict with the same tensors and all other values.
         extra_keys: keys that a model may not expect, by the path of its state dict.
-        warnings: warnings about differences from the checkpoint, other than those of `optimizer_warnings`.
+        warnings: warnings about differences from the checkpoint, other than the following.
         optimizer_warnings: warnings about the state of optimizers.
         refinement: refinement option of the load.
     """
@@ -96,7 +97,9 @@ class TrainingState:
             state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
         return state | {key: get_named_state(optimizer, parameters) for key, optimizer in self._optimizers.items()}
 
-    def restore(self, directory: str | os.PathLike[str], *, quiet: bool = False) -> None:
+    def restore(
+        self, directory: str | os.PathLike[str], *, quiet: bool = False, has_all_optimizers: bool = False
+    ) -> None:
         """Load models and optimizers from a checkpoint, in place; collective.
 
         Tensors are cast to the current dtypes of the models, with a warning.
@@ -104,6 +107,7 @@ class TrainingState:
         Args:
             directory: checkpoint.
             quiet: issue no warnings about models; True if a former call has restored them.
+            has_all_optimizers: warn of saved optimizers that are not loaded; False if another call restores them.
 
         Raises:
             LoadFailed: the checkpoint has other tensors or parameters, or no optimizer.
@@ -112,17 +116,18 @@ class TrainingState:
         """
         self._reshard()
         comm = communicator(None)
+        collect_placeholders = partial(self._collect_placeholders, directory, has_all_optimizers)
         with ExitStack() as stack:
             for optimizer in self._optimizers.values():
                 if not has_state(optimizer):
                     stack.enter_context(reset_on_failure(optimizer))
-            placeholders = run_on_all_ranks(comm, lambda: self._collect_placeholders(directory), LoadFailed)
+            placeholders = run_on_all_ranks(comm, collect_placeholders, LoadFailed)
             for text in (*(() if quiet else placeholders.warnings), *placeholders.optimizer_warnings):
                 warn(text, rank=comm.rank)
             load(placeholders.tensors, directory, refinement=placeholders.refinement, allow_cast=True)
             run_on_all_ranks(comm, lambda: self._apply_loaded(directory, placeholders), LoadFailed)
 
-    def _collect_placeholders(self, directory: str | os.PathLike[str]) -> _Placeholders:
+    def _collect_placeholders(self, directory: str | os.PathLike[str], has_all_optimizers: bool) -> _Placeholders:
         parameters = self._get_parameters()
         model_states: dict[str, Any] = {}
         for key, model in self._models.items():
@@ -142,11 +147,11 @@ class TrainingState:
             if dropped := manifest.refinement == "dropped":
                 warnings.append(describe_base_loss(opened.checkpoint.directory, manifest))
             keys = {str(path[0]) for path in nesting.values()} - self._models.keys()
-            if unread := sorted(key for key in keys if key.startswith("model")):
-                warnings.append(
-                    f"'{directory}' has models that are not loaded, since fewer are prepared: {', '.join(unread)}; to "
-                    f"load them, prepare {len(self._models) + len(unread)} models in the order of the save"
-                )
+            warnings += _describe_unread(directory, "model", keys, len(self._models))
+            keys -= self._optimizers.keys()
+            optimizer_warnings = (
+                _describe_unread(directory, "optimizer", keys, len(self._optimizers)) if has_all_optimizers else []
+            )
             for key in self._optimizers:
                 if nesting.below((key,)) is None:
                     raise LoadFailed(
@@ -157,7 +162,7 @@ class TrainingState:
             own_entries = {
                 key: OwnEntries(key, optimizer, parameters, directory) for key, optimizer in self._optimizers.items()
             }
-            optimizer_warnings = [text for own in own_entries.values() for text in own.compare(nesting)]
+            optimizer_warnings += [text for own in own_entries.values() for text in own.compare(nesting)]
             subclass_tensors = _collect_subclass_tensors(stored_paths, nesting, own_entries)
             stored_paths = {name: path for name, path in stored_paths.items() if find_class_key(path, nesting) is None}
             has_extra_entries = any(
@@ -266,6 +271,17 @@ def _collect_subclass_tensors(
             else:
                 tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
     return list(tensors_by_path.values())
+
+
+def _describe_unread(directory: object, kind: str, keys: Collection[str], prepared: int) -> list[str]:
+    """Return a warning about the saved models or optimizers among `keys`, which are not loaded."""
+    if not (unread := sorted(key for key in keys if key.startswith(kind))):
+        return []
+    count = prepared + len(unread)
+    return [
+        f"'{directory}' has {kind}s that are not loaded, since fewer are prepared: {', '.join(unread)}; to load them, "
+        f"prepare {count} {kind}{'s' if count > 1 else ''} in the order of the save"
+    ]
 
 
 def _describe_frozen(directory: object, frozen: Collection[Path]) -> list[str]:

@@ -259,3 +259,17 @@ def test_what_an_optimizer_cannot_be_given_is_an_error_with_the_checkpoint(tmp_p
     model, optimizer = make_linear(CountingAdamW, 0)
     with pytest.raises(LoadFailed, match=r"/a': CountingAdamW.load_state_dict found no 'own' in 'optimizer'"):
         TrainingState([model], [optimizer]).restore(tmp_path / "a")
+
+
+@pytest.mark.parametrize("count, told", [(2, None), (1, "optimizer_1; to load them, prepare 2"), (0, "optimizer, opt")])
+def test_optimizers_that_are_not_loaded_are_told_if_no_other_call_loads_them(tmp_path, count, told):
+    """Trainer restores the model before the optimizer; Accelerate dropped moments of those not prepared in silence."""
+    models, optimizers = zip(*(make_linear(torch.optim.AdamW, 1, seed) for seed in (0, 1)), strict=True)
+    dsq_ckpt.save(TrainingState(models, optimizers).collect(), tmp_path / "a", config="exact")
+    for has_all_optimizers in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            state = TrainingState(models, optimizers[:count])
+            state.restore(tmp_path / "a", has_all_optimizers=has_all_optimizers)
+        texts = [str(warning.message) for warning in caught if "fewer are prepared" in str(warning.message)]
+        assert len(texts) == (has_all_optimizers and told is not None) and all(told in text for text in texts)
