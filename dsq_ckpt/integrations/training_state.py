@@ -25,7 +25,7 @@ from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.module_placeholders import ModulePlaceholders, allow_unexpected_keys, unexpected_keys_error
 from dsq_ckpt.api.object_placeholders import refuse_subclass_part
 from dsq_ckpt.api.optimizer_state import TORCH_KEYS, extra_entries
-from dsq_ckpt.convert.export import OpenedCheckpoint
+from dsq_ckpt.convert.export import ExportError, OpenedCheckpoint
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_user_code
@@ -172,7 +172,7 @@ class TrainingState:
             frozen = set[Path]()
             for name, path in stored_paths.items():
                 if name not in opened.tensors:
-                    flat[name] = opened.object(name, allow_pickle=False)
+                    flat[name] = _read_object(opened, name, path, own_entries)
                 elif path[0] in self._optimizers:
                     shape, dtype = torch.Size(opened.tensors[name]["shape"]), opened.dtype(name)
                     if path[1] != "state":
@@ -271,6 +271,23 @@ def _collect_subclass_tensors(
             else:
                 tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
     return list(tensors_by_path.values())
+
+
+def _read_object(opened: OpenedCheckpoint, name: str, path: Path, own_entries: Mapping[str, OwnEntries]) -> Any:
+    """Return a stored object; one that is more than plain data only if the optimizer has an object in its place.
+
+    Raises:
+        LoadFailed: it is more than plain data, and the optimizer has none.
+    """
+    try:
+        return opened.object(name, allow_pickle=False)
+    except ExportError as error:
+        if (own := own_entries.get(str(path[0]))) is not None and path in own.get_entries():
+            return opened.object(name, allow_pickle=True)
+        raise LoadFailed(
+            f"'{name}' of '{opened.checkpoint.directory}' is more than plain data, and unpickling it can run code: it "
+            "is loaded only into an optimizer that has an object in its place"
+        ) from error
 
 
 def _describe_unread(directory: object, kind: str, keys: Collection[str], prepared: int) -> list[str]:

@@ -273,3 +273,38 @@ def test_optimizers_that_are_not_loaded_are_told_if_no_other_call_loads_them(tmp
             state.restore(tmp_path / "a", has_all_optimizers=has_all_optimizers)
         texts = [str(warning.message) for warning in caught if "fewer are prepared" in str(warning.message)]
         assert len(texts) == (has_all_optimizers and told is not None) and all(told in text for text in texts)
+
+
+class RandomSigns(torch.optim.Optimizer):
+    """One with a generator in the state of each parameter, which it makes unless told otherwise."""
+
+    def __init__(self, parameters, lr=0.01, generators=True):
+        super().__init__(parameters, {"lr": lr})
+        self.generators = generators
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "steps" not in state:
+                state.update(steps=0, **({"generator": torch.Generator()} if self.generators else {}))
+            state["steps"] += 1
+            signs = torch.randn(parameter.shape, generator=state.get("generator")).sign()
+            parameter.sub_(signs, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_objects_come_back_only_where_the_optimizer_has_them(tmp_path, steps):
+    """By `allow_pickle`, which cannot be passed there, said the error: there was no way to load them."""
+    model, optimizer = make_linear(RandomSigns, 3)
+    with pytest.warns(UserWarning, match="'torch._C.Generator', which is more than plain data"):
+        save_training(tmp_path / "a", model, optimizer, config="exact")
+    other, target = make_linear(RandomSigns, steps, seed=1)
+    TrainingState([other], [target]).restore(tmp_path / "a")
+    for pair in ((model, optimizer), (other, target)):
+        train_on_noise(*pair, 2)
+    assert all(torch.equal(own, was) for own, was in zip(other.parameters(), model.parameters(), strict=True))
+    other, target = make_linear(RandomSigns, steps, seed=1, generators=False)
+    with pytest.raises(LoadFailed, match="is loaded only into an optimizer that has an object in its place") as caught:
+        TrainingState([other], [target]).restore(tmp_path / "a")
+    assert "allow_pickle" not in str(caught.value)
