@@ -29,7 +29,7 @@ from dsq_ckpt.convert.export import ExportError, OpenedCheckpoint
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.interrupts import in_user_code
-from dsq_ckpt.core.nesting import Nesting, Path, Step, set_entry
+from dsq_ckpt.core.nesting import Nesting, Path, set_entry
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
@@ -51,7 +51,7 @@ class _Placeholders(NamedTuple):
     """Placeholders for the tensors of a checkpoint.
 
     Attributes:
-        tensors: state dict to load into.
+        tensors: state dict to load into, by flat names, since lists may have other values too.
         state: state dict with the same tensors and all other values.
         extra_keys: keys that a model may not expect, by the path of its state dict.
         warnings: warnings about differences from the checkpoint, other than the following.
@@ -184,19 +184,18 @@ class TrainingState:
             stored_paths = {name: path for name, path in stored_paths.items() if path[:3] not in frozen}
             optimizer_warnings += _describe_frozen(directory, frozen)
             tensors = {name: flat[name] for name in stored_paths if name in opened.tensors}
-            empty, nesting.empty = nesting.empty, None
-            tensor_state = nesting.unflatten(tensors)
+            without_state = {path[:2] for path in frozen}  # all of the state may be that of frozen parameters
             nesting.empty = [
-                path for path in (*(empty or ()), *{path[:2] for path in frozen})  # all of the state may be frozen
+                path for path in (*(nesting.empty or ()), *without_state)
                 if path[0] in (*self._models, *self._optimizers) and path[:3] not in frozen
             ]
             full_state = nesting.unflatten({name: flat[name] for name in stored_paths})
-            for steps, tensor in subclass_tensors:
-                set_entry(tensor_state, steps, tensor)
-                set_entry(full_state, steps, tensor)
+            for path, tensor in subclass_tensors.items():
+                tensors[".".join(map(str, path))] = tensor
+                set_entry(full_state, nesting.steps(path), tensor)
             refinement: RefinementOption = False if dropped else "auto"
             return _Placeholders(
-                tensor_state, full_state, placeholders.offered_keys, warnings, optimizer_warnings, refinement
+                tensors, full_state, placeholders.offered_keys, warnings, optimizer_warnings, refinement
             )
 
     def _get_extra_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -255,12 +254,12 @@ def _get_name_prefix(key: str) -> str:
 
 def _collect_subclass_tensors(
     stored_paths: Mapping[str, Path], nesting: Nesting, own_entries: Mapping[str, OwnEntries]
-) -> list[tuple[list[Step], torch.Tensor]]:
-    """Return the tensors of optimizers' state that belong to tensor subclasses, with their positions.
+) -> dict[Path, torch.Tensor]:
+    """Return the tensors of optimizers' state that belong to tensor subclasses, by path.
 
     Only the optimizer can create such tensors. If it has no state, create it by a step that changes nothing.
     """
-    tensors_by_path = dict[Path, tuple[list[Step], torch.Tensor]]()
+    tensors_by_path = dict[Path, torch.Tensor]()
     for name, path in stored_paths.items():
         if (depth := find_class_key(path, nesting)) is not None:
             own = own_entries.get(str(path[0]))
@@ -269,8 +268,8 @@ def _collect_subclass_tensors(
             if tensor is None:
                 refuse_subclass_part(name, path, nesting)
             else:
-                tensors_by_path[path[:depth]] = nesting.steps(path[:depth]), tensor
-    return list(tensors_by_path.values())
+                tensors_by_path[path[:depth]] = tensor
+    return tensors_by_path
 
 
 def _read_object(opened: OpenedCheckpoint, name: str, path: Path, own_entries: Mapping[str, OwnEntries]) -> Any:

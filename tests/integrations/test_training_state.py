@@ -308,3 +308,33 @@ def test_objects_come_back_only_where_the_optimizer_has_them(tmp_path, steps):
     with pytest.raises(LoadFailed, match="is loaded only into an optimizer that has an object in its place") as caught:
         TrainingState([other], [target]).restore(tmp_path / "a")
     assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_lists_with_other_values_than_tensors_are_loaded_without_a_warning(tmp_path, steps):
+    """L-BFGS keeps `al` with None for what it has not used yet: a part of it was said to be lost, which came back."""
+
+    def make_trained(steps, seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        batch = torch.randn(16, 64)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(batch) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+        return model, optimizer
+
+    model, optimizer = make_trained(2, 0)
+    save_training(tmp_path / "a", model, optimizer, config="exact")
+    other, target = make_trained(steps, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("default", module="torch")
+        TrainingState([other], [target]).restore(tmp_path / "a")
+    assert leaves(target.state_dict()) == leaves(optimizer.state_dict())
