@@ -198,7 +198,8 @@ def explain_step_failure(optimizer: Optimizer | None) -> Iterator[None]:
     except Exception as error:
         if optimizer is None or stepped or isinstance(error, DSQError):
             raise
-        raise LoadFailed(f"{_step_failure_message(optimizer)}. It failed: {type(error).__name__}: {error}") from error
+        message = _step_failure_message(optimizer, at_load=True)
+        raise LoadFailed(f"{message}. It failed: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -250,7 +251,7 @@ def without_gradients(optimizer: Optimizer) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def _step_failure_message(optimizer: Optimizer) -> str:
+def _step_failure_message(optimizer: Optimizer, *, at_load: bool = False) -> str:
     kind = type(optimizer).__name__
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):  # schedule-free optimizers
         return (
@@ -258,8 +259,11 @@ def _step_failure_message(optimizer: Optimizer) -> str:
             f"that has not stepped yet. If {kind} has to be in train mode to step, call its train() before the load; "
             "else save and load {'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load"
         )
-    return (
+    start = (
         f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer that "
-        f"has not stepped yet, so {kind} cannot be restored in another process. Save and load "
-        "{'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load"
+        "has not stepped yet"
     )
+    by_keys = "load {'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load"
+    if at_load:
+        return f"{start}: take a step with gradients before the load, which replaces all of it, or save and {by_keys}"
+    return f"{start}, so {kind} cannot be restored in another process. Save and {by_keys}"

@@ -211,3 +211,24 @@ def test_a_model_that_has_seen_no_batch_is_refused_by_name(tmp_path):
     other(torch.zeros(1, 80))
     again.load(tmp_path / "1")
     assert torch.allclose(other[0].weight, model[0].weight, atol=0.01)
+
+
+def test_an_optimizer_that_torch_cannot_initialize_is_loaded_after_a_step(tmp_path):
+    """The error told that SparseAdam could not be restored in another process."""
+
+    def make_trained(steps):
+        model = nn.Embedding(300, 64, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        for _ in range(steps):
+            model(torch.arange(32)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = make_trained(2)
+    dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
+    with pytest.raises(LoadFailed, match=r"SparseAdam\.step\(\) .*: take a step with gradients before the load"):
+        dsq_ckpt.Compressor(*make_trained(0)).load(tmp_path / "a")
+    other, target = make_trained(1)
+    dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
+    for key, value in optimizer.state[model.weight].items():
+        assert torch.equal(torch.as_tensor(target.state[other.weight][key]), torch.as_tensor(value))
