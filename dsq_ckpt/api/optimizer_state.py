@@ -33,6 +33,10 @@ PARAMETERLESS_STATE = "state_of_no_parameter"
 TORCH_KEYS = ("state", "param_groups")
 """Keys of an optimizer's state dict that torch's functions handle."""
 Tree = dict[Any, Any]
+_ADVICE = (
+    "Save and load {'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load, which keep what has "
+    "strings or numbers as keys"
+)
 
 
 def get_optimizer_state(
@@ -109,8 +113,7 @@ def split_state(state: Mapping[Any, Any], kind: str) -> tuple[Tree, Tree]:
     if not all(key in state for key in TORCH_KEYS):
         raise ConfigError(
             f"{kind}.state_dict() has {quote(sorted(map(str, state)))} in place of 'state' and 'param_groups', which "
-            "tell what belongs to which parameter. Save and load {'model': model, 'optimizer': optimizer} by "
-            "dsq_ckpt.save and dsq_ckpt.load, which keep what has strings or numbers as keys"
+            f"tell what belongs to which parameter. {_ADVICE}"
         )
     numbers = {number for group in state["param_groups"] for number in group["params"]}
     parameterless = {key: value for key, value in state["state"].items() if key not in numbers}
@@ -194,9 +197,20 @@ class OptimizerProxy:
         return (cast(Optimizer, self),)
 
     def state_dict(self) -> Tree:
-        """Return the part of the optimizer's state dict that torch's functions handle."""
+        """Return the part of the optimizer's state dict that torch's functions handle.
+
+        Raises:
+            ConfigError: the state dict has another form than that of torch's optimizers.
+        """
         state = _state_dict_fn(self._optimizer, "state_dict")()
-        torch_state, self.extra = split_state(state, type(self._optimizer).__name__)
+        kind = type(self._optimizer).__name__
+        torch_state, self.extra = split_state(state, kind)
+        for value in torch_state["state"].values():
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{kind}.state_dict() has {type(value).__name__} in place of a dict as the state of a parameter. "
+                    f"{_ADVICE}"
+                )
         return torch_state
 
     def load_state_dict(self, state_dict: Tree) -> None:

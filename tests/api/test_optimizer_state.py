@@ -218,3 +218,14 @@ def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
     with pytest.raises(dsq_ckpt.ConfigError, match=says):
         dsq_ckpt.Compressor(model, Around(optimizer)).save(tmp_path / "a")
     assert dsq_ckpt.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("state", [torch.zeros(64, 64), [torch.zeros(64, 64)], 1], ids=["tensor", "list", "int"])
+def test_a_parameter_state_that_is_no_dict_is_refused_at_the_save(tmp_path, state):
+    """The save was done, and no load succeeded: `'Tensor' object has no attribute 'items'`."""
+    model, optimizer = make_pair(torch.optim.SGD)
+    optimizer.state[model.weight] = state
+    says = rf"SGD\.state_dict\(\) has {type(state).__name__} in place of a dict .* by dsq_ckpt\.save and"
+    with pytest.raises(dsq_ckpt.ConfigError, match=says):
+        dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    assert dsq_ckpt.latest(tmp_path) is None
