@@ -36,7 +36,6 @@ from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_dir
 from dsq_ckpt.storage.shard import RecordRef
 
 _warned_runs: set[Path] = set()  # run directories with several states
-_uncounted_runs: set[Path] = set()  # run directories whose restores from another one are not counted
 
 
 class Lineage(NamedTuple):
@@ -169,29 +168,6 @@ def _warn_of_other_state(run: Path, other: Path) -> None:
             "names and shapes: it is taken for another state, which starts with a keyframe and keeps its refinement "
             "apart from that one's; if it is the same training, with tensors renamed, that costs one keyframe"
         )
-
-
-def warn_of_uncounted_resumes(run: Path, shapes: Shapes, history: SaveHistory) -> None:
-    """Warn, once for a run directory, if its first save follows a load from another one, whose restores do not count.
-
-    Args:
-        run: directory without checkpoints of the state that this process knows.
-        shapes: shapes of all tensors of the state, by name.
-        history: checkpoints that this process committed or loaded.
-    """
-    known = (checkpoint for checkpoint in history.checkpoints() if ensure_shapes(checkpoint) and checkpoint.shapes)
-    newest = next((one for one in known if one.shapes is not None and is_continuation(shapes, one.shapes)), None)
-    if newest is None or not newest.loaded or run in _uncounted_runs:
-        return
-    with suppress(DSQError):
-        manifest = Manifest.read(newest.path)
-        if resumes := manifest.lossy_resumes + manifest.lossy:
-            _uncounted_runs.add(run)
-            warn(
-                "search.max_lossy_resumes and search.max_run_loss count the restores of one directory: "
-                f"{resumes} up to that of '{newest.path}' do not count in '{run}'; if this run goes on from there, save "
-                "beside it"
-            )
 
 
 def choose_parent(

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.engine import chain
 from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.resume_limits import check_resume_limit, warn_of_uncounted_resumes
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def make_context(path: Path, options: SaveOptions, ranks: int, layouts: Iterable
     lineage = chain.find_lineage(path, options.parent, layout.shapes, options.history, siblings)
     search = options.config.search
     if lineage.previous is None and (search.max_lossy_resumes, search.max_run_loss) != (None, None):
-        chain.warn_of_uncounted_resumes(get_run(path), layout.shapes, options.history)
+        warn_of_uncounted_resumes(get_run(path), layout.shapes, options.history)
     exact = check_resume_limit(lineage.lossy_resumes, options.config)
     if exact is not None:
         warn(exact)
@@ -98,17 +98,6 @@ def make_context(path: Path, options: SaveOptions, ranks: int, layouts: Iterable
             raise
         warn(f"the parent checkpoint cannot be read; writing a keyframe instead of a delta: {error}")
         return with_parent(None)
-
-
-def check_resume_limit(resumes: int, config: DSQConfig) -> str | None:
-    """Return a warning if the run has had so many lossy restores that it is now stored exactly, else None."""
-    limit = config.search.max_lossy_resumes
-    if limit is None or resumes < limit:
-        return None
-    return (
-        f"the run was restored from lossy state {resumes} time(s), and search.max_lossy_resumes is {limit}: weights "
-        "and optimizer state of this checkpoint are stored exactly"
-    )
 
 
 def _find_new_weights(layout: Layout, previous: ParentRef | None, history: SaveHistory) -> frozenset[str]:
