@@ -1,7 +1,7 @@
 """Conversion of models and optimizers to one nested state dict by fully qualified names, and back.
 
-Optimizers are not initialized by a step: frozen or unused parameters have no optimizer state, and get none in a
-restart. FSDP2's sharded tensors stay sharded.
+Optimizers are not initialized by a step, unless only they can tell what a checkpoint's entry is: frozen or unused
+parameters have no optimizer state, and get none in a restart. FSDP2's sharded tensors stay sharded.
 """
 
 from __future__ import annotations
