@@ -132,7 +132,7 @@ class System:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the time of a job went; seconds of wall clock, of which `wall` is the sum of the others.
+    """Times of a job in seconds of wall clock, of which `wall` is the sum of the others.
 
     Attributes:
         wall: all of it.

@@ -123,7 +123,7 @@ def link_copy(run, copy):
 
 
 def test_a_copy_by_hard_links_of_a_log_in_use(tmp_path):
-    """It holds what was there when it was copied, and no process writes into it."""
+    """A copy holds all up to when it was made, and no process writes into it."""
     run, copy, loop = tmp_path / "run", tmp_path / "copy", Loop(ADAM)
     with loop.log(run, compressor="none") as log:
         link_copy(run, copy)

@@ -48,7 +48,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def answer(work: Callable[[], Any]) -> Any:
-    """What a fork of this process found out; None if it failed."""
+    """Result of a fork of this process; None if it failed."""
     reader, writer = os.pipe()
     child = forked(lambda: os.write(writer, json.dumps(work()).encode()) and None)
     os.close(writer)
