@@ -25,7 +25,7 @@ LAUNCHER = ROOT / "scripts" / "launch_multinode.sh"
 WORKER = ROOT / "tests" / "multinode" / "workers" / "stalls.py"
 TIMEOUT = 15.0
 """Seconds after which a collective fails."""
-SLACK = 120.0
+SLACK = 30.0
 """Seconds more for torchrun to end, on a busy machine."""
 
 
@@ -126,7 +126,7 @@ def test_a_host_is_lost_during_a_save(job, lost, elastic):
         (failure,) = job.events(host, "failed")[:1]
         assert failure["step"] == 4 and failure["error"].startswith("SaveFailed: rank "), failure
         assert "its host is gone" in failure["error"]
-        assert failure["time"] - begun < TIMEOUT + SLACK
+        assert failure["time"] - begun < TIMEOUT + 5
     if not elastic:
         assert all(status not in (0, None) for status in job.wait(agents, SLACK)), job.output()
         assert list(target.iterdir()) and not (target / "manifest.json").exists()
