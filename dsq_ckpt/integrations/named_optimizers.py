@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class OwnEntries:
         self, key: str, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], directory: object
     ) -> None:
         self._key, self._optimizer, self._parameters, self._directory = key, optimizer, parameters, directory
-        self._initialized_entries: dict[Path, Any] | None = None
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the state dict of the optimizer, which is initialized by a step that changes nothing if need be.
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """State dict of the optimizer, which is initialized by a step that changes nothing if need be.
 
         Raises:
             LoadFailed: the step fails.
@@ -51,12 +52,11 @@ class OwnEntries:
                 initialize_state(self._optimizer)
         return get_named_state(self._optimizer, self._parameters)
 
-    def get_entries(self) -> dict[Path, Any]:
-        """Return the values of `get_state` by their paths."""
-        if self._initialized_entries is None:
-            flat, paths = flatten_state_dict({self._key: self.get_state()})
-            self._initialized_entries = {paths[name]: value for name, value in flat.items()}
-        return self._initialized_entries
+    @cached_property
+    def entries(self) -> dict[Path, Any]:
+        """Values of `state` by their paths."""
+        flat, paths = flatten_state_dict({self._key: self.state})
+        return {paths[name]: value for name, value in flat.items()}
 
     def compare(self, nesting: Nesting) -> list[str]:
         """Return a warning if another class of optimizer was saved.
@@ -72,7 +72,7 @@ class OwnEntries:
         if any(options) and saved_keys:
             state: Mapping[str, Any] = {}
             with suppress(LoadFailed):  # without a step that initializes it, its load_state_dict decides
-                state = self.get_state()["state"]
+                state = self.state["state"]
             for name, keys in saved_keys.items():
                 own = state.get(name)
                 if isinstance(own, Mapping) and (unsaved := sorted(set(map(str, own)) - keys)):
@@ -101,7 +101,7 @@ class OwnEntries:
         parameter = self._parameters.get(str(path[2]))
         if not isinstance(parameter, DTensor) or not shape or parameter.shape == shape:
             return create_placeholder(parameter, shape, dtype)
-        own = self.get_entries().get(path)
+        own = self.entries.get(path)
         if isinstance(own, DTensor):
             return torch.empty_like(own.detach(), dtype=dtype)  # the load refuses another shape
         if isinstance(own, torch.Tensor):  # each rank has all of it

@@ -263,7 +263,7 @@ def _collect_subclass_tensors(
     for name, path in stored_paths.items():
         if (depth := find_class_key(path, nesting)) is not None:
             own = own_entries.get(str(path[0]))
-            state = {} if own is None else own.get_state()["state"]
+            state = {} if own is None else own.state["state"]
             tensor = state.get(path[2], {}).get(path[3]) if depth == 4 else None
             if tensor is None:
                 refuse_subclass_part(name, path, nesting)
@@ -281,7 +281,7 @@ def _read_object(opened: OpenedCheckpoint, name: str, path: Path, own_entries: M
     try:
         return opened.object(name, allow_pickle=False)
     except ExportError as error:
-        if (own := own_entries.get(str(path[0]))) is not None and path in own.get_entries():
+        if (own := own_entries.get(str(path[0]))) is not None and path in own.entries:
             return opened.object(name, allow_pickle=True)
         raise LoadFailed(
             f"'{name}' of '{opened.checkpoint.directory}' is more than plain data, and unpickling it can run code: it "

@@ -19,9 +19,10 @@ import torch
 
 import dsq_ckpt
 from campaigns import subjects
-from campaigns.harness import BAD, Campaign, Found, forked, told
+from campaigns.harness import BAD, Campaign, Found, told
 from campaigns.subjects import FINE_MOMENTS, State, state_at
 from dsq_ckpt.storage import gc
+from tests.helpers.forked_work import forked
 
 KINDS = ("saves", "overwrites", "deletions", "two writers")
 _CONFIG: State = {

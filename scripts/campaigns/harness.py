@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import logging
 import os
 import random
 import resource
 import select
 import signal
-import sys
 import time
 import traceback
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsq_ckpt.engine import warmup
+from tests.helpers.forked_work import forked
 
 OUTCOMES = ("detected", "unchanged", "accepted", "wrong", "crashed", "hung")
 BAD = frozenset({"wrong", "crashed", "hung"})
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BEGINS = 600.0  # seconds more, in which a lane may compile
 _KEPT = 40  # failures that are told in full
 
@@ -173,32 +169,6 @@ class _Lane:
             os.killpg(self.pid, signal.SIGKILL)
         os.close(self.reader)
         return os.waitpid(self.pid, 0)[1]
-
-
-def forked(work: Callable[[], Any]) -> int:
-    """Fork a child with its own process group, which calls a function and exits with 0, or with 1 after a traceback."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        with suppress(OSError):
-            os.setpgid(child, child)
-        return child
-    status = 1
-    try:
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-        with suppress(OSError):
-            os.setpgid(0, 0)
-        warnings.simplefilter("ignore")
-        logging.disable()
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def _work(campaign: Campaign, numbers: Sequence[int], writer: int) -> None:

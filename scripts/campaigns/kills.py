@@ -6,7 +6,6 @@ invisible, the next save works, and `dsq gc` leaves nothing of ours that is not 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -28,10 +27,11 @@ import torch.distributed as dist
 
 import dsq_ckpt
 from campaigns import log_kills, subjects
-from campaigns.harness import Campaign, Found, forked
+from campaigns.harness import Campaign, Found
 from campaigns.subjects import state_at
 from dsq_ckpt.storage import gc
 from tests.helpers.checkpointing_processes import Nursery
+from tests.helpers.forked_work import ask, forked
 from tests.lowdiff.loops import digest
 from tests.lowdiff.uninterrupted import uninterrupted
 
@@ -153,14 +153,9 @@ def listen(pipes: dict[int, bytes], heard: list[Said], seconds: float, wanted: f
 
 def answer(work: Callable[[], Any], log: Path | None = None) -> Any:
     """Return what a fork of this process found out, or that it failed, with the last lines of its log."""
-    reader, writer = os.pipe()
-    child = forked(lambda: os.write(writer, json.dumps(work()).encode()))
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        text = pipe.read()
-    status = os.waitpid(child, 0)[1]
-    if text:
-        return json.loads(text)
+    result, status = ask(work)
+    if not status:
+        return result
     last = log.read_text().strip().splitlines()[-12:] if log is not None and log.exists() else []
     return " | ".join([f"the check failed with status {status}", *last])
 

@@ -1,5 +1,7 @@
 """NumPy implementations of the kernels, written to be read next to their formulas; all others are compared with them.
 
+`dsq_ckpt.kernels.cpu`, `cpu_decode` and `cpu_pack` state the formulas.
+
 All arrays are C-contiguous, and one-dimensional unless documented otherwise; `x` is float32[n]. `inv_scale`
 multiplies `x` in fp32 before its key is taken. `parent` holds the previous codes, uint8[n]; where it is
 `None` every element uses row `context` of the table. Wrong dtypes or shapes, and codes past the end of a table,
@@ -70,18 +72,7 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """Quantize the position of each element inside its cell to `bits` bits.
-
-    With `u` the scaled element, or in the bits domain its magnitude bits over `2**23`, and `c` its
-    code: `out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)`. A cell with
-    `inv_width` 0 is not refined: its symbol is 0. So is the symbol of NaN.
-
-    Args:
-        low: lower edge of each cell, float64[256] (float32 is accepted), in units of the domain.
-        inv_width: one over the width of each cell, likewise.
-        bits: 1..8.
-        out: uint8[n].
-    """
+    """Do what `cpu.refine` documents."""
     check_bits(bits)
     check_array("codes", codes, np.uint8, (x.size,))
     check_array("out", out, np.uint8, (x.size,))
@@ -104,19 +95,7 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """Set `out = levels[code] * scale` in fp32; protected elements take the next of `protected`, unscaled.
-
-    Args:
-        codes: uint8[n].
-        levels: float32, one per code.
-        protected_code: the code of protected elements, -1 for none.
-        protected: float32[m].
-        out: float32[n].
-
-    Returns:
-        The number of codes equal to `protected_code`. The caller compares it to `m`: where it is larger, the last
-        elements had no value left and hold `levels[protected_code] * scale`.
-    """
+    """Do what `cpu_decode.dequantize` documents."""
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
@@ -140,17 +119,7 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """Dequantize as `dequantize` does, to the middle of the part of the cell that the symbol selects.
-
-    With `c` the code and `r` the refinement symbol, `u = low[c] + (r + 0.5) * (width[c] / 2**bits)` in
-    fp64. Linear domain: the value is `u` rounded to fp32. Bits domain: the fp32 whose bits are `rint(u *
-    2**23)`, with the sign of `sign[c]`. Cells of `width` 0 have the value `levels[c]`. Then times
-    `scale` in fp32.
-
-    Args:
-        refinement: uint8[n], below `2**bits`.
-        low, width, sign: float64, one per code (float32 is accepted).
-    """
+    """Do what `cpu_decode.dequantize_refined` documents."""
     check_bits(bits)
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
@@ -184,15 +153,7 @@ def from_bf16(halves: U16) -> F32:
 
 
 def pack(symbols: U8, bits: int) -> U8:
-    """Pack symbols below `2**bits` into a stream of bits, the lowest bit of the first symbol first.
-
-    Args:
-        symbols: uint8[n].
-        bits: 1..8.
-
-    Returns:
-        uint8[ceil(n * bits / 8)]; bits after the last symbol are zero.
-    """
+    """Do what `cpu_pack.pack` documents."""
     check_bits(bits)
     check_array("symbols", symbols, np.uint8)
     check_below("symbols", symbols, 1 << bits)

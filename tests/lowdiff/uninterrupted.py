@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from dsq_ckpt.lowdiff import gradient_compressor
+from tests.helpers import forked_work
 from tests.lowdiff.loops import Case, Loop, digest
 
 STEPS = 600
@@ -28,34 +25,19 @@ CASE = Case(
 )
 
 
-def forked(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def forked(work: Callable[[], Any]) -> int:
+    """Fork a child that computes with one thread."""
+    return forked_work.forked(lambda: _work_alone(work))
 
 
 def answer(work: Callable[[], Any]) -> Any:
-    """Result of a fork of this process; None if it failed."""
-    reader, writer = os.pipe()
-    child = forked(lambda: os.write(writer, json.dumps(work()).encode()) and None)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else None
+    """Return the result of a fork of this process that computes with one thread; None if it failed."""
+    return forked_work.ask(lambda: _work_alone(work))[0]
+
+
+def _work_alone(work: Callable[[], Any]) -> Any:
+    torch.set_num_threads(1)
+    return work()
 
 
 def joined(loop: Loop, store: Path, rank: int, ranks: int) -> None:
