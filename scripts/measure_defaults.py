@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
+from dsq_ckpt.report.history import History
 from dsq_ckpt.storage.manifest import Manifest
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -214,7 +215,7 @@ def _restore_row(
             training.restore(state)
             written += dsq_ckpt.describe(target)["bytes_written"]
             logical += dsq_ckpt.describe(target)["bytes_logical"]
-        kept_bytes = sum(dsq_ckpt.describe(path)["bytes_kept"] for path in Path(directory).iterdir())
+        kept_bytes = History.read(Path(directory)).total["everything"].kept
         training.train(failures * every, steps)
     row: dict[str, Any] = {"name": name, "final_loss": training.loss()}
     if values is not None:

@@ -270,7 +270,7 @@ def rank_result(rank: int, own: RankResult, directory: Path) -> RankResult:
     for of in requires:
         (directory / of).write_bytes(b"")
     return RankResult(
-        rank, own.host, files, own.refinement and file(own.refinement), requires, written, own.kinds, own.tied,
+        rank, own.host, files, own.refinement and file(own.refinement), requires, [], written, own.kinds, own.tied,
         [key(of) for of in own.units],
     )
 

@@ -11,7 +11,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.description import compute_restored_error, describe
-from dsq_ckpt.storage.manifest import Manifest, iter_checkpoints
+from dsq_ckpt.storage.manifest import ANCESTOR_ROLES, Manifest, iter_checkpoints
 
 _SHARE = "share of the metric"
 _AS_METRIC = "units of the metric"
@@ -23,7 +23,7 @@ _UNITS = {
     "checks": "calls of check", "seconds": "s",
 }
 _OUTLIER_FACTOR = 2.0  # times the error of its group, above which the worst tensor is named
-_ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
+_ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "older_refinement": 3, "index": 4, "attachment": 5}
 
 
 def as_json(path: Path, tensors: bool) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _file_table(path: Path, manifest: Manifest) -> Any:
     shown = output.table("<save", "<role", "<coded", "files", "size", "<saved as")
     for (_, depth, save_id, role), sizes in sorted(rows.items()):
         coded = "-" if depth < 0 or role not in ("own", "ancestor") else f"delta {depth}" if depth else "keyframe"
-        directory = path.absolute().name if role != "ancestor" else directories.get(save_id, "(deleted)")
+        directory = path.absolute().name if role not in ANCESTOR_ROLES else directories.get(save_id, "(deleted)")
         shown.add_row(save_id, role, coded, str(len(sizes)), output.size(sum(sizes)), directory)
     return shown
 

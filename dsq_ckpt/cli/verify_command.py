@@ -27,7 +27,7 @@ from dsq_ckpt.storage.concurrent_changes import (
     find_missing_files,
 )
 from dsq_ckpt.storage.container import checksum_file
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, iter_checkpoints
+from dsq_ckpt.storage.manifest import MANIFEST, REFINEMENT_ROLES, Manifest, ManifestFile, is_complete, iter_checkpoints
 
 
 @dataclass
@@ -237,7 +237,7 @@ def _check_file(
 def _is_dropped_refinement(path: Path, file: ManifestFile) -> bool:
     """Return whether training has committed a newer checkpoint meanwhile, and dropped this refinement."""
     try:
-        return file.role == "refinement" and Manifest.read(path).refinement == "dropped"
+        return file.role in REFINEMENT_ROLES and Manifest.read(path).refinement == "dropped"
     except DSQError:
         return False
 

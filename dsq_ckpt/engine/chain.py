@@ -14,7 +14,7 @@ from dsq_ckpt.core.arguments import expect_run
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.interrupts import propagate_handler_errors
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.urls import RemoteError
+from dsq_ckpt.core.urls import RemoteError, is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
@@ -29,7 +29,7 @@ from dsq_ckpt.storage.backend import get_storage, read_sizes
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import explain_parent_errors
-from dsq_ckpt.storage.manifest import Manifest, iter_checkpoints
+from dsq_ckpt.storage.manifest import REFINEMENT_ROLES, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
 from dsq_ckpt.storage.record_fields import FACTOR_KEYS, parse_dtype
 from dsq_ckpt.storage.runs import get_run, resolve_run, warn_about_unrelated_directory
@@ -198,6 +198,19 @@ def choose_parent(
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
     return None if parent == "auto" and should_write_keyframe(path, manifest) else candidate
+
+
+def has_refinement(path: Path, parent: ParentRef) -> bool:
+    """Return whether a checkpoint at `path` may link the refinement files of its parent.
+
+    On object stores files of ancestors are not linked. A parent that is shared may lose its refinement at any time.
+    """
+    directory = expand_path(parent.path)
+    if parent.position > 1 or is_remote(path) or is_remote(directory):
+        return False
+    manifest = Manifest.read(directory)
+    files = {file.path_in(directory): file.size for file in manifest.files if file.role in REFINEMENT_ROLES}
+    return manifest.refinement == "kept" and read_sizes(files) == files
 
 
 class ParentRecord(NamedTuple):

@@ -19,6 +19,7 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.engine.inheritance import lost_refinement_message
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.writing import RankResult
@@ -86,6 +87,11 @@ class SaveContents:
     def required_files(self) -> list[str]:
         """Names of the ancestors' files that the files of all ranks need."""
         return sorted({name for result in self.results for name in result.requires})
+
+    @cached_property
+    def required_refinement(self) -> list[str]:
+        """Names of the ancestors' refinement files that the refinement of all ranks needs."""
+        return sorted({name for result in self.results for name in result.refinement_requires})
 
     @property
     def is_other_training(self) -> bool:
@@ -174,6 +180,10 @@ def _list_data_files(
     for name in contents.required_files:
         update = {"role": "ancestor", "held_by": get_holder(by_name[name], parent, path)}
         files.append(by_name[name].model_copy(update=update))
+    for name in contents.required_refinement:
+        if name not in by_name:
+            raise SaveFailed(lost_refinement_message(parent))
+        files.append(by_name[name].model_copy(update={"role": "older_refinement"}))
     return files
 
 

@@ -36,6 +36,7 @@ class SaveContext:
         exact: whether everything is stored exactly, whatever the configuration says; see `check_resume_limit`.
         lossy_resumes: number of restores of the run from a lossy checkpoint before.
         started: start of the save on the coordinator, in seconds since the epoch.
+        refines_parent: whether refinement may be stored as the difference to the parent's, which is kept.
         reuses_parent: whether the next save is coded against the same parent; the codes of chunks that have a record
             in the parent are then not cached.
         new_weights: names of weights that are lossy and were not lossy in the previous checkpoint; empty unless this
@@ -52,6 +53,7 @@ class SaveContext:
     lossy_resumes: int = 0
     started: float = 0.0
     reuses_parent: bool = False
+    refines_parent: bool = False
     new_weights: frozenset[str] = frozenset()
 
 
@@ -85,6 +87,7 @@ def make_context(path: Path, options: SaveOptions, ranks: int, layouts: Iterable
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
             lineage.lossy_resumes, reuses_parent=parent is not None and 0 < parent.position < siblings,
             new_weights=_find_new_weights(layout, lineage.previous, options.history),
+            refines_parent=parent is not None and chain.has_refinement(path, parent),
         )
 
     if exact is not None:

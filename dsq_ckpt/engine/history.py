@@ -29,7 +29,7 @@ from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import expand_path, resolve_checkpoint_path
 from dsq_ckpt.storage.runs import get_run
-from dsq_ckpt.storage.shard import RecordRef
+from dsq_ckpt.storage.shard import RecordRef, RefinementSymbols
 
 _MAX_CHECKPOINTS = 64
 """Most checkpoints in a history, over all run directories; the next save of a state beyond them is a keyframe."""
@@ -57,12 +57,14 @@ class ChunkCache:
         codes: codes of each chunk, if `delta.against` is "codes"; 1 byte per element.
         values: decoded base layer of each chunk, if `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
+        refinement: symbols of the refinement of each chunk that the next one may be the difference to.
         refs: the record of each chunk, so that the index, which has the chunks of all ranks, need not be read.
     """
 
     codes: dict[ChunkKey, Codes] = field(default_factory=dict)
     values: dict[ChunkKey, F32] = field(default_factory=dict)
     device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
+    refinement: dict[ChunkKey, RefinementSymbols] = field(default_factory=dict)
     refs: dict[ChunkKey, RecordRef] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -28,7 +28,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.container import checksum_file
 from dsq_ckpt.storage.links import copy_file, replace_by_link
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile, iter_checkpoints
+from dsq_ckpt.storage.manifest import REFINEMENT_ROLES, Manifest, ManifestFile, iter_checkpoints
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.runs import canonicalize, get_run
 
@@ -112,7 +112,7 @@ def drop_damaged_parent(
     missed = bool(context.layout.tensors) and not any(is_cached for _, is_cached, _ in answers)
     if parent is not None and (any(is_suspect for is_suspect, *_ in answers) or missed):
         merged |= _merge(gather_from_all_ranks(comm, lambda: _check_files(
-            parent, lambda: select_files(parent, all_files=True)[comm.rank :: comm.size], workers
+            parent, lambda: select_files(parent, True, refinement=False)[comm.rank :: comm.size], workers
         )))
     is_damaged = False
     if merged:
@@ -180,9 +180,16 @@ def _is_missing(path: Path) -> bool:
     return False
 
 
-def select_files(parent: ParentRef, all_files: bool = False) -> list[ManifestFile]:
-    """Return the data files of a parent to check with a delta against it, largest first."""
-    files = [file for file in Manifest.read(expand_path(parent.path)).files if file.role in ("own", "ancestor")]
+def select_files(parent: ParentRef, all_files: bool = False, refinement: bool = True) -> list[ManifestFile]:
+    """Return the data files of a parent to check with a delta against it, largest first.
+
+    Args:
+        parent: the parent.
+        all_files: return all of them, not the part that is due with this delta.
+        refinement: include refinement, which only a process that saved the parent depends on.
+    """
+    roles = ("own", "ancestor", *(REFINEMENT_ROLES if refinement else ()))
+    files = [file for file in Manifest.read(expand_path(parent.path)).files if file.role in roles]
     position = parent.depth + parent.position - 1  # rises with each delta, unless several deltas share a parent
     chosen = [file for file in files if all_files or _is_due(file.name, position)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))
@@ -195,6 +202,9 @@ def find_damaged(directory: Path, files: Sequence[ManifestFile], workers: Worker
         run_pending_handlers()
         if problem is not None:
             problems[name] = problem
+    refinement = problems.keys() & {file.name for file in files if file.role in REFINEMENT_ROLES}
+    if refinement and Manifest.read(directory).refinement == "dropped":  # meanwhile
+        problems = {name: problem for name, problem in problems.items() if name not in refinement}
     return problems
 
 

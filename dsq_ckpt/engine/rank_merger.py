@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dsq_ckpt.coding import RansCoder, shuffle_compress
+from dsq_ckpt.coding.refinement_blocks import without_differences
 from dsq_ckpt.coding.scales import pack_scales
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.workers import Workers
@@ -18,9 +20,11 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.chunk_load import split_blocks
 from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import ManifestFile
 from dsq_ckpt.storage.packs import CompressedPack, PackRef
+from dsq_ckpt.storage.refinement_layers import read_layers, read_refinement
 from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
@@ -80,13 +84,29 @@ class RankMerger:
                 copied = _BlockCopier(self._refinement, writer)
                 records = {
                     number: {
-                        **entry, "blocks": [copied(block) for block in entry["blocks"]],
+                        **{key: value for key, value in entry.items() if key != "older"},
+                        "blocks": self._write_refinement(int(number), entry, writer, copied),
                         **({"protected": copied(entry["protected"])} if "protected" in entry else {}),
                     } for number, entry in self._refinement.contents["records"].items()
                 }
-                contents = {**self._refinement.contents, **head, "base": self._base, "records": records}
+                contents = {
+                    **self._refinement.contents, **head, "base": self._base, "requires": [], "records": records,
+                }
                 files.append(ManifestFile.from_info(writer.finish(contents), "refinement"))
         return files
+
+    def _write_refinement(
+        self, number: int, entry: Tree, writer: ContainerWriter, copied: _BlockCopier
+    ) -> list[Block]:
+        """Write the refinement of a record so that it needs no older layer; return its blocks."""
+        if "older" not in entry:
+            return [copied(block) for block in entry["blocks"]]
+        layers, scratch = read_refinement(self._checkpoint, RecordRef(self._name, number)), self._workers.scratch
+        spans = split_blocks(math.prod(self._reader.contents["records"][number]["shape"]), layers[0].step)
+        return [
+            writer.add(without_differences(read_layers(layers, index, scratch), span.stop - span.start, scratch))
+            for index, span in enumerate(spans)
+        ]
 
     def _write_contents(self) -> Tree:
         copied, old = _BlockCopier(self._reader, self._writer), self._reader.contents

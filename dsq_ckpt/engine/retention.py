@@ -13,7 +13,7 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import AtomicFile, exchange_names, is_hidden, sync_directory
 from dsq_ckpt.storage.backend import get_storage
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.manifest import MANIFEST, REFINEMENT_ROLES, Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
 
 
@@ -67,7 +67,10 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
 
 
 def _has_linked_copy(directory: Path, manifest: Manifest) -> bool:
-    """Return whether another directory of the run has hard links to the refinement files of a checkpoint."""
+    """Return whether another directory of the run is a copy of a checkpoint by hard links.
+
+    A later checkpoint may link the refinement files too, if its own are differences to them.
+    """
     files = [directory / file.name for file in manifest.files if file.role == "refinement"]
     if is_remote(directory) or not files:
         return False
@@ -76,8 +79,9 @@ def _has_linked_copy(directory: Path, manifest: Manifest) -> bool:
         if status.st_nlink > 1:
             for other in directory.parent.iterdir():
                 if other.name != directory.name and not other.is_symlink() and not is_hidden(other.name):
-                    with suppress(OSError):
-                        if os.path.samestat((other / files[0].name).stat(), status):
+                    with suppress(OSError, DSQError):
+                        linked = os.path.samestat((other / files[0].name).stat(), status)
+                        if linked and Manifest.read(other).save_id == manifest.save_id:
                             return True
     return False
 
@@ -87,8 +91,8 @@ def _drop_refinement(directory: Path, manifest: Manifest, fsync: bool) -> bool:
 
     Return False if another program removes the checkpoint, such as a trainer that keeps the newest few.
     """
-    names = {file.name for file in manifest.files if file.role == "refinement"}
-    files = [file for file in manifest.files if file.role != "refinement"]
+    names = {file.name for file in manifest.files if file.role in REFINEMENT_ROLES}
+    files = [file for file in manifest.files if file.role not in REFINEMENT_ROLES]
     updated = manifest.model_copy(update={"refinement": "dropped", "files": files})
     with suppress(FileNotFoundError):
         times = None if is_remote(directory) else directory.stat()

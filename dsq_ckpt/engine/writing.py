@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsq_ckpt.config.schema import DSQConfig, RefinementConfig
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -23,7 +24,7 @@ from dsq_ckpt.storage.container import FileInfo
 from dsq_ckpt.storage.manifest import KindSizes
 from dsq_ckpt.storage.parent_packs import ParentPackReader
 from dsq_ckpt.storage.paths import expand_path
-from dsq_ckpt.storage.shard import ChunkRequest, ShardWriter, WrittenRecord
+from dsq_ckpt.storage.shard import ChunkRequest, RefinementSymbols, ShardWriter, WrittenRecord
 
 
 @dataclass
@@ -36,6 +37,7 @@ class RankResult:
         files: base files.
         refinement: refinement file; None: it wrote none.
         requires: names of the parent's files that its records need.
+        refinement_requires: names of the parent's files that its refinement needs besides.
         written: record and sizes of each chunk and object.
         kinds: bytes by kind of tensor.
         tied: the stored name by tied name.
@@ -48,6 +50,7 @@ class RankResult:
     files: list[FileInfo] = field(default_factory=list)
     refinement: FileInfo | None = None
     requires: list[str] = field(default_factory=list)
+    refinement_requires: list[str] = field(default_factory=list)
     written: dict[ChunkKey | str, WrittenRecord] = field(default_factory=dict)
     kinds: dict[str, KindSizes] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -80,7 +83,9 @@ def write_rank(
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
-        keys = list[ChunkKey]()
+        keys, refinement = list[ChunkKey](), _find_older_refinement(context, config.refinement, history)
+        # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
+        keeps_refinement = not refinement and _may_store_differences(config) and not is_remote(path)
 
         def chunks() -> Iterator[ChunkRequest]:
             for chunk in state.chunks:
@@ -90,18 +95,26 @@ def write_rank(
                     result.units.append(source.key._replace(fqn=source.second_moment))
                 if reference is None or not context.reuses_parent:
                     cache_chunk(cache, source, config.delta.enabled)
-                dtype = state.items[source.key].dtype
+                dtype, kind = state.items[source.key].dtype, state.items[source.key].kind
+                keeps = kind == "weights" and keeps_refinement
                 if reference is None:
-                    yield ChunkRequest(source, dtype, None, frozenset())
+                    yield ChunkRequest(source, dtype, None, frozenset(), keeps_refinement=keeps)
                 elif reference.residual:
                     yield ChunkRequest(source, dtype, None, reference.requires, reference.ref)
                 else:
-                    yield ChunkRequest(source, dtype, reference.ref, reference.requires)
+                    yield ChunkRequest(
+                        source, dtype, reference.ref, reference.requires,
+                        older_refinement=refinement.get(source.key), keeps_refinement=keeps,
+                    )
 
         for index, written in enumerate(shard.add_coded(chunks())):
             result.written[keys[index]] = written
             cache.refs[keys[index]] = written.ref
+            if (symbols := shard.symbols.pop(written.ref, None)) is not None:
+                cache.refinement[keys[index]] = symbols
             by_kind[state.items[keys[index]].kind].append(written)
+        if 2 * shard.difference_elements < sum(key.elements for key in refinement.keys() & cache.refinement.keys()):
+            cache.refinement.clear()  # weights have moved too far, or are coded otherwise: a new row begins
         for item in state.unquantized:
             run_pending_handlers()
             stored = item.rounded_dtype
@@ -114,10 +127,11 @@ def write_rank(
             result.written[fqn] = written
             by_kind["exact"].append(written)
         run_pending_handlers()
-        base_file, result.refinement, result.requires = shard.finish()
+        base_file, result.refinement, result.requires, result.refinement_requires = shard.finish()
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.position > 1 else None
-            link_parent_files(context.parent, path, frozenset(result.requires), storage, before)
+            needed = frozenset([*result.requires, *result.refinement_requires])
+            link_parent_files(context.parent, path, needed, storage, before)
         if storage.fsync and context.ranks > 1:  # with one rank the commit flushes the directory
             get_storage(path).flush(path)
     result.files.append(base_file)
@@ -133,6 +147,22 @@ def write_rank(
     if not state.is_staged:
         cache.values |= copy_exact_values(state.unquantized, context.layout)
     return result, cache
+
+
+def _may_store_differences(config: DSQConfig) -> bool:
+    """Return whether the next save may store refinement as the difference to that of this save."""
+    delta = config.delta
+    return config.refinement.max_differences > 0 and delta.enabled and delta.against == "codes"
+
+
+def _find_older_refinement(
+    context: SaveContext, config: RefinementConfig, history: SaveHistory
+) -> dict[ChunkKey, RefinementSymbols]:
+    """Return the symbols of the parent's refinement to which that of this save may be stored as a difference."""
+    parent = None if context.parent is None else history.find(context.parent.save_id)
+    if parent is None or not context.refines_parent:
+        return {}
+    return {key: symbols for key, symbols in parent.cache.refinement.items() if symbols.uses < config.max_differences}
 
 
 def _open_parent_packs(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:

@@ -17,7 +17,7 @@ from dsq_ckpt.report.gradient_log import LogSession, list_log_sessions
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.companion_files import has_lost_manifest, list_missing_files
-from dsq_ckpt.storage.description import compute_sizes
+from dsq_ckpt.storage.description import compute_sizes, list_linked_refinement
 from dsq_ckpt.storage.gc import is_dsq_file
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete, iter_checkpoints
 from dsq_ckpt.storage.runs import find_run_below
@@ -161,6 +161,11 @@ class History:
         for entry in entries:
             for name, counts in entry.classes.items():
                 total[name].add(counts)
+        linked = {file.name[:16] for file in list_linked_refinement([entry.manifest for entry in entries])}
+        for entry in entries:
+            if entry.manifest.save_id in linked:
+                for kind, sizes in entry.manifest.kinds.items():
+                    total["weights" if kind == "weights" else "moments"].kept += sizes.refinement
         total["everything"].kept = sum(entry.growth for entry in entries)
         return cls(run, entries, total, others, list_log_sessions(run))
 

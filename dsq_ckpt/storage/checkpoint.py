@@ -51,6 +51,7 @@ from dsq_ckpt.storage.record_fields import (
     get_root_multiplier,
     parse_dtype,
 )
+from dsq_ckpt.storage.refinement_layers import read_refinement
 from dsq_ckpt.storage.shard import RecordRef
 
 _MAX_STEPS = 1 << 16
@@ -337,29 +338,21 @@ class Checkpoint(CheckpointFiles):
         """Return the decoder from the codes of a record to values."""
         check_factors(ref, record, FACTOR_KEYS)
         book, protected = self.read_codebook(ref), self._read_protected(ref.file, record)
-        name = f"{Path(ref.file).stem}.refinement"
-        entry = None
-        if refined and name in self._sizes:
-            entry = self.open_reader(name).contents["records"].get(str(ref.record))
-        bits = 0 if entry is None else entry["bits"]
-        if entry is not None and not (type(bits) is int and 1 <= bits <= 8):
-            raise CorruptCheckpoint(f"'{self.directory / name}' record {ref.record} has {bits} bits per element")
-        if entry is not None and len(protected):
-            raw = self._read_unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
+        layers = read_refinement(self, ref) if refined else []
+        bits = layers[0].bits if layers else 0
+        if layers and len(protected):
+            entry = layers[0].source.contents["records"][str(ref.record)]
+            raw = self._read_unshuffled(layers[0].source.path.name, Block(*entry["protected"]), 4, 4 * len(protected))
             protected = np.frombuffer(raw, np.uint32)
-        source = self.open_reader(ref.file if entry is None else name)
-        step, refinement = read_block_elements(source), None
-        if entry is not None:
-            refinement, blocks = entry["blocks"], -(-math.prod(record["shape"]) // step)
-            if len(refinement) != blocks:
-                raise CorruptCheckpoint(f"'{source.path}': {len(refinement)} blocks for {blocks} of codes")
+        source = layers[0].source if layers else self.open_reader(ref.file)
+        step = read_block_elements(source)
         key = ref.file, record["group"], get_exponent(record), bits
         if (dequantizer := self._dequantizers.get(key)) is None:
             if len(self._dequantizers) >= _MAX_DEQUANTIZERS:
                 self._dequantizers.clear()
             dequantizer = self._dequantizers[key] = Dequantizer(book, get_exponent(record), bits)
         return RecordDecoder(
-            source, record["fqn"], step, refinement, bits, dequantizer, book.protected, protected,
+            source, record["fqn"], step, layers, dequantizer, book.protected, protected,
             self._read_scales(ref, record),
         )
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.quantization.chunk import Dequantizer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain
-from dsq_ckpt.storage.container import Block, ContainerReader
+from dsq_ckpt.storage.container import ContainerReader
+from dsq_ckpt.storage.refinement_layers import RefinementLayer, read_layers
 from dsq_ckpt.storage.shard import RecordRef
 
 _CONVERT_ELEMENTS = 1 << 15  # elements that torch converts without its own threads
@@ -38,11 +39,11 @@ class RecordDecoder(NamedTuple):
     """Decoder from the codes of a record to values, block by block, in any thread.
 
     Attributes:
-        source: file that defines the blocks: the refinement file, or the base file without refinement.
+        source: file that is named in errors: the refinement file, or the base file without refinement.
         fqn: name of the tensor, for errors.
         step: elements per block.
-        refinement: blocks of the refinement layer; None: the base layer alone.
-        bits: bits per refinement symbol.
+        refinement: layers of refinement: the own one, and the older one to which its blocks may be differences; empty:
+            the base layer alone.
         dequantizer: levels and cells.
         protected_code: code of protected values.
         protected: fp32 bits of all protected values, in order.
@@ -52,8 +53,7 @@ class RecordDecoder(NamedTuple):
     source: ContainerReader
     fqn: str
     step: int
-    refinement: list[Any] | None
-    bits: int
+    refinement: list[RefinementLayer]
     dequantizer: Dequantizer
     protected_code: int
     protected: U32
@@ -88,10 +88,9 @@ class RecordDecoder(NamedTuple):
         """
         symbols, packed = None, False
         try:
-            if self.refinement is not None:
-                block = Block(*self.refinement[span.start // self.step])
-                data = self.source.borrow(block, scratch)
-                symbols, packed = yield from refinement_blocks.decode_symbols(data, codes, self.bits, scratch)
+            if self.refinement:
+                layers = read_layers(self.refinement, span.start // self.step, scratch)
+                symbols, packed = yield from refinement_blocks.decode_symbols(layers, codes, scratch)
             self.dequantizer.block(
                 codes, self.protected[protected], symbols, out, packed, last and self.scales is None
             )

@@ -34,7 +34,7 @@ from dsq_ckpt.storage.backend import get_storage
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from dsq_ckpt.core import figures
 from dsq_ckpt.storage.backend import get_storage
-from dsq_ckpt.storage.manifest import MANIFEST, GroupReport, Manifest
+from dsq_ckpt.storage.manifest import MANIFEST, GroupReport, Manifest, ManifestFile
 from dsq_ckpt.storage.paths import require_checkpoint_path
 
 
@@ -38,6 +38,16 @@ def compute_sizes(manifest: Manifest, overhead: int) -> CheckpointSizes:
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
     size_kept = manifest.sum_bytes("own", "index", "refinement", "attachment") + overhead
     return CheckpointSizes(compute_logical_size(manifest), size_kept + dropped, size_kept)
+
+
+def list_linked_refinement(manifests: Collection[Manifest]) -> list[ManifestFile]:
+    """Return the refinement files that checkpoints of a run link, and whose own checkpoints do not have them any more.
+
+    The refinement of the checkpoints that link them is the difference to that in these files.
+    """
+    own = {file.name for manifest in manifests for file in manifest.files if file.role == "refinement"}
+    linked = {file.name: file for manifest in manifests for file in manifest.files if file.role == "older_refinement"}
+    return [file for name, file in linked.items() if name not in own]
 
 
 def compute_logical_size(manifest: Manifest) -> int:

@@ -21,7 +21,7 @@ from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, read_current_checksum
 from dsq_ckpt.storage.container import Block, ContainerReader, checksum_file, unpack_json
 from dsq_ckpt.storage.index import check_index
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.manifest import ANCESTOR_ROLES, REFINEMENT_ROLES, Manifest, ManifestFile
 from dsq_ckpt.storage.pack_reader import PackReader
 from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.shard import RecordRef
@@ -72,7 +72,7 @@ class CheckpointFiles(PackReader):
     Args:
         directory: directory of the checkpoint.
         lazy: read the index, whose size grows with the chunks of all ranks, only on first use.
-        known: the same checkpoint, opened before, whose index is reused if the manifest is unchanged.
+        cached: the same checkpoint, opened before, whose index is reused if the manifest is unchanged.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
@@ -124,6 +124,9 @@ class CheckpointFiles(PackReader):
         if self._index is None:
             self._index = self._read_index()
         return self._index
+
+    def names_file(self, name: str) -> bool:
+        return name in self._sizes
 
     @property
     def has_refinement(self) -> bool:
@@ -252,9 +255,8 @@ class CheckpointFiles(PackReader):
     def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
         """Check size and checksum of all files, or of `names`; yield (name, bytes, problem or None)."""
         for file in self.manifest.files:
-            if names is not None and file.name not in names:
-                continue
-            if file.role == "refinement" and not self.has_refinement:
+            skipped = file.role in REFINEMENT_ROLES and not self.has_refinement
+            if skipped or (names is not None and file.name not in names):
                 continue
             problem = None
             try:
@@ -363,7 +365,7 @@ class CheckpointFiles(PackReader):
         actual = {key: contents.get(key) for key in expected}
         if actual != expected:
             raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {actual}, expected {expected}")
-        if (file.role != "ancestor") != (name["save"] == self.manifest.save_id):
+        if (file.role not in ANCESTOR_ROLES) != (name["save"] == self.manifest.save_id):
             raise CorruptCheckpoint(f"'{reader.path}' is not of the save {self.manifest.save_id}, as its manifest says")
         if file.contents not in (None, reader.checksum):
             raise CorruptCheckpoint(

@@ -38,11 +38,14 @@ _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
 MAX_CREATED = 1e11
 """Latest time of a save, in seconds since the epoch."""
-_MAX_BYTES = 1 << 28
-"""Bytes of a manifest: a million files."""
+_MAX_BYTES = 1 << 28  # of a manifest: a million files
 _CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
 """Number of cached parsed manifests, and the size in bytes of the largest of these."""
-Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
+Role = Literal["own", "ancestor", "index", "refinement", "older_refinement", "attachment"]
+ANCESTOR_ROLES = ("ancestor", "older_refinement")
+"""Roles of files that an earlier save wrote."""
+REFINEMENT_ROLES = ("refinement", "older_refinement")
+"""Roles of files that go when a checkpoint drops its refinement."""
 
 
 class ManifestNotFlushed(OSError):
@@ -56,8 +59,8 @@ Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 class ManifestFile(BaseModel):
     """File of a checkpoint.
 
-    Roles: `own` is written by this save, `ancestor` is linked from an earlier one, `attachment` is a file of another
-    format, such as DeepSpeed's.
+    Roles: `own` and `refinement` are written by this save; `ancestor` and `older_refinement` are linked from earlier
+    ones; `attachment` is a file of another format, such as DeepSpeed's.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -218,7 +221,7 @@ class Manifest(BaseModel):
 
     def get_older_save_ids(self) -> set[str]:
         """Return the save ids of checkpoints known to be older: the previous one, and those whose files it links."""
-        linked = {file.name[:16] for file in self.files if file.role == "ancestor"}
+        linked = {file.name[:16] for file in self.files if file.role in ANCESTOR_ROLES}
         return (linked | {self.previous or ""}) - {self.save_id, ""}
 
     @property

@@ -21,7 +21,7 @@ from dsq_ckpt.storage.backend import DirectoryEntry, get_storage
 from dsq_ckpt.storage.concurrent_changes import REMOVAL_TIMEOUT, detect_change
 from dsq_ckpt.storage.gc import is_dsq_file
 from dsq_ckpt.storage.links import copy_between_storages, link_or_copy
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, iter_checkpoints
+from dsq_ckpt.storage.manifest import MANIFEST, REFINEMENT_ROLES, Manifest, ManifestFile, is_complete, iter_checkpoints
 from dsq_ckpt.storage.references import remove_files
 
 POINTERS = ("latest", "latest_universal")
@@ -186,7 +186,8 @@ class RemoteCopy:
     def _copy_file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
         """Copy a file, or link or refer to its copy; return its entry in the manifest of the copy."""
         own_file = file.model_copy(update={"held_by": None})
-        copied = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
+        roles = ("own", "ancestor") if is_remote(target) else ("own", "ancestor", *REFINEMENT_ROLES)
+        copied = self._written.get((file.name, file.checksum)) if file.role in roles else None
         if copied is not None and copied.parent != target and file.role == "own" and is_remote(target):
             copied = None  # two checkpoints of one save, as by a copy, each have their own files
         if copied is None or copied.parent == target:

@@ -47,6 +47,24 @@ class WrittenRecord:
     refinement: int = 0
 
 
+class RefinementSymbols(NamedTuple):
+    """Symbols of the refinement of a chunk, in memory, for the next save to store its difference to them.
+
+    Attributes:
+        ref: record of the chunk.
+        file: name of the refinement file.
+        bits: bits of a symbol.
+        blocks: packed symbols by the first element of their block; not of blocks that were coded given their codes.
+        uses: number of layers so far that are differences to this one.
+    """
+
+    ref: RecordRef
+    file: str
+    bits: int
+    blocks: dict[int, bytes]
+    uses: int = 0
+
+
 class ChunkRequest(NamedTuple):
     """Request to write a chunk, with the records of the parent checkpoint that it is coded against.
 
@@ -56,6 +74,8 @@ class ChunkRequest(NamedTuple):
         parent: record of the parent checkpoint that holds the previous codes.
         requires: all files that the record of the parent checkpoint needs, its own included.
         residual: record of the parent checkpoint to which the decoded values are added; then `requires` is of this one.
+        older_refinement: symbols to which the refinement may be stored as a difference.
+        keeps_refinement: whether symbols of the refinement are kept in memory for the next save.
     """
 
     source: CodeSource
@@ -63,6 +83,26 @@ class ChunkRequest(NamedTuple):
     parent: RecordRef | None
     requires: frozenset[str]
     residual: RecordRef | None = None
+    older_refinement: RefinementSymbols | None = None
+    keeps_refinement: bool = False
+
+
+class _EncodedBlock(NamedTuple):
+    """Encoded block.
+
+    Attributes:
+        task: task that made it.
+        codes: encoded codes; None if they equal those of the parent.
+        data: other data of the block, its refinement encoded.
+        symbols: packed symbols of the refinement, to keep in memory; None: they are not kept.
+        differs: whether the refinement is stored as a difference.
+    """
+
+    task: _BlockTask
+    codes: bytes | None
+    data: BlockData
+    symbols: bytes | None = None
+    differs: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,19 +114,31 @@ class _BlockTask:
     span: slice
     last: bool
 
-    def run(self) -> tuple[_BlockTask, bytes | None, BlockData]:
-        """Return the task, its encoded codes (None if they equal those of the parent), and other data of the block."""
+    def run(self) -> _EncodedBlock:
+        """Encode the block."""
         source = self.chunk.source
         if not len(source.codes):
-            return self, b"", BlockData(np.empty(0, np.uint32), b"")
+            return _EncodedBlock(self, b"", BlockData(np.empty(0, np.uint32), b""))
         data = source.block(self.span)
         parent = None if source.parent is None else source.parent[self.span]
         codes = source.codes[self.span]
-        bits = source.refinement_bits
-        data = data._replace(refinement=refinement_blocks.encode(data.refinement, codes, bits) if bits else b"")
-        if parent is not None and _codes_equal(codes, parent):  # a frozen layer
-            return self, None, data
-        return self, self.coder.encode(codes, parent), data
+        packed, bits = data.refinement, source.refinement_bits
+        differences = self._encode_differences(packed) if bits else None
+        refinement = (differences or refinement_blocks.encode(packed, codes, bits)) if bits else b""
+        is_base = differences is not None or refinement_blocks.is_packed(refinement, len(codes), bits)
+        symbols = bytes(packed) if bits and is_base and self.chunk.keeps_refinement else None
+        equal = parent is not None and _codes_equal(codes, parent)  # a frozen layer
+        encoded = None if equal else self.coder.encode(codes, parent)
+        return _EncodedBlock(self, encoded, data._replace(refinement=refinement), symbols, differences is not None)
+
+    def _encode_differences(self, packed: bytes | memoryview) -> bytes | None:
+        """Return the refinement as the difference to the older one; None if that is not possible, or not smaller."""
+        older, bits, span = self.chunk.older_refinement, self.chunk.source.refinement_bits, self.span
+        if older is None or older.bits != bits or (before := older.blocks.get(span.start)) is None:
+            return None
+        if len(before) != len(packed):
+            return None
+        return refinement_blocks.encode_differences(packed, before, span.stop - span.start, bits)
 
 
 def _batch_tasks(tasks: Iterable[_BlockTask], max_elements: int) -> Iterator[list[_BlockTask]]:
@@ -103,7 +155,7 @@ def _batch_tasks(tasks: Iterable[_BlockTask], max_elements: int) -> Iterator[lis
         yield batch
 
 
-def _run_all(tasks: Iterable[_BlockTask]) -> list[tuple[_BlockTask, bytes | None, BlockData]]:
+def _run_all(tasks: Iterable[_BlockTask]) -> list[_EncodedBlock]:
     return [task.run() for task in tasks]
 
 
@@ -130,6 +182,11 @@ class ShardWriter:
         self._groups: dict[str, dict[str, Any]] = {}
         self._coders: dict[str, Coder] = {}
         self._requires: set[str] = set()
+        self._refinement_requires: set[str] = set()
+        self.symbols: dict[RecordRef, RefinementSymbols] = {}
+        """Symbols of the refinement that are kept in memory, by record."""
+        self.difference_elements = 0
+        """Elements of chunks with refinement that is stored as a difference."""
         self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier, self._requires)
         self._scales: list[tuple[dict[str, Any], WrittenRecord, I16]] = []
         self._scale_count = 0
@@ -165,10 +222,15 @@ class ShardWriter:
         refined: list[Block] = []
         protected: list[Bits] = []
         steps: StepLengths | None = None
+        symbols: dict[int, bytes] = {}
+        differs = False
         max_elements = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
         encoded = self._workers.map(_run_all, _batch_tasks(tasks(), max_elements))
-        for task, codes, data in chain.from_iterable(encoded):
+        for task, codes, data, packed, is_difference in chain.from_iterable(encoded):
             run_pending_handlers()
+            differs |= is_difference
+            if packed is not None:
+                symbols[task.span.start] = packed
             protected.append(data.protected)
             if data.steps is not None and (scales := task.chunk.source.scales) is not None:
                 steps = steps or StepLengths.zeros(scales)
@@ -178,8 +240,11 @@ class ShardWriter:
                 if task.chunk.source.refinement_bits:
                     refined.append(self._get_refinement_writer().add(data.refinement))
             if task.last:
-                yield self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
-                base, refined, protected, steps = [], [], [], None
+                written = self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
+                if refined:
+                    self._add_refinement_links(task.chunk, written.ref, symbols, differs)
+                yield written
+                base, refined, protected, steps, symbols, differs = [], [], [], None, {}, False
 
     def _add_record(
         self, chunk: ChunkRequest, blocks: list[Block | None], refined: list[Block], protected: Bits,
@@ -225,6 +290,21 @@ class ShardWriter:
             self._refined[ref.record] = entry
         return written
 
+    def _add_refinement_links(
+        self, chunk: ChunkRequest, ref: RecordRef, symbols: dict[int, bytes], differs: bool
+    ) -> None:
+        """Note the older layer of a refinement with differences to it; keep symbols in memory for the next save."""
+        older = chunk.older_refinement
+        if differs and older is not None:
+            self._refined[ref.record]["older"] = list(older.ref)
+            self._refinement_requires.add(older.file)
+            self.difference_elements += chunk.source.key.elements
+        if older is not None:
+            self.symbols[ref] = older._replace(uses=older.uses + 1)
+        elif symbols:
+            name = self._get_refinement_writer().path.name
+            self.symbols[ref] = RefinementSymbols(ref, name, chunk.source.refinement_bits, symbols)
+
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> WrittenRecord:
         """Store a tensor exactly, or converted to the dtype `stored`, clamped so that finite values stay finite."""
         values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -242,8 +322,8 @@ class ShardWriter:
         """Store the bytes of an object that DCP serialized."""
         return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
 
-    def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
-        """Finish and return both files, and the names of the ancestors' files that the base file needs."""
+    def finish(self) -> tuple[FileInfo, FileInfo | None, list[str], list[str]]:
+        """Finish and return both files, and the names of the ancestors' files that each of them needs."""
         scales = self._write_scales()
         self._packs.finish()
         requires = sorted(self._requires)
@@ -254,10 +334,10 @@ class ShardWriter:
         refinement = None
         if self._refinement is not None:
             refinement = self._refinement.finish({
-                **self._head, "base": base.name, "records": self._refined,
-                "block_elements": self._workers.block_elements,
+                **self._head, "base": base.name, "requires": sorted(self._refinement_requires),
+                "records": self._refined, "block_elements": self._workers.block_elements,
             })
-        return base, refinement, requires
+        return base, refinement, requires, sorted(self._refinement_requires)
 
     def _write_scales(self) -> dict[str, Any]:
         """Store the numbers of all scales as one pack; return its entry in the table of contents."""

@@ -25,6 +25,7 @@ from torch import Tensor
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.manifest import iter_checkpoints
 from evaluation.recording import default_directory, one_thread
 from evaluation.report import Column, Row, digits, machine, percent, ratio
@@ -233,8 +234,10 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     bases = [sizes.base + whole - sizes.logical if sizes else whole for sizes in weights]
     about = [dsq_ckpt.describe(path) for path, _ in checkpoints]
     logical, written, kept = (sum(row[f"bytes_{name}"] for row in about) for name in ("logical", "written", "kept"))
+    linked = list_linked_refinement([manifest for _, manifest in checkpoints])
+    kept += sum(file.size for file in linked)
     refined = sum(sizes.refinement for (_, manifest), sizes in zip(checkpoints, weights, strict=True)
-                  if sizes and manifest.refinement == "kept")
+                  if sizes and (manifest.refinement == "kept" or manifest.save_id in {of.name[:16] for of in linked}))
     deltas = [base for base, row in zip(bases, about, strict=True) if whole and not row["keyframe"]]
     changes = [base for base in deltas if base]
     ratios: Row = {

@@ -23,11 +23,12 @@ def sample(n: int, bits: int, skew: float, seed: int = 0) -> tuple[np.ndarray, n
     return codes, np.where(rng.random(n) < skew, usual, other).astype(np.uint8)
 
 
-def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray, *older: bytes) -> None:
     outputs = []
 
     def work():
-        outputs.extend((yield from refinement_blocks.decode_symbols(block, codes, bits, Scratch())))
+        layers = ((layer, bits) for layer in (block, *older))
+        outputs.extend((yield from refinement_blocks.decode_symbols(layers, codes, Scratch())))
 
     decoding_tasks.run_task(work())
     symbols, packed = outputs
@@ -92,3 +93,66 @@ def test_blocks_with_rans_of_model_version_1_are_read() -> None:
     out = np.empty(6000, np.uint8)
     decode(bytes.fromhex(common.GOLDEN["layered1"]), codes, 2, out)
     assert np.array_equal(out, symbols)
+
+
+def moved(symbols: np.ndarray, bits: int, seed: int) -> np.ndarray:
+    """Symbols after training has moved their values by at most a few parts."""
+    steps = np.random.default_rng(seed).normal(0, 0.4, len(symbols)).round().astype(np.int64)
+    return ((symbols + steps) % (1 << bits)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("n", [1, 4096, 70_001])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_differences_give_the_symbols(n: int, bits: int) -> None:
+    codes, symbols = sample(n, bits, 0.0)
+    older = kernels.pack(symbols, bits).tobytes()
+    symbols = moved(symbols, bits, 0)
+    packed = kernels.pack(symbols, bits).tobytes()
+    block = refinement_blocks.encode_differences(packed, older, n, bits)
+    assert (block is None) == (n == 1)  # a model is larger than a symbol
+    if block is None:
+        return
+    assert n < 70_001 or len(block) < 0.5 * len(packed)
+    out = np.empty(n, np.uint8)
+    decode(block, codes, bits, out, older)
+    assert np.array_equal(out, symbols)
+    layers = iter([(block, bits), (older, bits)])
+    assert bytes(refinement_blocks.without_differences(layers, n, Scratch())) == packed
+
+
+def test_unrelated_layers_have_no_differences() -> None:
+    (_, one), (_, other) = sample(20_000, 4, 0.0), sample(20_000, 4, 0.0, seed=1)
+    packed = [kernels.pack(symbols, 4).tobytes() for symbols in (one, other)]
+    assert refinement_blocks.encode_differences(*packed, 20_000, 4) is None
+
+
+def test_differences_that_no_sample_has_are_coded() -> None:
+    """The model is of a sample; every difference has a count in it."""
+    one = np.zeros(1 << 20, np.uint8)
+    other = one.copy()
+    other[np.arange(1, 1 << 20, 4097)] = 9
+    packed = [kernels.pack(symbols, 4).tobytes() for symbols in (other, one)]
+    block, out = refinement_blocks.encode_differences(*packed, 1 << 20, 4), np.empty(1 << 20, np.uint8)
+    assert block is not None
+    decode(block, one, 4, out, packed[1])
+    assert np.array_equal(out, other)
+
+
+@pytest.mark.parametrize("older", [
+    [], [b"\x01" + bytes(200)], [b"\x28" + bytes(200)], [b""], [b"\x02" + bytes(9_998)], [bytes(10_001)],
+], ids=["none", "coded", "zstd", "empty", "differences", "long"])
+def test_differences_without_their_older_layer_are_refused(older) -> None:
+    codes, symbols = sample(20_000, 4, 0.0)
+    packed = [kernels.pack(values, 4).tobytes() for values in (moved(symbols, 4, 0), symbols)]
+    block = refinement_blocks.encode_differences(*packed, len(codes), 4)
+    with pytest.raises(CodingError, match=r"4 bits that are not there|has no bytes"):
+        decode(block, codes, 4, np.empty(len(codes), np.uint8), *older)
+
+
+def test_an_older_layer_of_other_bits_is_refused() -> None:
+    codes, symbols = sample(20_000, 4, 0.0)
+    packed = [kernels.pack(values, 4).tobytes() for values in (moved(symbols, 4, 0), symbols)]
+    block = refinement_blocks.encode_differences(*packed, len(codes), 4)
+    layers = iter([(block, 4), (kernels.pack(symbols, 8).tobytes(), 8)])
+    with pytest.raises(CodingError, match="4 bits that are not there"):
+        refinement_blocks.without_differences(layers, len(codes), Scratch())

@@ -41,7 +41,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 8:
+    if version > 9:
         raise Unsupported(f"version {version}")
 
 

@@ -72,13 +72,13 @@ def decoded(name: str, model: bytes, block: bytes, n: int, previous: bytes | Non
     return bytes(coder_of(name, model).decode(block, n, None if previous is None else list(previous)))
 
 
-def refined_by_rans(data: bytes, codes: list[int], bits: int) -> list[int]:  # section 6
+def refined_by_rans(data: bytes, codes: list[int] | None, bits: int, n: int) -> list[int]:  # section 6
     (size,) = struct.unpack("<I", data[1:5])
     require(size <= len(data) - 5, "a model in its block")
     model, block = data[5 : 5 + size], data[5 + size :]
     coder = coder_of("rans", model)
-    require(coder.symbols == 1 << bits and max(codes, default=0) < coder.contexts, "a model of these codes")
-    return list(decoded("rans", model, block, len(codes), bytes(codes)))
+    require(coder.symbols == 1 << bits and max(codes or [-1]) < coder.contexts, "a model of these codes")
+    return list(decoded("rans", model, block, n, None if codes is None else bytes(codes)))
 
 
 def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -146,7 +146,8 @@ class Reader:  # a checkpoint directory
             save, rank, kind = re.split("[-.]", name)
             require([file.contents["save"], file.contents["rank"]] == [save, int(rank)], "a file of this name")
             require(kind == "dsq" or file.contents["base"] == f"{save}-{rank}.dsq", "base of a refinement file")
-            require((entry["role"] == "ancestor") == (save != self.manifest["save_id"]), "save of a file")
+            is_older = entry["role"] in ("ancestor", "older_refinement")
+            require(is_older == (save != self.manifest["save_id"]), "save of a file")
             self._containers[name] = file
         return self._containers[name]
 
@@ -262,14 +263,7 @@ class Reader:  # a checkpoint directory
             bits = entry["bits"]
             for where, data in other.steps(entry["blocks"], n) if bits else ():
                 assert data is not None
-                whole = -(-(where.stop - where.start) * bits // 8)
-                if len(data) != whole and data[:1] == b"\1":
-                    symbols += refined_by_rans(data, codes[where], bits)
-                    continue
-                data = data if len(data) == whole else unshuffle(data, 1, whole)
-                stream = Bits(data)
-                symbols += [stream.field(bits) for _ in range(where.stop - where.start)]
-                stream.finish()
+                symbols += self._symbols(entry, where, data, codes[where], n)
             if bits and count:
                 protected = np.frombuffer(unshuffle(other.block(entry["protected"]), 4, 4 * count), "<f4")
         book = file.contents["groups"][record["group"]]["codebook"]
@@ -284,6 +278,25 @@ class Reader:  # a checkpoint directory
         if "scales" in record:
             values = product(values, self._scales(file, record))
         return values if {"unit", "root"}.isdisjoint(record) else self._times_roots(values, record)
+
+    def _symbols(self, entry: Tree, where: slice, data: bytes, codes: list[int], n: int) -> list[int]:  # section 6
+        bits, count = entry["bits"], where.stop - where.start
+        whole = -(-count * bits // 8)
+        if len(data) == whole or data[:1] not in (b"\1", b"\2"):
+            stream = Bits(data if len(data) == whole else unshuffle(data, 1, whole))
+            symbols = [stream.field(bits) for _ in range(count)]
+            stream.finish()
+            return symbols
+        if data[:1] == b"\1":
+            return refined_by_rans(data, codes, bits, count)
+        name, place = entry["older"]
+        older = self.container(f"{name.removesuffix('.dsq')}.refinement")
+        before = older.contents["records"][str(place)]
+        [block] = [block for place, block in older.steps(before["blocks"], n) if place == where]
+        assert block is not None
+        require(before["bits"] == bits and len(block) == whole, "packed symbols of as many bits")
+        more = self._symbols(before, where, block, codes, n)
+        return [(a + b) % (1 << bits) for a, b in zip(refined_by_rans(data, None, bits, count), more, strict=True)]
 
     def _scales(self, file: Container, record: Tree) -> npt.NDArray[np.float32]:
         place, count = file.contents["scales"]

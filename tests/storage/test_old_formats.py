@@ -19,6 +19,7 @@ from tests.fixtures import make_format_v4 as v4
 from tests.fixtures import make_format_v5 as v5
 from tests.fixtures import make_format_v6 as v6
 from tests.fixtures import make_format_v7 as v7
+from tests.fixtures import make_format_v8 as v8
 from tests.helpers import independent_reader as independent
 from tests.helpers.states import flat_tensors, flatten, load_copy, relative_error, to_bytes
 
@@ -29,6 +30,7 @@ EXPECTED_4 = json.loads((v4.HERE / "expected.json").read_text())
 EXPECTED_5 = json.loads((v5.HERE / "expected.json").read_text())
 EXPECTED_6 = json.loads((v6.HERE / "expected.json").read_text())
 EXPECTED_7 = json.loads((v7.HERE / "expected.json").read_text())
+EXPECTED_8 = json.loads((v8.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
@@ -127,10 +129,21 @@ def test_version_7(name):
         assert isinstance(contents["scales"][0], list) and any("scales" in record for record in contents["records"])
 
 
+@pytest.mark.parametrize("name", sorted(EXPECTED_8))
+def test_version_8(name):
+    """Scales as a pack; refinement in full."""
+    path, expected = v8.HERE / name, EXPECTED_8[name]
+    check(path, v6.state_at(int(name)), expected, 8)
+    with Checkpoint(path) as checkpoint:
+        assert isinstance(own_file(checkpoint).contents["scales"][0], int)
+        refinement = checkpoint.open_reader(f"{checkpoint.manifest.save_id}-00000.refinement").contents
+        assert "requires" not in refinement and not any("parent" in entry for entry in refinement["records"].values())
+
+
 @pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
                                   *(v3.HERE / name for name in EXPECTED_3), *(v4.HERE / name for name in EXPECTED_4),
                                   *(v5.HERE / name for name in EXPECTED_5), *(v6.HERE / name for name in EXPECTED_6),
-                                  *(v7.HERE / name for name in EXPECTED_7)],
+                                  *(v7.HERE / name for name in EXPECTED_7), *(v8.HERE / name for name in EXPECTED_8)],
                          ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_page_describes_them(path):
     """The reader that was written from docs/format.md gives the same."""
@@ -138,7 +151,7 @@ def test_the_page_describes_them(path):
     if path.parent == v2.HERE:
         like = v2.state_at(path.name.partition("-")[0], v2.KEPT[path.name])
     else:
-        like = {v1.HERE: v1, v6.HERE: v6, v7.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
+        like = {v1.HERE: v1, v6.HERE: v6, v7.HERE: v6, v8.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
     for refinement in ("auto", False):
         for fqn, value in flat_tensors(load_copy(path, like, refinement=refinement)).items():
             if fqn in reader.index["tensors"]:

@@ -257,7 +257,7 @@ def test_checksums(run: list[Path]) -> None:
             data = (path / name).read_bytes()
             assert (len(data), xxhash.xxh3_64_hexdigest(data)) == (entry["size"], entry["checksum"])
         data = (path / "manifest.json").read_bytes()
-        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*8,\s*"checksum":\s*"([0-9a-f]{16})"', data)
+        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*9,\s*"checksum":\s*"([0-9a-f]{16})"', data)
         assert head is not None
         start, stop = head.span(1)
         assert xxhash.xxh3_64_hexdigest(data[:start] + b"0" * 16 + data[stop:]).encode() == head[1]
@@ -272,12 +272,22 @@ def columns(section: str) -> list[set[str]]:
             for table in tables]
 
 
-def test_every_key_is_documented(run: list[Path], sums: list[Path]) -> None:
+@pytest.fixture
+def moving(tmp_path: Path) -> list[Path]:
+    """Two checkpoints of a weight that moves by parts of its cells."""
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    paths = [tmp_path / "moving" / str(number) for number in range(2)]
+    for number, path in enumerate(paths):
+        dsq_ckpt.save({"w": weight + 0.004 * number}, path)
+    return paths
+
+
+def test_every_key_is_documented(run: list[Path], sums: list[Path], moving: list[Path]) -> None:
     manifest_keys, file_keys = columns("2. ")
     index_keys, base_keys, codebook_keys = columns("3. ")[0], columns("5. "), columns("7. ")[0]
     refinement_keys = columns("6. ")
     seen: dict[str, set[str]] = {"base": set(), "record": set(), "refined": set()}
-    for path in [*run, *sums]:
+    for path in [*run, *sums, *moving]:
         reader = independent.Reader(path)
         assert set(reader.manifest) == manifest_keys
         for entry in reader.manifest["files"]:

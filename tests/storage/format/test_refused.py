@@ -20,7 +20,7 @@ from tests.helpers.edited_checkpoints import Tree, edit_contents, edit_index, re
 def test_newer_version_is_unsupported(tmp_path: Path) -> None:
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "run" / "one", no_dist=True)
     path = tmp_path / "run" / "one" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 8', '"version": 9'))
+    path.write_text(path.read_text().replace('"version": 9', '"version": 10'))
     with pytest.raises(independent.Unsupported):
         independent.Reader(path.parent)
     with pytest.raises(dsq_ckpt.UnsupportedFormat):

@@ -1,0 +1,225 @@
+"""Refinement of weights as the difference to the layer before: the same values in fewer bytes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.engine import inheritance, retention
+from dsq_ckpt.report.history import History
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.checkpoint_copy import copy_checkpoints
+from dsq_ckpt.storage.description import list_linked_refinement
+from dsq_ckpt.storage.gc import find_garbage
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import independent_reader as independent
+from tests.helpers.states import flat_tensors, load_copy, to_bytes
+
+SAVES = 9
+
+
+def states(count=SAVES, dtype=torch.float32):
+    """A weight that moves by parts of its cells, with Adam's moments."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 128, generator=generator)
+    for number in range(count):
+        yield {
+            "w": weight.to(dtype), "optimizer": {"state": {0: {
+                "step": torch.tensor(float(number)), "exp_avg": torch.randn(96, 128, generator=generator) * 1e-3,
+                "exp_avg_sq": torch.rand(96, 128, generator=generator) * 1e-6,
+            }}},
+        }
+        weight = weight + torch.randn(96, 128, generator=generator) * 0.004
+
+
+def save_all(run, count=SAVES, history=None, threads=1, **refinement):
+    """Save all states in a row; return their paths."""
+    history = history or dsq_ckpt.SaveHistory()
+    config = {"refinement": refinement, "storage": {"threads": threads}}
+    paths = []
+    for number, state in enumerate(states(count)):
+        paths.append(run / f"{number:03d}")
+        dsq_ckpt.save(state, paths[-1], config=config, history=history)
+    return paths
+
+
+def loaded(path):
+    [like] = states(1)
+    return {name: to_bytes(value) for name, value in flat_tensors(load_copy(path, like)).items()}
+
+
+def roles(path, role="older_refinement"):
+    return [file.name for file in Manifest.read(path).files if file.role == role]
+
+
+def written(path):
+    return Manifest.read(path).kinds["weights"].refinement
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("most", [1, 3])
+def test_values_are_the_same_in_fewer_bytes(tmp_path, most, threads):
+    plain = save_all(tmp_path / "plain", keep_last=SAVES, max_differences=0)
+    paths = save_all(tmp_path / "run", keep_last=SAVES, max_differences=most, threads=threads)
+    for number, (path, other) in enumerate(zip(paths, plain, strict=True)):
+        assert loaded(path) == loaded(other)
+        assert len(roles(path)) == bool(number % (most + 1)) and roles(other) == []
+        full = number % (most + 1) == 0
+        assert written(path) == written(other) if full else written(path) < 0.8 * written(other)
+        reader = independent.Reader(path)
+        assert reader.tensor("w", True) == loaded(path)["w"]
+
+
+def test_each_needs_none_of_the_others(tmp_path):
+    """Older directories are removed, and the refinement of older checkpoints is dropped."""
+    paths = save_all(tmp_path / "run", max_differences=3)
+    expected = [loaded(path) for path in paths[-3:]]
+    for path in paths[:-3]:
+        manifest = Manifest.read(path)
+        assert manifest.refinement == "dropped" and not list(path.glob("*.refinement"))
+        assert {file.role for file in manifest.files} <= {"own", "ancestor", "index"}
+        shutil.rmtree(path)
+    for path, values in zip(paths[-3:], expected, strict=True):
+        assert loaded(path) == values
+        with Checkpoint(path) as checkpoint:
+            assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+        assert list(find_garbage(path.parent, min_age_seconds=0)) == []
+
+
+@pytest.mark.parametrize("count", [4, 7, 8])
+def test_what_is_kept_counts_linked_layers(tmp_path, count):
+    paths = save_all(tmp_path / "run", count, max_differences=3)
+    manifests = [Manifest.read(path) for path in paths]
+    linked = {file.name for file in list_linked_refinement(manifests)}
+    full = (count - 1) // 4 * 4  # the newest that is stored in full
+    assert linked == ({f"{manifests[full].save_id}-00000.refinement"} if full < count - 3 else set())
+    total = History.read(tmp_path / "run").total
+    files = {file.stat().st_ino: file.stat().st_size for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    assert total["everything"].kept == sum(files.values())
+    sizes = [manifest.kinds["weights"] for manifest in manifests]
+    layers = {*range(count - 3, count), full}
+    assert total["weights"].kept == sum(kind.base for kind in sizes) + sum(sizes[index].refinement for index in layers)
+
+
+def test_a_resumed_run_begins_with_a_full_layer(tmp_path):
+    paths = save_all(tmp_path / "run", 3, max_differences=3)
+    history = dsq_ckpt.SaveHistory()
+    state = list(states(4))[-1]
+    dsq_ckpt.load(dict(state), paths[-1], history=history)
+    dsq_ckpt.save(state, tmp_path / "run" / "later", history=history)
+    assert Manifest.read(tmp_path / "run" / "later").depth == 3 and roles(tmp_path / "run" / "later") == []
+
+
+@pytest.mark.parametrize("lost", ["dropped", "removed", "shortened"])
+def test_a_parent_that_lost_its_refinement(tmp_path, lost):
+    """Another job may drop it, and a user may delete a file: the next layer is full, and the save goes on."""
+    history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
+    path = save_all(run, 3, history, max_differences=8)[-1]
+    [name] = roles(path, "refinement")
+    if lost == "dropped":
+        manifest = Manifest.read(path)
+        files = [file for file in manifest.files if "refinement" not in file.role]
+        manifest.model_copy(update={"refinement": "dropped", "files": files}).write(path, exclusive=False, fsync=False)
+    if lost != "shortened":
+        (path / name).unlink()
+    else:
+        data = (path / name).read_bytes()
+        (path / name).unlink()
+        (path / name).write_bytes(data[:-1])
+    state = list(states(4))[-1]
+    dsq_ckpt.save(state, run / "003", config={"refinement": {"max_differences": 8}}, history=history)
+    assert Manifest.read(run / "003").depth == 3 and roles(run / "003") == []
+    error = (load_copy(run / "003", state)["w"] - state["w"]).norm() / state["w"].norm()
+    assert error < 0.03
+
+
+def test_a_damaged_older_layer_is_found_by_the_next_save_and_named_by_a_load(tmp_path, recwarn):
+    history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
+    path = save_all(run, 3, history, max_differences=100)[-1]
+    name = roles(path)[0]
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 3] ^= 1
+    (path / name).write_bytes(data)  # all its links
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=name):
+        loaded(path)
+    for number in range(3, 9):  # each save checks a quarter of the files
+        config = {"refinement": {"max_differences": 100}}
+        dsq_ckpt.save(next(states(1)), run / f"{number:03d}", config=config, history=history)
+        if Manifest.read(run / f"{number:03d}").depth == 0:
+            break
+    assert number < 8 and roles(run / f"{number:03d}") == []
+    assert any(name in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("keyframe", [False, True])
+def test_a_merged_checkpoint_needs_no_older_layer(tmp_path, keyframe):
+    path = save_all(tmp_path / "run", 4, max_differences=3)[-1]
+    assert len(roles(path)) == 1
+    dsq_ckpt.merge(path, tmp_path / "merged", keyframe=keyframe)
+    assert roles(tmp_path / "merged") == [] and bool(roles(tmp_path / "merged", "ancestor")) == (not keyframe)
+    shutil.rmtree(tmp_path / "run")
+    assert loaded(tmp_path / "merged")["w"] == independent.Reader(tmp_path / "merged").tensor("w", True)
+    expected = save_all(tmp_path / "plain", 4, max_differences=0)[-1]
+    assert loaded(tmp_path / "merged") == loaded(expected)
+
+
+def test_a_copy_by_hard_links_is_told_from_a_link_to_its_layer(tmp_path):
+    """A run that goes back links the same files; only the copy keeps the original's refinement."""
+    paths = save_all(tmp_path / "run", 3, max_differences=8, keep_last=1)
+    history = dsq_ckpt.SaveHistory()
+    state = list(states(6))
+    dsq_ckpt.load(dict(state[3]), paths[-1], history=history)
+    for number in range(3, 6):
+        dsq_ckpt.save(
+            state[number], tmp_path / "run" / f"{number:03d}", history=history,
+            config={"refinement": {"max_differences": 8, "keep_last": 1}},
+        )
+    kept = [path.name for path in sorted((tmp_path / "run").iterdir()) if Manifest.read(path).refinement == "kept"]
+    assert kept == ["005"]
+
+
+def test_older_layers_are_in_other_ways_to_save(tmp_path):
+    """In the background, and when the checkpoint is replaced by the next one."""
+    history = dsq_ckpt.SaveHistory()
+    for number, state in enumerate(states(3)):
+        dsq_ckpt.async_save(state, tmp_path / "run" / str(number), history=history).result()
+        assert len(roles(tmp_path / "run" / str(number))) == bool(number)
+    for number, state in enumerate(states(3)):
+        dsq_ckpt.save(state, tmp_path / "same", history=history, overwrite=True)
+        assert len(roles(tmp_path / "same")) == bool(number)
+        expected = (load_copy(tmp_path / "same", state)["w"] - state["w"]).norm() / state["w"].norm()
+        assert expected < 0.03
+
+
+def test_a_parent_that_loses_its_refinement_during_the_save_is_named(tmp_path, monkeypatch):
+    history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
+    path = save_all(run, 2, history, max_differences=8)[-1]
+    link = inheritance.link_files
+
+    def drop_and_link(*args):
+        retention._drop_refinement(path, Manifest.read(path), False)
+        return link(*args)
+
+    monkeypatch.setattr(inheritance, "link_files", drop_and_link)
+    state = list(states(3))[-1]
+    with pytest.raises(dsq_ckpt.SaveFailed, match="001' lost its refinement while"):
+        dsq_ckpt.save(state, run / "002", config={"refinement": {"max_differences": 8}}, history=history)
+    monkeypatch.undo()
+    assert not (run / "002").exists()
+    dsq_ckpt.save(state, run / "002", config={"refinement": {"max_differences": 8}}, history=history)
+    assert roles(run / "002") == []
+
+
+def test_copies_of_a_run_link_older_layers_once(tmp_path):
+    paths = save_all(tmp_path / "run", 6, max_differences=3)
+    copy_checkpoints(tmp_path / "run", tmp_path / "copy")
+    for path in paths[-3:]:
+        assert loaded(tmp_path / "copy" / path.name) == loaded(path)
+    sizes = [
+        sum({file.stat().st_ino: file.stat().st_size for file in run.rglob("*.refinement")}.values())
+        for run in (tmp_path / "run", tmp_path / "copy")
+    ]
+    assert sizes[0] == sizes[1]
