@@ -260,6 +260,12 @@ def _rename_exclusive(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
+_NOT_RENAMED = (
+    "this directory cannot be renamed, as one on an overlay file system that came with a container's image; remove it "
+    "first, or choose another path"
+)
+
+
 def replace_directory(hidden: Path, goal: Path, *, backup: Path | None = None, fsync: bool = True) -> None:
     """Rename a directory to `goal`. Rename what is there first, since a rename cannot replace a directory.
 
@@ -275,7 +281,12 @@ def replace_directory(hidden: Path, goal: Path, *, backup: Path | None = None, f
     backup = backup or hidden.with_suffix(".old")
     old = os.path.lexists(goal)
     if old:
-        os.rename(goal, backup)
+        try:
+            os.rename(goal, backup)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            raise OSError(error.errno, _NOT_RENAMED, str(goal)) from error
     try:
         os.rename(hidden, goal)
     except BaseException:  # also an interrupt, which may have come when the new directory had its name already

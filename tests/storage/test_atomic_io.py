@@ -209,3 +209,22 @@ def test_an_error_of_a_flush_counts_the_bytes_of_the_file(tmp_path, monkeypatch)
         monkeypatch.setattr(writer, "_file", Mock(wraps=writer._file, complete=Mock(side_effect=full)))
         writer.finish({})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_renamed_stays(tmp_path, monkeypatch):
+    """On an overlay file system one of the image cannot; the error says what to do."""
+    new, goal = tmp_path / "new", tmp_path / "goal"
+    for directory in (new, goal):
+        directory.mkdir()
+        (directory / "file").write_text(directory.name)
+    rename = os.rename
+
+    def refuse(source, target):
+        if source == goal:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="container's image; remove it first") as raised:
+        replace_directory(new, goal)
+    assert raised.value.errno == errno.EXDEV and (goal / "file").read_text() == "goal"
