@@ -48,6 +48,7 @@ from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage import shard
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
+from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.manifest import Manifest
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -141,6 +142,9 @@ def spent(run: Path) -> dict[str, int]:
                     size for cause, size in parts.items() if cause.endswith("newest")
                 )
             sizes.update(parts)
+    linked = list_linked_refinement([Manifest.read(path) for path in run.iterdir()])
+    if linked:
+        sizes["refinement that newer ones are differences to"] = sum(file.size for file in linked)
     return dict(sorted(sizes.items()))
 
 
