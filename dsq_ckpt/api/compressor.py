@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -77,8 +77,8 @@ class Compressor:
         check: returns the same metric on other batches. A search may overfit the batches of `evaluate`; with `check`,
             the chosen configuration must be within the bound on both, at two more evaluations per save.
         frozen: save parameters that need no gradient too. False: checkpoints do not contain them, and a load leaves
-            those of the model unchanged; for adapters on a model that is stored elsewhere. A load warns if they are
-            not those of the save.
+            those of the model unchanged, except those that the checkpoint has because they were trained; for adapters
+            on a model that is stored elsewhere. A load warns if weights left out are not those of the save.
         every: steps between checkpoints, if they are regular: gradients are averaged only before a checkpoint.
         hooks: "step": gradients are read at the optimizer's step; "backward": for optimizers that run inside
             backward; "manual": the training loop calls `after_backward`, after unscaling and clipping.
@@ -193,7 +193,7 @@ class Compressor:
         with keep_uninitialized(self.optimizer):
             return self._state(extra)
 
-    def _state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+    def _state(self, extra: dict[str, Any] | None, trained: Collection[str] = ()) -> dict[str, Any]:
         expect_extra(extra)
         refuse_uninitialized(self.model)
         extra = dict(extra or {})
@@ -201,7 +201,7 @@ class Compressor:
         if reserved:
             raise ConfigError(f"extra has the key '{reserved[0]}', which the compressor fills itself; choose another")
         with in_user_code():  # hooks of modules and optimizers
-            state = {"model": self._excluded.select_others(get_model_state_dict(self.model))}
+            state = {"model": self._excluded.select_others(get_model_state_dict(self.model), trained)}
             if self.optimizer is not None:
                 state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
         return {**state, **extra}
@@ -246,7 +246,7 @@ class Compressor:
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
                 policy=plan_as_configured if manager is None else manager, gradients=self._gradients(),
                 fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
-                excluded=join_ranks(sums),
+                excluded=None if self._frozen else join_ranks(sums),
             )
             self._excluded.warn_of_trained(self.optimizer)
             return writer, self.state(extra)
@@ -289,13 +289,15 @@ class Compressor:
 
         def prepare_load() -> tuple[dict[str, Any], StateMatch, set[str]]:
             expect_flags(allow_cast=allow_cast)
+            expect_extra(extra)
+            trained = self._excluded.find_trained(path)
             with explain_step_failure(self.optimizer):
-                state = self._state(extra)
+                state = self._state(extra, trained)
             match = match_saved_state(
                 path, state, self.model, self.optimizer, get_named_parameters(self.model), self._frozen, comm
             )
             self._excluded.warn_of_changes(match.directory, comm)
-            return state, match, self._excluded.names
+            return state, match, self._excluded.names - trained
 
         def apply_load() -> None:
             offered_keys = state["model"].keys() - expected_keys

@@ -6,6 +6,7 @@ Adapters fit the model that they were trained on and no other, so manifests have
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,14 +17,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsq_ckpt.api import background
 from dsq_ckpt.api.optimizer_state import get_parameter_states
 from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.sampled_checksums import SampleSum, join_sums, sum_sample
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import get_named_parameters
+from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import require_checkpoint_path
 
 _MAX_CHECKSUMS = 64
 """Number of weights with a checksum in a manifest: another model differs in most of its weights."""
@@ -45,10 +50,35 @@ class ExcludedWeights:
         """All names of these parameters."""
         return set(self._parameters())
 
-    def select_others(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the saved entries of the model's state dict; torch's `ignore_frozen_params` keeps tied frozen ones."""
+    def find_trained(self, path: str | os.PathLike[str]) -> set[str]:
+        """Return the names of these parameters that a checkpoint has and that were trained, at its save or before.
+
+        A save with `frozen=False` has no other weights. In any other checkpoint, the optimizer's state decides.
+        """
+        if not self.names:
+            return set()
+        background.wait()
+        directory = require_checkpoint_path(path)
+        with CheckpointFiles(directory) as files, files.translate_errors():
+            nesting = Nesting.from_json(files.index) or Nesting({})
+        saved = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
+        if Manifest.read(directory).excluded is None:
+            states = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state") and len(path) > 2}
+            trained = {id(parameter) for name, parameter in self._parameters().items() if name in states}
+            saved &= {name for name, parameter in self._parameters().items() if id(parameter) in trained}
+        return self.names & saved
+
+    def select_others(self, state: dict[str, Any], trained: Collection[str] = ()) -> dict[str, Any]:
+        """Return the entries of the model's state dict that are saved, or loaded.
+
+        torch's `ignore_frozen_params` keeps tied frozen ones.
+
+        Args:
+            state: the model's state dict.
+            trained: names of parameters that are kept; see `find_trained`.
+        """
         selected = copy.copy(state)  # keeps `_metadata`, the versions of modules
-        for name in self.names & selected.keys():
+        for name in (self.names & selected.keys()).difference(trained):
             del selected[name]
         if state and not selected:  # a load would fill the empty dict with frozen weights
             raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
@@ -60,7 +90,7 @@ class ExcludedWeights:
         if trained := sorted(name for name, parameter in self._parameters().items() if states.get(parameter)):
             warn(
                 f"weights that the optimizer has state of are not saved: {quote(trained)} need no gradient at the "
-                "moment, and frozen is False; turn their gradients on for saves and loads, or pass frozen=True"
+                "moment, and frozen is False; turn their gradients on for saves, or pass frozen=True"
             )
 
     def sum_samples(self, names: Collection[str] | None = None) -> dict[str, SampleSum]:
@@ -79,7 +109,7 @@ class ExcludedWeights:
         checksums = dict[str, str]()
 
         def sum_saved() -> dict[str, SampleSum]:
-            checksums.update(Manifest.read(directory).excluded)
+            checksums.update(Manifest.read(directory).excluded or {})
             return self.sum_samples(checksums)
 
         ranks = gather_from_all_ranks(comm, sum_saved, LoadFailed)

@@ -77,7 +77,8 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
         history: earlier checkpoints that the save may continue; None: those of the process.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator and in the thread
             that commits, for a logger. An exception becomes a warning.
-        excluded: checksums of weights that are left out of the checkpoint, by name (see `Compressor`).
+        excluded: checksums of weights that are left out of the checkpoint, by name (see `Compressor`); None: all are
+            saved.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -121,7 +122,7 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
             frozen=FrozenTensors() if self._model is None else frozen_from_history(self._model),  # until `_start_save`
             on_save=on_save, rounding=find_rounded_weights(model) if is_lossy(self.config) else {},
-            excluded=dict(excluded or {}),
+            excluded=None if excluded is None else dict(excluded),
         )
         self._gradients = dict(gradients or {})
         self._group = self._save_group = process_group

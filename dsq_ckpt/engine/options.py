@@ -31,7 +31,7 @@ class SaveOptions:
         history: earlier checkpoints that the save may continue.
         after: finds the previous checkpoint if `history` has none; called on the coordinator.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
-        excluded: checksums of weights that are left out of the checkpoint, for the manifest.
+        excluded: checksums of weights that are left out of the checkpoint, for the manifest; None: all are saved.
     """
 
     config: DSQConfig
@@ -46,4 +46,4 @@ class SaveOptions:
     history: SaveHistory = field(default_factory=default_history)
     after: Callable[[], ParentRef | None] | None = None
     on_save: OnSave | None = None
-    excluded: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str] | None = None

@@ -181,8 +181,8 @@ class Manifest(BaseModel):
     """Measurements of the search of this configuration (`Compressor`); None without a search."""
     lossy_resumes: Int64 = 0
     """Number of restores of the run from lossy state before this save."""
-    excluded: dict[str, str] = {}
-    """Checksums of weights that the checkpoint leaves out (`Compressor(frozen=False)`), by name; see `join_sums`."""
+    excluded: dict[str, str] | None = None
+    """Checksums of weights that the checkpoint leaves out, by name; see `join_sums`. None without `frozen=False`."""
     seconds: float = Field(ge=-1e11, le=1e11)
     config: dict[str, Any]
     writer: dict[str, str]

@@ -72,6 +72,24 @@ def test_weights_trained_by_an_inner_optimizer_are_not_left_out_in_silence(tmp_p
         dsq_ckpt.Compressor(model, optimizer, frozen=False).save(tmp_path / "0")
 
 
+@pytest.mark.parametrize("saved", ["with frozen=False", "with state", "without the optimizer"])
+def test_weights_that_were_trained_at_the_save_and_are_frozen_at_the_load_come_back(tmp_path, saved):
+    """Their optimizer state came back, and they stayed as they were, without a word."""
+    model, optimizer = train_model()
+    used = None if saved == "without the optimizer" else optimizer
+    dsq_ckpt.Compressor(model, used, config="exact", frozen=saved == "with state").save(tmp_path / "a")
+    other, other_optimizer = train_model(1)
+    other.requires_grad_(False)
+    other.hidden.requires_grad_(used is not None)  # a load for inference needs no gradient at all
+    other_used = None if used is None else other_optimizer
+    before = other.embed.weight.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.Compressor(other, other_used, frozen=False).load(tmp_path / "a")
+    assert not other.embed.weight.equal(before)
+    assert all(value.equal(model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
     linear = torch.nn.Linear
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), linear(64, 64), linear(64, 64, bias=False))
