@@ -84,7 +84,7 @@ class TrialModel:
             chunk for chunk in chunks
             if chunk.key.elements and (refresh or get_storage_addresses(chunk.tensor) & owned)
         ]
-        if chunks and not needed:
+        if any(chunk.key.elements for chunk in chunks) and not needed:  # a rank may have empty shards alone
             raise ConfigError(
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
                 "without copies (no cpu_offload, no full_state_dict)"
