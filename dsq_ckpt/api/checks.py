@@ -65,7 +65,8 @@ def check_parameters(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) 
             if id(parameter) not in parameter_ids:
                 raise ConfigError(
                     f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
+                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters, "
+                    "and again after what replaces them, as load_state_dict(assign=True) does"
                 )
 
 

@@ -203,6 +203,8 @@ class Compressor:
         with in_user_code():  # hooks of modules and optimizers
             state = {"model": self._excluded.select_others(get_model_state_dict(self.model), trained)}
             if self.optimizer is not None:
+                # Parameters may have been replaced; FSDP2 has resharded its own for the model's state dict.
+                check_parameters(self.optimizer, get_named_parameters(self.model))
                 state["optimizer"] = get_optimizer_state(self.model, self.optimizer)
         return {**state, **extra}
 

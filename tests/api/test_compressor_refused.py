@@ -24,6 +24,21 @@ def test_an_optimizer_of_another_model_is_refused():
         dsq_ckpt.Compressor(model, torch.optim.AdamW(Net().parameters()))
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameters_that_were_replaced_are_refused(tmp_path, steps):
+    """A save and a load ended with `KeyError: 0`, or advised a step, which would not help."""
+    model, optimizer = train_model(steps)
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    compressor.save(tmp_path / "a")
+    values = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    for use in (lambda: compressor.save(tmp_path / "b"), lambda: compressor.load(tmp_path / "a"), compressor.state):
+        with pytest.raises(ConfigError, match=r"not the model's.*load_state_dict\(assign=True\)"):
+            use()
+    assert not (tmp_path / "b").exists() and not model.hidden.weight.any()
+    assert bool(optimizer.state) == bool(steps)
+
+
 def test_an_optimizer_that_could_not_be_restored_is_refused(tmp_path):
     """LBFGS; as the objects that they are, it and its model go on from a load as if nothing had happened."""
     def make():
