@@ -45,7 +45,7 @@ from dsq_ckpt.core.arguments import (
 from dsq_ckpt.core.interrupts import hold_signals, in_user_code
 from dsq_ckpt.core.sampled_checksums import SampleSum
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
+from dsq_ckpt.distributed.comm import SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave, SaveResult
@@ -184,14 +184,22 @@ class Compressor:
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state dict that `save` stores: `model`, `optimizer`, and the entries of `extra`.
 
+        With `frozen=False`, a rank whose part of the model is frozen as a whole has no `model` in it.
+
         Args:
             extra: other state, such as the step. Its keys must not be `model` or `optimizer`.
 
         Raises:
-            ConfigError: `extra` is not a dict, has one of these keys, or a parameter is uninitialized (lazy).
+            ConfigError: `extra` is not a dict, has one of these keys, or a parameter is uninitialized (lazy); the
+                optimizer has parameters that the model does not; or nothing of the model would be saved.
         """
         with keep_uninitialized(self.optimizer):
-            return self._state(extra)
+            state = self._state(extra)
+        if not state["model"] and self._excluded.names:
+            if communicator(self._group).size == 1:
+                self._excluded.check_others({}, SingleProcess())
+            del state["model"]  # other ranks have entries there, and a load would fill the empty dict with them
+        return state
 
     def _state(self, extra: dict[str, Any] | None, trained: Collection[str] = ()) -> dict[str, Any]:
         expect_extra(extra)
@@ -240,7 +248,8 @@ class Compressor:
             expect_extra(extra)
             return self._excluded.sum_samples()
 
-        sums = check_same_functions(*self._functions, communicator(self._group), prepare_checks)
+        comm = communicator(self._group)
+        sums = check_same_functions(*self._functions, comm, prepare_checks)
 
         def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
             nonlocal writer
@@ -251,7 +260,9 @@ class Compressor:
                 excluded=None if self._frozen else join_ranks(sums),
             )
             self._excluded.warn_of_trained(self.optimizer)
-            return writer, self.state(extra)
+            state = self.state(extra)
+            self._excluded.check_others(state.get("model", {}), comm)
+            return writer, state
 
         result: SaveResult | Future[SaveResult]
         if background:
@@ -295,6 +306,7 @@ class Compressor:
             trained = self._excluded.find_trained(path)
             with explain_step_failure(self.optimizer):
                 state = self._state(extra, trained)
+            self._excluded.check_others(state["model"], comm)
             match = match_saved_state(
                 path, state, self.model, self.optimizer, get_named_parameters(self.model), self._frozen, comm
             )

@@ -80,9 +80,21 @@ class ExcludedWeights:
         selected = copy.copy(state)  # keeps `_metadata`, the versions of modules
         for name in (self.names & selected.keys()).difference(trained):
             del selected[name]
-        if state and not selected:  # a load would fill the empty dict with frozen weights
-            raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
         return selected
+
+    def check_others(self, selected: Mapping[str, Any], comm: Communicator) -> None:
+        """Check that not all of the model is left out: a rank may have a frozen stage; collective over `comm`.
+
+        Args:
+            selected: as from `select_others`.
+            comm: communicator of the ranks that save or load.
+
+        Raises:
+            ConfigError: all is left out.
+        """
+        ranks = gather_from_all_ranks(comm, lambda: (bool(selected), bool(self.names)))
+        if not any(has_others for has_others, _ in ranks) and any(is_frozen for _, is_frozen in ranks):
+            raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
 
     def warn_of_trained(self, optimizer: Optimizer | None) -> None:
         """Warn of weights that are not saved although the optimizer has trained them, as of an inactive adapter."""

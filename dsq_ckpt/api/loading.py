@@ -194,7 +194,11 @@ def load_with_modules(
             if match_modules:
                 module_placeholders = ModulePlaceholders(all_modules, expanded, nesting, tensors, excluded_keys)
                 restricted_paths.extend(module_placeholders.plain_paths)
-            to_fill.extend(make_placeholders(expanded, checkpoint, state_dict))
+            frozen = [reduce(getitem, keys, expanded) for keys in modules or () if excluded_keys]  # empty: all excluded
+            to_fill.extend(
+                (target, placeholders) for target, placeholders in make_placeholders(expanded, checkpoint, state_dict)
+                if not any(target is entries for entries in frozen)
+            )
             if to_fill:
                 warn_about_attachments(checkpoint, "loaded", comm.rank)
         restricted_paths.extend(empty_paths)

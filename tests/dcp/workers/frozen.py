@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import done, fails_everywhere, world
+from harness import done, fails_everywhere, whole, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,6 +53,55 @@ def stages(run: Path, rank: int) -> None:
         stage = nn.Sequential(nn.Linear(80, 80))
     fails_everywhere(lambda: dsq_ckpt.Compressor(stage).load(run / "compressor"), "'layer0.bias', 'layer0.weight'")
     done("stages")
+
+
+def frozen_stage(run: Path, rank: int) -> None:
+    """With frozen=False a rank may have nothing to save; what it has is not filled with other stages at the load."""
+    def make_stage(seed: int, train: bool) -> nn.Module:
+        torch.manual_seed(seed + rank)
+        return nn.ModuleDict({f"layer{rank}": nn.Linear(80, 80)}).requires_grad_(train)
+
+    for has_optimizer in (True, False):
+        path, stage, other = run / f"{has_optimizer}", make_stage(0, bool(rank)), make_stage(0, bool(rank))
+        before, extra = {name: value.clone() for name, value in stage.state_dict().items()}, {"step": 1}
+        optimizers = [torch.optim.AdamW(module.parameters()) if has_optimizer else None for module in (stage, other)]
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.add_(rank)
+        for background in (False, True):
+            future = dsq_ckpt.Compressor(stage, optimizers[0], "exact", frozen=False).save(
+                path / f"{background}", extra if has_optimizer else None, background=background
+            )
+            assert not isinstance(future, Future) or future.result()
+            got = dsq_ckpt.Compressor(other, optimizers[1], frozen=False).load(
+                path / f"{background}", {"step": 0} if has_optimizer else None
+            )
+            assert got == (extra if has_optimizer else {}), got
+            assert all(value.equal(stage.state_dict()[name]) for name, value in other.state_dict().items())
+            assert other.state_dict()[f"layer{rank}.weight"].equal(before[f"layer{rank}.weight"]) == (not rank)
+            assert ("model" in dsq_ckpt.Compressor(stage, frozen=False).state()) == bool(rank)
+            everything: dict[str, Any] = {}
+            dsq_ckpt.load(everything, path / f"{background}")
+            assert everything["model"].keys() == {"layer1.weight", "layer1.bias"}, everything["model"].keys()
+    frozen = dsq_ckpt.Compressor(make_stage(0, False), frozen=False)
+    fails_everywhere(lambda: frozen.save(run / "none"), "all of the model is frozen")
+    dsq_ckpt.Compressor(make_stage(0, False)).save(run / "whole")
+    fails_everywhere(lambda: frozen.load(run / "whole"), "all of the model is frozen")
+    done("a frozen stage that is left out")
+
+
+def frozen_at_the_load(run: Path, rank: int) -> None:
+    """Sharded weights that were trained at the save come back where they need no gradient."""
+    def make_model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return fully_shard(nn.Sequential(nn.Linear(80, 81), nn.Linear(81, 80)))
+
+    model, other = make_model(0), make_model(1)
+    dsq_ckpt.Compressor(model, config="exact", frozen=False).save(run)
+    other[0].requires_grad_(False)
+    dsq_ckpt.Compressor(other, frozen=False).load(run)
+    assert whole(other.state_dict())["0.weight"].equal(whole(model.state_dict())["0.weight"]), rank
+    done("frozen at the load")
 
 
 def replicas(run: Path, rank: int) -> None:
@@ -116,4 +167,6 @@ if __name__ == "__main__":
         pipeline(Path(sys.argv[1]) / "pipeline", own)
         replicas(Path(sys.argv[1]) / "replicas", own)
         stages(Path(sys.argv[1]) / "stages", own)
+        frozen_stage(Path(sys.argv[1]) / "frozen_stage", own)
+        frozen_at_the_load(Path(sys.argv[1]) / "frozen_at_the_load", own)
         excluded(Path(sys.argv[1]) / "excluded", own)
