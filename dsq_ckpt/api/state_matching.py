@@ -251,7 +251,7 @@ class _KeyMismatches(NamedTuple):
         unexpected_entries: paths of saved keys at the top level, or below `extra`, that the state dict does not have.
         missing_extra: keys of the optimizer other than `state` and `param_groups` that were not saved.
         frozen: parameters that require no gradient and whose saved state cannot be loaded.
-        ungrouped: parameters with saved state that are in no saved group.
+        ungrouped: parameters with saved state in no saved group, so that `missing_parameters` may have been in others.
         unsaved: entries of the optimizer's state that were not saved, of parameters with other saved state.
         stateless: trained parts of FSDP1's flat parameters with saved state, of which the optimizer has none.
     """
@@ -289,10 +289,12 @@ def warn_of_unexpected_tensors(state: Mapping[str, Any], path: str | os.PathLike
         warn(unexpected_keys_warning(unexpected_keys, path), rank=comm.rank)
 
 
-def _merge_ranks(ranks: Iterable[_KeyMismatches]) -> list[list[Any]]:
+def _merge_ranks(ranks: Sequence[_KeyMismatches]) -> list[list[Any]]:
     """Return the fields of `_KeyMismatches` for all ranks together."""
     fields = list(zip(*ranks, strict=True))
-    return [*map(_intersect_ranks, fields[:5]), *(sorted(set().union(*sets)) for sets in fields[5:])]
+    *common, missing, entries, extra = map(_intersect_ranks, fields[:5])
+    missing = sorted({*missing, *(name for rank in ranks if not rank.ungrouped for name in rank.missing_parameters)})
+    return [*common, missing, entries, extra, *(sorted(set().union(*sets)) for sets in fields[5:])]
 
 
 def _intersect_ranks(sets: Iterable[Collection[Any]]) -> list[Any]:

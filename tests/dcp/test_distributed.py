@@ -22,7 +22,7 @@ def test_fsdp_on_other_numbers_of_ranks(tmp_path):
 
 
 def test_ranks_agree_about_what_is_frozen(tmp_path):
-    assert checks(torchrun("frozen", 2, tmp_path)) == 6
+    assert checks(torchrun("frozen", 2, tmp_path)) == 7
 
 
 def test_an_evaluation_before_the_state_is_set(tmp_path):

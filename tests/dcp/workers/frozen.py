@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import done, fails_everywhere, whole, world
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -88,6 +90,38 @@ def frozen_stage(run: Path, rank: int) -> None:
     dsq_ckpt.Compressor(make_stage(0, False)).save(run / "whole")
     fails_everywhere(lambda: frozen.load(run / "whole"), "all of the model is frozen")
     done("a frozen stage that is left out")
+
+
+def unfrozen(run: Path, rank: int) -> None:
+    """Parameters of one stage that begin without optimizer state are warned of."""
+    def make_stage(names: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        stage = nn.ModuleDict({f"layer{rank}": nn.Linear(80, 80)})
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(name.endswith(names))
+        return stage, torch.optim.AdamW(parameter for parameter in stage.parameters() if parameter.requires_grad)
+
+    stage, optimizer = make_stage("weight")
+    stage[f"layer{rank}"](torch.randn(4, 80)).square().mean().backward()
+    optimizer.step()
+    dsq_ckpt.Compressor(stage, optimizer).save(run)
+    for names in ("", "weight"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsq_ckpt.Compressor(*make_stage(names if rank else "weight")).load(run)
+        texts = [text for warning in caught if "no optimizer state" in (text := str(warning.message))]
+        assert len(texts) == (not rank and not names), texts  # rank 0 warns
+        assert not texts or texts[0].startswith("no optimizer state of 'layer1.bias' was loaded"), texts
+    stage, optimizer = make_stage("")
+    stage[f"layer{rank}"](torch.randn(4, 80)).square().mean().backward()
+    stage[f"layer{rank}"].bias.grad = None  # so it has no state
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(stage, optimizer)
+    writer = dsq_ckpt.DSQStorageWriter(run.with_name("plain"))
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=writer)  # groups of one rank alone
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no optimizer state")
+        dsq_ckpt.Compressor(*make_stage("")).load(run.with_name("plain"))
+    done("unfrozen")
 
 
 def frozen_at_the_load(run: Path, rank: int) -> None:
@@ -168,5 +202,6 @@ if __name__ == "__main__":
         replicas(Path(sys.argv[1]) / "replicas", own)
         stages(Path(sys.argv[1]) / "stages", own)
         frozen_stage(Path(sys.argv[1]) / "frozen_stage", own)
+        unfrozen(Path(sys.argv[1]) / "unfrozen", own)
         frozen_at_the_load(Path(sys.argv[1]) / "frozen_at_the_load", own)
         excluded(Path(sys.argv[1]) / "excluded", own)
