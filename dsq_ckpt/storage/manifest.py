@@ -39,11 +39,9 @@ _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
 MAX_CREATED = 1e11
 """Latest time of a save, in seconds since the epoch."""
 _MAX_BYTES = 1 << 28  # of a manifest: a million files
-_CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18
-"""Number of cached parsed manifests, and the size in bytes of the largest of these."""
+_CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 18  # number of cached parsed manifests, bytes of the largest
 Role = Literal["own", "ancestor", "index", "refinement", "older_refinement", "attachment"]
-ANCESTOR_ROLES = ("ancestor", "older_refinement")
-"""Roles of files that an earlier save wrote."""
+ANCESTOR_ROLES = ("ancestor", "older_refinement")  # of files that an earlier save wrote
 REFINEMENT_ROLES = ("refinement", "older_refinement")
 """Roles of files that go when a checkpoint drops its refinement."""
 
@@ -217,6 +215,8 @@ class Manifest(BaseModel):
             raise ValueError("a file is named twice")
         if sum(file.role == "index" for file in self.files) != 1:
             raise ValueError("a checkpoint has exactly one index")
+        if self.version < 9:  # an empty dict was written without `frozen=False`, too
+            self.excluded = self.excluded or None
         return self
 
     def get_older_save_ids(self) -> set[str]:

@@ -272,3 +272,9 @@ def payload(path):
     blocks = [block for record in contents["records"] for block in record.get("blocks", ()) if block is not None]
     scales = [contents["scales"][0]] if isinstance(contents["scales"][0], list) else []
     return sum(block[1] for block in [*blocks, *scales, *(pack[0] for pack in contents["packs"])])
+
+
+def test_a_manifest_of_version_8_does_not_say_that_it_left_out_frozen_weights():
+    """It has an empty object, also where `frozen=False` was not given."""
+    assert '"excluded": {}' in (v8.HERE / "1" / "manifest.json").read_text()
+    assert Manifest.read(v8.HERE / "1").excluded is None
