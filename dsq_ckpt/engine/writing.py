@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsq_ckpt.config.schema import DSQConfig, RefinementConfig
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -83,7 +83,7 @@ def write_rank(
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
-        keys, refinement = list[ChunkKey](), _find_older_refinement(context, config.refinement, history)
+        keys, refinement = list[ChunkKey](), _find_older_refinement(context, config, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
         keeps_refinement = not refinement and _may_store_differences(config) and not is_remote(path)
 
@@ -156,13 +156,17 @@ def _may_store_differences(config: DSQConfig) -> bool:
 
 
 def _find_older_refinement(
-    context: SaveContext, config: RefinementConfig, history: SaveHistory
+    context: SaveContext, config: DSQConfig, history: SaveHistory
 ) -> dict[ChunkKey, RefinementSymbols]:
     """Return the symbols of the parent's refinement to which that of this save may be stored as a difference."""
     parent = None if context.parent is None else history.find(context.parent.save_id)
     if parent is None or not context.refines_parent:
         return {}
-    return {key: symbols for key, symbols in parent.cache.refinement.items() if symbols.uses < config.max_differences}
+    most, step = config.refinement.max_differences, config.storage.block_elements
+    return {
+        key: symbols for key, symbols in parent.cache.refinement.items()
+        if symbols.uses < most and symbols.step == step
+    }
 
 
 def _open_parent_packs(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:

@@ -54,6 +54,7 @@ class RefinementSymbols(NamedTuple):
         ref: record of the chunk.
         file: name of the refinement file.
         bits: bits of a symbol.
+        step: elements per block.
         blocks: packed symbols by the first element of their block; not of blocks that were coded given their codes.
         uses: number of layers so far that are differences to this one.
     """
@@ -61,6 +62,7 @@ class RefinementSymbols(NamedTuple):
     ref: RecordRef
     file: str
     bits: int
+    step: int
     blocks: dict[int, bytes]
     uses: int = 0
 
@@ -135,8 +137,6 @@ class _BlockTask:
         """Return the refinement as the difference to the older one; None if that is not possible, or not smaller."""
         older, bits, span = self.chunk.older_refinement, self.chunk.source.refinement_bits, self.span
         if older is None or older.bits != bits or (before := older.blocks.get(span.start)) is None:
-            return None
-        if len(before) != len(packed):
             return None
         return refinement_blocks.encode_differences(packed, before, span.stop - span.start, bits)
 
@@ -303,7 +303,8 @@ class ShardWriter:
             self.symbols[ref] = older._replace(uses=older.uses + 1)
         elif symbols:
             name = self._get_refinement_writer().path.name
-            self.symbols[ref] = RefinementSymbols(ref, name, chunk.source.refinement_bits, symbols)
+            bits, step = chunk.source.refinement_bits, self._workers.block_elements
+            self.symbols[ref] = RefinementSymbols(ref, name, bits, step, symbols)
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> WrittenRecord:
         """Store a tensor exactly, or converted to the dtype `stored`, clamped so that finite values stay finite."""

@@ -223,3 +223,17 @@ def test_copies_of_a_run_link_older_layers_once(tmp_path):
         for run in (tmp_path / "run", tmp_path / "copy")
     ]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("change", [
+    {"storage": {"block_elements": 1 << 16}}, {"quantize": {"weights": {"refinement_bits": 5}}},
+    {"refinement": {"max_differences": 0}}, {"quantize": {"weights": {"refinement_bits": 0}}},
+], ids=["blocks", "bits", "none", "no refinement"])
+def test_settings_that_change_between_saves(tmp_path, change):
+    history = dsq_ckpt.SaveHistory()
+    for number, state in enumerate(states(4)):
+        path = tmp_path / "run" / str(number)
+        dsq_ckpt.save(state, path, config=change if number == 2 else None, history=history)
+        assert bool(roles(path)) == (number == 1)
+        error = (load_copy(path, state)["w"] - state["w"]).norm() / state["w"].norm()
+        assert error < (0.03 if Manifest.read(path).kinds["weights"].refinement else 0.3)
