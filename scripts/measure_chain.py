@@ -263,7 +263,7 @@ def compare_rules(workload: str, saves: int, directory: Path) -> dict[str, Any]:
     every = training.steps // saves
     histories = {name: dsq_ckpt.SaveHistory() for name in RULES}
     # The sums below are of refinement that is stored in full.
-    config = {"delta": {"max_chain": 1000}, "refinement": {"max_chain": 0}, "storage": {"fsync": False}}
+    config = {"delta": {"max_chain": 1000}, "refinement": {"max_differences": 0}, "storage": {"fsync": False}}
     for number in range(saves):
         training.train(number * every, (number + 1) * every)
         state = training.state()

@@ -19,7 +19,6 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef
-from dsq_ckpt.engine.inheritance import lost_refinement_message
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.writing import RankResult
@@ -182,7 +181,10 @@ def _list_data_files(
         files.append(by_name[name].model_copy(update=update))
     for name in contents.required_refinement:
         if name not in by_name:
-            raise SaveFailed(lost_refinement_message(parent))
+            raise SaveFailed(
+                f"'{parent}' lost its refinement while this checkpoint was being saved, as another job that goes on "
+                "from it saved in the same directory: save again, and give each job a directory of its own"
+            )
         files.append(by_name[name].model_copy(update={"role": "older_refinement"}))
     return files
 

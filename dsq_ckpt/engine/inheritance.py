@@ -7,6 +7,7 @@ copied.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.engine.history import ParentRef
-from dsq_ckpt.errors import CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import (
     NO_LINKS,
@@ -25,7 +26,7 @@ from dsq_ckpt.storage.links import (
     link_files,
     read_parent_manifest,
 )
-from dsq_ckpt.storage.manifest import REFINEMENT_ROLES, ManifestFile
+from dsq_ckpt.storage.manifest import ManifestFile
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.predecessors import iter_predecessors
 
@@ -53,23 +54,34 @@ def link_parent_files(
     with explain_parent_errors(directory, parent.save_id):
         if is_remote(target):
             _copy_from_other_run(directory, parent.save_id, target, names)
-            return
-        newest = directory if previous is None else expand_path(previous.path)
-        try:
+        else:
+            newest = directory if previous is None else expand_path(previous.path)
             _link(directory, target, names, storage, newest)
-        except (FileNotFoundError, CorruptCheckpoint) as error:
-            if read_parent_manifest(directory, parent.save_id).refinement == "dropped":
-                raise SaveFailed(lost_refinement_message(directory)) from error
-            raise
 
 
-def lost_refinement_message(parent: Path) -> str:
-    """Return the error message for a parent that lost the refinement to which a save stored its own as a difference."""
-    return (
-        f"'{parent}' lost its refinement while this checkpoint, whose refinement is the difference to it, was being "
-        "saved: another job that goes on from it saved in the same directory. Save again, and give each job a "
-        "directory of its own"
-    )
+def link_refinement(parent: Path, target: Path, names: Iterable[str]) -> list[Path] | None:
+    """Link refinement files of the parent into a new checkpoint, before it is known whether it needs them.
+
+    Return the new links; None if a file is gone, or where links cannot be made: copies would take more bytes than
+    differences save.
+    """
+    links = list[Path]()
+    for name in sorted(names):
+        try:
+            os.link(parent / name, target / name)
+            links.append(target / name)
+        except FileExistsError:  # the checkpoint replaces its parent
+            pass
+        except OSError:
+            remove_links(links)
+            return None
+    return links
+
+
+def remove_links(links: Iterable[Path]) -> None:
+    """Remove links that a checkpoint does not need."""
+    for link in links:
+        link.unlink(missing_ok=True)
 
 
 def _link(parent: Path, target: Path, names: frozenset[str], storage: StorageConfig, newest: Path) -> None:
@@ -77,8 +89,7 @@ def _link(parent: Path, target: Path, names: frozenset[str], storage: StorageCon
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
             by_name = {file.name: file for file in files.manifest.files}
-            base = {name for name in names & by_name.keys() if by_name[name].role not in REFINEMENT_ROLES}
-            keyframes = {name for name in base if files.required_files(name) == {name}}
+            keyframes = {name for name in names & by_name.keys() if files.required_files(name) == {name}}
         holders = _list_newest_first(newest, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():

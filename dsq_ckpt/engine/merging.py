@@ -166,6 +166,8 @@ def _commit(
     for rank in ranks:
         for kind, change in rank.size_changes.items():
             kinds[kind].base += change
+        for kind, change in rank.refinement_changes.items():
+            kinds[kind].refinement += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
     with explain_parent_errors(checkpoint.directory, old.save_id):
         link_files(checkpoint.directory, goal, ancestors, fsync=True)

@@ -146,6 +146,7 @@ class SavePipeline:
             self.add_to_history(context, cache)
         elif (checkpoint := self.options.history.find(context.save_id)) is not None:
             checkpoint.cache.refs |= cache.refs
+            checkpoint.cache.refinement |= cache.refinement
         return result
 
     def add_to_history(self, context: SaveContext, cache: ChunkCache) -> None:

@@ -49,7 +49,8 @@ class RankMerger:
         requires: names of the required files of ancestors.
         links: deltas in the longest chain of a chunk: summed differences, or records that codes are decoded through.
         depth: the same, including the records that the codes of the oldest difference are decoded through.
-        size_changes: change of bytes by kind of tensor.
+        size_changes: change of bytes by kind of tensor, in the base file.
+        refinement_changes: the same in the refinement file.
         recodings: recoders of the groups whose codes are coded again.
         group_sizes: by group, whether any of its records needs an older one, and bytes of its codes.
     """
@@ -65,6 +66,7 @@ class RankMerger:
         self.requires: set[str] = set()
         self.links = self.depth = 0
         self.size_changes: dict[str, int] = defaultdict(int)
+        self.refinement_changes: dict[str, int] = defaultdict(int)
         self.recodings: dict[str, GroupRecoder] = {}
         self.group_sizes: dict[str, tuple[bool, int]] = {}
 
@@ -102,11 +104,14 @@ class RankMerger:
         if "older" not in entry:
             return [copied(block) for block in entry["blocks"]]
         layers, scratch = read_refinement(self._checkpoint, RecordRef(self._name, number)), self._workers.scratch
-        spans = split_blocks(math.prod(self._reader.contents["records"][number]["shape"]), layers[0].step)
-        return [
+        record = self._reader.contents["records"][number]
+        blocks = [
             writer.add(without_differences(read_layers(layers, index, scratch), span.stop - span.start, scratch))
-            for index, span in enumerate(spans)
+            for index, span in enumerate(split_blocks(math.prod(record["shape"]), layers[0].step))
         ]
+        change = sum(block.size for block in blocks) - sum(int(block[1]) for block in entry["blocks"])
+        self.refinement_changes[self._find_kind(record)] += change
+        return blocks
 
     def _write_contents(self) -> Tree:
         copied, old = _BlockCopier(self._reader, self._writer), self._reader.contents

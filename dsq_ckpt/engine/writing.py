@@ -16,7 +16,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chunks import cache_chunk, copy_exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
-from dsq_ckpt.engine.inheritance import link_parent_files
+from dsq_ckpt.engine.inheritance import link_parent_files, link_refinement, remove_links
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import get_storage
@@ -83,9 +83,10 @@ def write_rank(
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
-        keys, refinement = list[ChunkKey](), _find_older_refinement(context, config, history)
+        keys = list[ChunkKey]()
+        refinement, links = _link_older_refinement(path, context, config, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
-        keeps_refinement = not refinement and _may_store_differences(config) and not is_remote(path)
+        begins_row = not refinement and _may_begin_row(path, context, config)
 
         def chunks() -> Iterator[ChunkRequest]:
             for chunk in state.chunks:
@@ -96,7 +97,7 @@ def write_rank(
                 if reference is None or not context.reuses_parent:
                     cache_chunk(cache, source, config.delta.enabled)
                 dtype, kind = state.items[source.key].dtype, state.items[source.key].kind
-                keeps = kind == "weights" and keeps_refinement
+                keeps = kind == "weights" and begins_row
                 if reference is None:
                     yield ChunkRequest(source, dtype, None, frozenset(), keeps_refinement=keeps)
                 elif reference.residual:
@@ -130,8 +131,8 @@ def write_rank(
         base_file, result.refinement, result.requires, result.refinement_requires = shard.finish()
         if context.parent is not None and result.requires:
             before = context.previous if context.parent.position > 1 else None
-            needed = frozenset([*result.requires, *result.refinement_requires])
-            link_parent_files(context.parent, path, needed, storage, before)
+            link_parent_files(context.parent, path, frozenset(result.requires), storage, before)
+        remove_links(link for link in links if link.name not in result.refinement_requires)
         if storage.fsync and context.ranks > 1:  # with one rank the commit flushes the directory
             get_storage(path).flush(path)
     result.files.append(base_file)
@@ -149,24 +150,31 @@ def write_rank(
     return result, cache
 
 
-def _may_store_differences(config: DSQConfig) -> bool:
-    """Return whether the next save may store refinement as the difference to that of this save."""
-    delta = config.delta
-    return config.refinement.max_differences > 0 and delta.enabled and delta.against == "codes"
+def _may_begin_row(path: Path, context: SaveContext, config: DSQConfig) -> bool:
+    """Return whether later saves may store refinement as the difference to that of this save.
+
+    Where only the newest checkpoint keeps its refinement, the older layer beside it would take more than it saves.
+    """
+    wanted = config.refinement.max_differences > 0 and config.refinement.keep_last > 1
+    deltas = config.delta.enabled and config.delta.against == "codes" and not context.reuses_parent
+    return wanted and deltas and not is_remote(path)
 
 
-def _find_older_refinement(
-    context: SaveContext, config: DSQConfig, history: SaveHistory
-) -> dict[ChunkKey, RefinementSymbols]:
-    """Return the symbols of the parent's refinement to which that of this save may be stored as a difference."""
+def _link_older_refinement(
+    path: Path, context: SaveContext, config: DSQConfig, history: SaveHistory
+) -> tuple[dict[ChunkKey, RefinementSymbols], list[Path]]:
+    """Return the symbols of older refinement that this one may be the difference to, and new links to its files."""
     parent = None if context.parent is None else history.find(context.parent.save_id)
-    if parent is None or not context.refines_parent:
-        return {}
-    most, step = config.refinement.max_differences, config.storage.block_elements
-    return {
+    if context.parent is None or parent is None or not context.refines_parent:
+        return {}, []
+    if parent.suspect or config.refinement.keep_last < 2:
+        return {}, []
+    symbols = {
         key: symbols for key, symbols in parent.cache.refinement.items()
-        if symbols.uses < most and symbols.step == step
+        if symbols.uses < config.refinement.max_differences and symbols.step == config.storage.block_elements
     }
+    links = link_refinement(expand_path(context.parent.path), path, {chunk.file for chunk in symbols.values()})
+    return ({}, []) if links is None else (symbols, links)
 
 
 def _open_parent_packs(parent: ParentRef | None, path: Path, history: SaveHistory) -> ParentPackReader | None:

@@ -300,7 +300,8 @@ class ShardWriter:
             self._refinement_requires.add(older.file)
             self.difference_elements += chunk.source.key.elements
         if older is not None:
-            self.symbols[ref] = older._replace(uses=older.uses + 1)
+            if older.uses + 1 < self._config.refinement.max_differences:  # else the row is complete
+                self.symbols[ref] = older._replace(uses=older.uses + 1)
         elif symbols:
             name = self._get_refinement_writer().path.name
             bits, step = chunk.source.refinement_bits, self._workers.block_elements
