@@ -172,7 +172,7 @@ def _header_fields(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
         ("uncompressed", output.size(logical)),
         ("written", f"{output.size(info['bytes_written'])} ({output.ratio(logical, info['bytes_written'])})"),
         ("kept", f"{output.size(info['bytes_kept'])} ({output.ratio(logical, info['bytes_kept'])}), without linked "
-                 f"ancestors ({output.size(manifest.sum_bytes('ancestor'))})"),
+                 f"ancestors ({output.size(manifest.sum_bytes(*ANCESTOR_ROLES))})"),
         ("writer", ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
                    + f", format {manifest.version}"),
     ]

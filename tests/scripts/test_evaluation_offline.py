@@ -88,7 +88,7 @@ def test_figures_agree_with_the_manifest(recording: Path, tmp_path: Path, system
         else:
             assert not set(MOMENTS) & set(kinds)
         on_disk = sum(file.stat().st_size for file in path.iterdir())
-        assert point.files == on_disk - manifest.sum_bytes("refinement", "ancestor")
+        assert point.files == on_disk - manifest.sum_bytes("refinement", "ancestor", "older_refinement")
         assert point.keyframe == (manifest.parent is None)
 
 
