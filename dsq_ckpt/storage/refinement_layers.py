@@ -47,6 +47,8 @@ def read_refinement(files: CheckpointFiles, ref: RecordRef) -> list[RefinementLa
         layers = [_read_layer(files, name, entry, count)]
         if "older" in entry:
             file, record = entry["older"]
+            if file != f"{Path(file).stem}.dsq":
+                raise CorruptCheckpoint(f"'{name}' is the difference to {str(file)[:80]!r}, not to a base file")
             older_name = get_refinement_name(file)
             older = files.open_reader(older_name).contents["records"][str(record)]
             layers.append(_read_layer(files, older_name, older, count))

@@ -18,6 +18,7 @@ from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.gc import find_garbage
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import independent_reader as independent
+from tests.helpers.edited_checkpoints import edit_contents
 from tests.helpers.states import flat_tensors, load_copy, to_bytes
 
 SAVES = 9
@@ -288,3 +289,18 @@ def test_settings_that_change_between_saves(tmp_path, change):
         assert bool(roles(path)) == (number == 1)
         error = (load_copy(path, state)["w"] - state["w"]).norm() / state["w"].norm()
         assert error < (0.03 if Manifest.read(path).kinds["weights"].refinement else 0.3)
+
+
+@pytest.mark.parametrize("name", ["../{}.dsq", "{}.refinement", "{}"])
+def test_a_forged_name_of_the_older_layer_is_refused(tmp_path, name):
+    path = save_all(tmp_path / "run", 2)[-1]
+    [older] = roles(path)
+
+    def edit(contents):
+        for entry in contents["records"].values():
+            if "older" in entry:
+                entry["older"][0] = name.format(older.removesuffix(".refinement"))
+
+    edit_contents(path, edit, suffix="refinement")
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="not to a base file"):
+        loaded(path)

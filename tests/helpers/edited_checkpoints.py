@@ -38,7 +38,8 @@ def zstd(tree: Any) -> bytes:
 
 
 def edit_contents(path: Path, change: Callable[[Tree], Any], after: bytes = b"", suffix: str = "dsq") -> None:
-    (name,) = (file.name for file in path.glob(f"*.{suffix}"))
+    save = json.loads((path / "manifest.json").read_bytes())["save_id"]
+    (name,) = (file.name for file in path.glob(f"{save}-*.{suffix}"))
     file = independent.Container(path / name)
     (start,) = struct.unpack("<Q", file.raw[-32:-24])
     change(file.contents)
