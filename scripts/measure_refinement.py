@@ -2,8 +2,9 @@
 
     python scripts/measure_refinement.py llama lstm vit --json refinement-differences.json
 
-Models of `scripts/evaluate.py` are trained once each. All checkpoints are saved with every value of
-`refinement.max_differences`, with the default configuration and no search. What is loaded must not depend on it.
+Models of `scripts/evaluate.py` are trained, and saved 44 and 11 times: the more steps lie between two checkpoints, the
+farther weights move. All checkpoints are saved with every value of `refinement.max_differences`, with the default
+configuration and no search. What is loaded must not depend on it.
 """
 
 from __future__ import annotations
@@ -87,14 +88,15 @@ def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="+", help="of scripts/evaluate.py")
-    parser.add_argument("--saves", type=int, default=44)
+    parser.add_argument("--saves", type=int, nargs="+", default=[44, 11], help="of a run, at even distances")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for workload in arguments.workloads:
-        with tempfile.TemporaryDirectory() as directory:
-            rows += measure(workload, arguments.saves, Path(directory))
+        for saves in arguments.saves:
+            with tempfile.TemporaryDirectory() as directory:
+                rows += measure(workload, saves, Path(directory))
     result = {"command": shlex.join(["python", *sys.argv]), "measured": "refinement", "rows": rows}
     print(json_files.dumps(result), end="")
     if arguments.json is not None:
