@@ -15,6 +15,7 @@ from evaluation.results import Results
 from typer.testing import CliRunner
 
 import dsq_ckpt
+from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.manifest import iter_checkpoints
 from tests.helpers.commands import unwrap_text
 
@@ -112,14 +113,16 @@ def test_figures_are_those_of_the_checkpoints_on_disk(dsq_run) -> None:
     weights = [manifest.kinds["weights"] for _, manifest in checkpoints]
     base = sum(sizes.base for sizes in weights)
     assert row["ratio_weights_base"] == pytest.approx(sum(sizes.logical for sizes in weights) / base)
-    assert row["ratio_weights_kept"] == pytest.approx(
-        sum(sizes.logical for sizes in weights) / (base + sum(sizes.refinement for sizes in weights[-3:]))
-    )
+    linked = list_linked_refinement([manifest for _, manifest in checkpoints])
+    ids = {file.name[:16] for file in linked} | {manifest.save_id for _, manifest in checkpoints[-3:]}
+    layers = [sizes.refinement for (_, of), sizes in zip(checkpoints, weights, strict=True) if of.save_id in ids]
+    assert row["ratio_weights_kept"] == pytest.approx(sum(sizes.logical for sizes in weights) / (base + sum(layers)))
     dropped = sum(
         sizes.refinement for _, manifest in checkpoints if manifest.refinement == "dropped"
         for sizes in manifest.kinds.values()
     )
-    assert dropped and row["ratio_written"] == pytest.approx(logical / (bytes_kept + dropped))
+    written = bytes_kept - sum(file.size for file in linked) + dropped
+    assert dropped and row["ratio_written"] == pytest.approx(logical / written)
     assert row["ratio_state_kept"] > row["ratio_written"] > 1
     assert row["ratio_weights_base"] > row["ratio_weights_kept"] > 1
     ratios = [save["ratio_weights"] for save in row["checkpoints"] if not save["keyframe"]]
