@@ -29,7 +29,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
-DIFFERENCES = (0, 1, 2, 3, 5)
+DIFFERENCES = (0, 1, 3)
 
 
 def measure(workload: str, saves: int, directory: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<BI")
 _UNSAMPLED_BITS = 3  # up to this width, symbols may always depend on codes; wider ones are first examined alone
 _SAMPLE = 4096  # symbols sampled to decide whether coding may pay; a multiple of 8, so that they end with a byte
 _MAX_CODED_RATIO = 0.97
-_MAX_DIFFERENCE_RATIO = 0.9  # differences cost time, and a reader reads the older layer too
+_MAX_DIFFERENCE_RATIO = 0.75  # differences cost time, and keep the older layer on the disk
 _DIFFERENCE_SAMPLE = 1 << 14  # differences counted for a model
 
 
