@@ -249,7 +249,7 @@ class RefinementConfig(StrictModel):
 
     keep_last: int = Field(3, ge=1, description="newest checkpoints of a run that keep their refinement")
     max_differences: int = Field(
-        3, ge=0, le=100, description="refinement of weights: so many checkpoints in a row store the difference to the "
+        1, ge=0, le=100, description="refinement of weights: so many checkpoints in a row store the difference to the "
         "one before them that is stored in full; 0: all are stored in full, as on object stores"
     )
 

@@ -112,7 +112,7 @@ def test_a_resumed_run_begins_with_a_full_layer(tmp_path):
     history = dsq_ckpt.SaveHistory()
     state = list(states(4))[-1]
     dsq_ckpt.load(dict(state), paths[-1], history=history)
-    dsq_ckpt.save(state, tmp_path / "run" / "later", history=history)
+    dsq_ckpt.save(state, tmp_path / "run" / "later", history=history, config={"refinement": {"max_differences": 3}})
     assert Manifest.read(tmp_path / "run" / "later").depth == 3 and roles(tmp_path / "run" / "later") == []
 
 
@@ -190,12 +190,14 @@ def test_older_layers_are_in_other_ways_to_save(tmp_path):
         history = dsq_ckpt.SaveHistory()
         for number, state in enumerate(states(3)):
             path = tmp_path / stage / str(number)
-            dsq_ckpt.async_save(state, path, history=history, config={"storage": {"stage": stage}}).result()
+            config = {"refinement": {"max_differences": 3}, "storage": {"stage": stage}}
+            dsq_ckpt.async_save(state, path, history=history, config=config).result()
             assert len(roles(path)) == bool(number)
             assert (load_copy(path, state)["w"] - state["w"]).norm() < 0.03 * state["w"].norm()
     history = dsq_ckpt.SaveHistory()
     for number, state in enumerate(states(3)):
-        dsq_ckpt.save(state, tmp_path / "same", history=history, overwrite=True)
+        config = {"refinement": {"max_differences": 3}}
+        dsq_ckpt.save(state, tmp_path / "same", history=history, overwrite=True, config=config)
         assert len(roles(tmp_path / "same")) == bool(number)
         expected = (load_copy(tmp_path / "same", state)["w"] - state["w"]).norm() / state["w"].norm()
         assert expected < 0.03
@@ -205,7 +207,7 @@ def test_older_layers_are_in_other_ways_to_save(tmp_path):
 def test_a_layer_that_cannot_be_linked_is_not_needed(tmp_path, monkeypatch, problem):
     """Another job may drop the parent's refinement; a copy would take more bytes than differences save."""
     history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
-    path = save_all(run, 2, history)[-1]
+    path = save_all(run, 2, history, max_differences=3)[-1]
     link = os.link
 
     def refuse(source, target, **options):
@@ -217,7 +219,7 @@ def test_a_layer_that_cannot_be_linked_is_not_needed(tmp_path, monkeypatch, prob
 
     monkeypatch.setattr(os, "link", refuse)
     state = list(states(3))[-1]
-    dsq_ckpt.save(state, run / "002", history=history)
+    dsq_ckpt.save(state, run / "002", history=history, config={"refinement": {"max_differences": 3}})
     assert roles(run / "002") == [] and len(list((run / "002").glob("*.refinement"))) == 1
     assert (load_copy(run / "002", state)["w"] - state["w"]).norm() < 0.03 * state["w"].norm()
 
@@ -225,11 +227,12 @@ def test_a_layer_that_cannot_be_linked_is_not_needed(tmp_path, monkeypatch, prob
 def test_links_that_no_difference_needs_are_removed(tmp_path):
     """Weights that moved too far are stored in full, and begin a row with the next save."""
     history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
-    save_all(run, 2, history)
+    save_all(run, 2, history, max_differences=3)
     [state] = states(1)
     for number in range(2, 5):
         moved = {**state, "w": state["w"].roll(int(number == 2), 0)}
-        dsq_ckpt.save(moved, run / f"{number:03d}", history=history)
+        config = {"refinement": {"max_differences": 3}}
+        dsq_ckpt.save(moved, run / f"{number:03d}", history=history, config=config)
         files = {file.name for file in (run / f"{number:03d}").iterdir()}
         assert files == {"manifest.json", *(file.name for file in Manifest.read(run / f"{number:03d}").files)}
     assert [len(roles(run / f"{number:03d}")) for number in range(5)] == [0, 1, 0, 0, 1]
@@ -237,7 +240,7 @@ def test_links_that_no_difference_needs_are_removed(tmp_path):
 
 def test_nothing_depends_on_what_a_load_found_damaged(tmp_path):
     history, run = dsq_ckpt.SaveHistory(), tmp_path / "run"
-    paths = save_all(run, 2, history)
+    paths = save_all(run, 2, history, max_differences=3)
     file = paths[0] / roles(paths[0], "refinement")[0]
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
@@ -245,7 +248,7 @@ def test_nothing_depends_on_what_a_load_found_damaged(tmp_path):
     state = list(states(3))[-1]
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
         dsq_ckpt.load(dict(state), paths[1], history=history)
-    dsq_ckpt.save(state, run / "002", history=history)
+    dsq_ckpt.save(state, run / "002", history=history, config={"refinement": {"max_differences": 3}})
     assert roles(run / "002") == []
     assert (load_copy(run / "002", state)["w"] - state["w"]).norm() < 0.03 * state["w"].norm()
 
@@ -256,7 +259,7 @@ def test_where_one_checkpoint_keeps_its_refinement_it_is_in_full(tmp_path):
 
 
 def test_sizes_of_a_merged_checkpoint_are_those_of_full_layers(tmp_path):
-    path = save_all(tmp_path / "run", 3)[-1]
+    path = save_all(tmp_path / "run", 3, max_differences=3)[-1]
     dsq_ckpt.merge(path, tmp_path / "merged", keyframe=True)
     full = Manifest.read(save_all(tmp_path / "plain", 3, max_differences=0)[-1]).kinds
     merged = Manifest.read(tmp_path / "merged").kinds
@@ -278,14 +281,16 @@ def test_copies_of_a_run_link_older_layers_once(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"storage": {"block_elements": 1 << 16}}, {"quantize": {"weights": {"refinement_bits": 5}}},
+    {"storage": {"block_elements": 1 << 16}, "refinement": {"max_differences": 3}},
+    {"quantize": {"weights": {"refinement_bits": 5}}, "refinement": {"max_differences": 3}},
     {"refinement": {"max_differences": 0}}, {"quantize": {"weights": {"refinement_bits": 0}}},
 ], ids=["blocks", "bits", "none", "no refinement"])
 def test_settings_that_change_between_saves(tmp_path, change):
     history = dsq_ckpt.SaveHistory()
     for number, state in enumerate(states(4)):
         path = tmp_path / "run" / str(number)
-        dsq_ckpt.save(state, path, config=change if number == 2 else None, history=history)
+        config = change if number == 2 else {"refinement": {"max_differences": 3}}
+        dsq_ckpt.save(state, path, config=config, history=history)
         assert bool(roles(path)) == (number == 1)
         error = (load_copy(path, state)["w"] - state["w"]).norm() / state["w"].norm()
         assert error < (0.03 if Manifest.read(path).kinds["weights"].refinement else 0.3)
