@@ -253,6 +253,14 @@ class RefinementConfig(StrictModel):
         "one before them that is stored in full; 0: all are stored in full, as on object stores"
     )
 
+    @property
+    def stores_differences(self) -> bool:
+        """Whether refinement may be stored as a difference.
+
+        Where one checkpoint alone keeps its refinement, the older layer beside it would take more than it saves.
+        """
+        return self.max_differences > 0 and self.keep_last > 1
+
 
 class DSQConfig(StrictModel):
     """Configuration of saves. `DSQConfig()` is the measured default; presets are in `configs/`.

@@ -81,13 +81,15 @@ def make_context(path: Path, options: SaveOptions, ranks: int, layouts: Iterable
     if exact is not None:
         warn(exact)
 
+    differs = options.config.refinement.stores_differences
+
     def with_parent(parent: ParentRef | None) -> SaveContext:
         model = None if parent is None else _load_parent_model(parent, layout, options.history)
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
             lineage.lossy_resumes, reuses_parent=parent is not None and 0 < parent.position < siblings,
             new_weights=_find_new_weights(layout, lineage.previous, options.history),
-            refines_parent=parent is not None and chain.has_refinement(path, parent),
+            refines_parent=parent is not None and differs and chain.has_refinement(path, parent),
         )
 
     if exact is not None:

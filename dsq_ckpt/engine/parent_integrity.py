@@ -52,6 +52,7 @@ class _FileCheck:
     def __init__(self, context: SaveContext, parent: ParentRef, rank: int) -> None:
         self.saves = {context.save_id, parent.save_id}
         self._parent, self._slice = parent, slice(rank, None, context.ranks)
+        self._refinement = context.refines_parent
         self._problems: Problems = {}
         self._thread = threading.Thread(target=self._run, name="dsq-parent-check", daemon=True)
         try:
@@ -70,7 +71,8 @@ class _FileCheck:
         directory = expand_path(self._parent.path)
         try:
             with Workers(1, 1) as workers:
-                problems = find_damaged(directory, select_files(self._parent)[self._slice], workers)
+                files = select_files(self._parent, refinement=self._refinement)[self._slice]
+                problems = find_damaged(directory, files, workers)
         except CheckpointNotFound:
             return
         except Exception as error:  # files that could not be checked may be damaged
@@ -186,7 +188,7 @@ def select_files(parent: ParentRef, all_files: bool = False, refinement: bool = 
     Args:
         parent: the parent.
         all_files: return all of them, not the part that is due with this delta.
-        refinement: include refinement, which only a process that saved the parent depends on.
+        refinement: include refinement, on which a delta depends only if it is stored as a difference.
     """
     roles = ("own", "ancestor", *(REFINEMENT_ROLES if refinement else ()))
     files = [file for file in Manifest.read(expand_path(parent.path)).files if file.role in roles]

@@ -24,7 +24,7 @@ from dsq_ckpt.storage.chunk_load import split_blocks
 from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import ManifestFile
 from dsq_ckpt.storage.packs import CompressedPack, PackRef
-from dsq_ckpt.storage.refinement_layers import read_layers, read_refinement
+from dsq_ckpt.storage.refinement_layers import get_refinement_name, read_layers, read_refinement
 from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
@@ -59,8 +59,7 @@ class RankMerger:
         self._checkpoint, self._name, self._target, self._workers = checkpoint, name, goal, workers
         self._keyframe = keyframe
         self._reader = checkpoint.open_reader(name)
-        self._stem = Path(name).stem
-        refinement = f"{self._stem}.refinement"
+        refinement = get_refinement_name(name)
         is_refined = refinement in {file.name for file in checkpoint.manifest.files}
         self._refinement = checkpoint.open_reader(refinement) if is_refined else None
         self.requires: set[str] = set()
@@ -82,7 +81,7 @@ class RankMerger:
             contents = {**self._reader.contents, **head, **self._write_contents()}
             files = [ManifestFile.from_info(self._writer.finish(contents), "own")]
         if self._refinement is not None:
-            with ContainerWriter(self._target, f"{Path(self._base).stem}.refinement", True) as writer:
+            with ContainerWriter(self._target, get_refinement_name(self._base), True) as writer:
                 copied = _BlockCopier(self._refinement, writer)
                 records = {
                     number: {

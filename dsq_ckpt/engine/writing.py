@@ -151,23 +151,19 @@ def write_rank(
 
 
 def _may_begin_row(path: Path, context: SaveContext, config: DSQConfig) -> bool:
-    """Return whether later saves may store refinement as the difference to that of this save.
-
-    Where only the newest checkpoint keeps its refinement, the older layer beside it would take more than it saves.
-    """
-    wanted = config.refinement.max_differences > 0 and config.refinement.keep_last > 1
+    """Return whether later saves may store refinement as the difference to that of this save."""
     deltas = config.delta.enabled and config.delta.against == "codes" and not context.reuses_parent
-    return wanted and deltas and not is_remote(path)
+    return config.refinement.stores_differences and deltas and not is_remote(path)
 
 
 def _link_older_refinement(
     path: Path, context: SaveContext, config: DSQConfig, history: SaveHistory
 ) -> tuple[dict[ChunkKey, RefinementSymbols], list[Path]]:
     """Return the symbols of older refinement that this one may be the difference to, and new links to its files."""
-    parent = None if context.parent is None else history.find(context.parent.save_id)
-    if context.parent is None or parent is None or not context.refines_parent:
+    if context.parent is None or not context.refines_parent:
         return {}, []
-    if parent.suspect or config.refinement.keep_last < 2:
+    parent = history.find(context.parent.save_id)
+    if parent is None or parent.suspect:
         return {}, []
     symbols = {
         key: symbols for key, symbols in parent.cache.refinement.items()

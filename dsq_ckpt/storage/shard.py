@@ -127,8 +127,8 @@ class _BlockTask:
         packed, bits = data.refinement, source.refinement_bits
         differences = self._encode_differences(packed) if bits else None
         refinement = (differences or refinement_blocks.encode(packed, codes, bits)) if bits else b""
-        is_base = differences is not None or refinement_blocks.is_packed(refinement, len(codes), bits)
-        symbols = bytes(packed) if bits and is_base and self.chunk.keeps_refinement else None
+        is_kept = bits and self.chunk.keeps_refinement and refinement_blocks.is_packed(refinement, len(codes), bits)
+        symbols = bytes(packed) if is_kept else None
         equal = parent is not None and _codes_equal(codes, parent)  # a frozen layer
         encoded = None if equal else self.coder.encode(codes, parent)
         return _EncodedBlock(self, encoded, data._replace(refinement=refinement), symbols, differences is not None)

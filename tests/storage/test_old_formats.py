@@ -275,6 +275,6 @@ def payload(path):
 
 
 def test_a_manifest_of_version_8_does_not_say_that_it_left_out_frozen_weights():
-    """It has an empty object, also where `frozen=False` was not given."""
+    """Version 8 wrote an empty object also where `frozen=False` was not given."""
     assert '"excluded": {}' in (v8.HERE / "1" / "manifest.json").read_text()
     assert Manifest.read(v8.HERE / "1").excluded is None
