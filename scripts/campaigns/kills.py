@@ -28,7 +28,7 @@ import torch.distributed as dist
 import dsq_ckpt
 from campaigns import log_kills, subjects
 from campaigns.harness import Campaign, Found
-from campaigns.subjects import state_at
+from campaigns.subjects import FINE_MOMENTS, State, state_at
 from dsq_ckpt.storage import gc
 from tests.helpers.checkpointing_processes import Nursery
 from tests.helpers.forked_work import ask, forked
@@ -36,7 +36,9 @@ from tests.lowdiff.loops import digest
 from tests.lowdiff.uninterrupted import uninterrupted
 
 KINDS = ("save", "async", "overwrite", "2 ranks", "2 ranks, async", "DeepSpeed", "gradient log", "gradient log")
-_CONFIG = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024}, "delta": {"max_chain": 10}}
+_CONFIG: State = {
+    "quantize": {"min_elements": 256, **FINE_MOMENTS}, "storage": {"block_elements": 1024}, "delta": {"max_chain": 10},
+}
 _LIVES = 2
 _PATIENCE = timedelta(seconds=20)
 """Of ranks with each other. Where one dies while a group is made, gloo ends this after five times as long."""

@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from campaign import CAMPAIGNS
-from campaigns import harness
+from campaigns import harness, kills, subjects
 from campaigns.harness import Campaign, Found
 
+import dsq_ckpt
 from tests.helpers import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -40,6 +42,18 @@ def test_what_kills_of_a_log_cost_is_measured(tmp_path: Path) -> None:
     assert summary["trials"] == len(measured["trials"]) == 2 and summary["problems"] == []
     assert summary["recoveries"] == summary["bit-identical"]
     assert {trial["seed"] for trial in measured["trials"]} == {11, 12}
+
+
+def test_checkpoints_of_killed_runs_that_lost_their_refinement_are_near_what_was_saved(tmp_path: Path) -> None:
+    """By the bound of the campaign, which was a failure wherever it met the first step after four saves."""
+    history = dsq_ckpt.SaveHistory()
+    for step in range(1, 5):
+        path = tmp_path / f"step-{step}"
+        dsq_ckpt.save(subjects.state_at(step), path, config=kills._CONFIG, no_dist=True, history=history)
+    assert dsq_ckpt.describe(tmp_path / "step-1")["refinement"] == "dropped"
+    state: dict[str, Any] = {}
+    dsq_ckpt.load(state, tmp_path / "step-1", no_dist=True, refinement=False, history=history)
+    assert subjects.far(state, subjects.state_at(1), refined=False) is None
 
 
 def test_the_documentation_has_the_last_results() -> None:
