@@ -29,7 +29,9 @@ _SMALL: State = {"quantize": {"min_elements": 256}, "storage": {"block_elements"
 FINE_MOMENTS: State = {"exp_avg": {"codebook": {"fit": "update", "step": 1}}}
 """Cells of first moments in which base layers hold more than zeros; `far` compares these."""
 _CONFIGS: dict[str, State] = {
-    "deltas": _SMALL, "differences": {"system": "lc", **_SMALL}, "exact": {"system": "exact", **_SMALL},
+    "deltas": {"refinement": {"max_differences": 3}, **_SMALL},
+    "differences": {"system": "lc", **_SMALL},
+    "exact": {"system": "exact", **_SMALL},
 }
 _PERTURB = -6  # of mallopt: memory that is allocated is filled with a byte
 
@@ -38,11 +40,13 @@ def state_at(step: int, seed: int = 0) -> State:
     """Return a state with every kind of value, in few elements; a function of the step."""
     start, drift = (torch.Generator().manual_seed(seed * 1000 + n) for n in (1, 2))
 
-    def moving(*shape: int, scale: float = 0.02) -> torch.Tensor:
+    def moving(*shape: int, scale: float = 0.02, speed: float = 0.05) -> torch.Tensor:
         base, change = (torch.randn(*shape, generator=generator) for generator in (start, drift))
-        return scale * (base + 0.05 * step * change)
+        return scale * (base + speed * step * change)
 
-    weights = {"linear.weight": moving(48, 40), "embed.weight": moving(64, 16), "bias": moving(40)}
+    # Large weights are slow enough for refinement to be stored as a difference.
+    weights = {"linear.weight": moving(48, 40, speed=0.02), "embed.weight": moving(64, 16, speed=0.02)}
+    weights["bias"] = moving(40)
     weights["embed.weight"][3, 3] = 40.0 + step
     weights["tied.weight"] = weights["embed.weight"]
     weights["half.weight"] = moving(24, 32).bfloat16()

@@ -15,6 +15,7 @@ from campaigns import harness, kills, subjects
 from campaigns.harness import Campaign, Found
 
 import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -54,6 +55,13 @@ def test_checkpoints_of_killed_runs_that_lost_their_refinement_are_near_what_was
     state: dict[str, Any] = {}
     dsq_ckpt.load(state, tmp_path / "step-1", no_dist=True, refinement=False, history=history)
     assert subjects.far(state, subjects.state_at(1), refined=False) is None
+
+
+def test_attacked_deltas_have_refinement_that_is_a_difference(tmp_path: Path) -> None:
+    """Files of an older layer are among those that campaigns lose, alter and forge."""
+    subjects.make(tmp_path)
+    for run in ("deltas", "deltas-other"):
+        assert any(file.role == "older_refinement" for file in Manifest.read(tmp_path / run / "step-3").files)
 
 
 def test_the_documentation_has_the_last_results() -> None:
