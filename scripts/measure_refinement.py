@@ -3,8 +3,9 @@
     python scripts/measure_refinement.py llama lstm vit --json refinement-differences.json
 
 Models of `scripts/evaluate.py` are trained, and saved 44 and 11 times: the more steps lie between two checkpoints, the
-farther weights move. All checkpoints are saved with every value of `refinement.max_differences`, with the default
-configuration and no search. What is loaded must not depend on it.
+farther weights move. `bytes_kept_mean` is the mean of what the run keeps after each of its saves, as the last one alone
+depends on whether it begins a row. All checkpoints are saved with every value of `refinement.max_differences`, with the
+default configuration and no search. What is loaded must not depend on it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def measure(workload: str, saves: int, directory: Path) -> list[dict[str, Any]]:
     every = training.steps // saves
     histories = {most: dsq_ckpt.SaveHistory() for most in DIFFERENCES}
     seconds, loads = dict.fromkeys(DIFFERENCES, 0.0), dict.fromkeys(DIFFERENCES, 0.0)
+    kept = dict.fromkeys(DIFFERENCES, 0)
     for number in range(saves):
         training.train(number * every, (number + 1) * every)
         state, decoded = training.state(), list[dict[ChunkKey, torch.Tensor]]()
@@ -54,13 +56,15 @@ def measure(workload: str, saves: int, directory: Path) -> list[dict[str, Any]]:
             decoded.append(decode(path))
             loads[most] += time.process_time() - between
             seconds[most] += between - began
+            kept[most] += on_device(path.parent)
         for values in decoded[1:]:
             for key, value in decoded[0].items():
                 if not torch.equal(value, values[key]):
                     raise RuntimeError(f"'{key.fqn}' of checkpoint {number} depends on how its refinement is stored")
     return [
         {"workload": workload, "saves": saves, "every": every, "max_differences": most, **_sizes(directory / str(most)),
-         "save_processor_seconds": seconds[most] / saves, "load_processor_seconds": loads[most] / saves}
+         "bytes_kept_mean": kept[most] / saves, "save_processor_seconds": seconds[most] / saves,
+         "load_processor_seconds": loads[most] / saves}
         for most in DIFFERENCES
     ]
 

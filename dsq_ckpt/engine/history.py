@@ -58,6 +58,8 @@ class ChunkCache:
         values: decoded base layer of each chunk, if `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
         refinement: symbols of the refinement of each chunk that the next one may be the difference to.
+        full_layers: saves, the next ones, before a difference of refinement is tried again.
+        misses: times in a row that differences of refinement saved too little.
         refs: the record of each chunk, so that the index, which has the chunks of all ranks, need not be read.
     """
 
@@ -65,6 +67,8 @@ class ChunkCache:
     values: dict[ChunkKey, F32] = field(default_factory=dict)
     device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
     refinement: dict[ChunkKey, RefinementSymbols] = field(default_factory=dict)
+    full_layers: int = 0
+    misses: int = 0
     refs: dict[ChunkKey, RecordRef] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -147,6 +147,7 @@ class SavePipeline:
         elif (checkpoint := self.options.history.find(context.save_id)) is not None:
             checkpoint.cache.refs |= cache.refs
             checkpoint.cache.refinement |= cache.refinement
+            checkpoint.cache.full_layers, checkpoint.cache.misses = cache.full_layers, cache.misses
         return result
 
     def add_to_history(self, context: SaveContext, cache: ChunkCache) -> None:

@@ -26,6 +26,11 @@ from dsq_ckpt.storage.parent_packs import ParentPackReader
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.shard import ChunkRequest, RefinementSymbols, ShardWriter, WrittenRecord
 
+_MIN_SAVED_SHARE = 1 / 8
+"""Bytes that differences must save, as a share of the older files that they keep on the disk."""
+_MAX_FULL_LAYERS = 16
+"""Most saves from differences that saved less to the next ones; 2 after the first miss, twice as many after each."""
+
 
 @dataclass
 class RankResult:
@@ -85,8 +90,10 @@ def write_rank(
     ) as shard:
         keys = list[ChunkKey]()
         refinement, links = _link_older_refinement(path, context, config, history)
+        linked_bytes = sum(link.stat().st_size for link in links)
+        cache.full_layers, cache.misses = _count_full_layers(context, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
-        begins_row = not refinement and _may_begin_row(path, context, config)
+        begins_row = not refinement and not cache.full_layers and _may_begin_row(path, context, config)
 
         def chunks() -> Iterator[ChunkRequest]:
             for chunk in state.chunks:
@@ -114,8 +121,13 @@ def write_rank(
             if (symbols := shard.symbols.pop(written.ref, None)) is not None:
                 cache.refinement[keys[index]] = symbols
             by_kind[state.items[keys[index]].kind].append(written)
-        if 2 * shard.difference_elements < sum(key.elements for key in refinement.keys() & cache.refinement.keys()):
-            cache.refinement.clear()  # weights have moved too far, or are coded otherwise: a new row begins
+        if shard.saved_by_differences < _MIN_SAVED_SHARE * linked_bytes:
+            cache.refinement.clear()  # weights have moved too far, or are coded otherwise: the row ends
+            if all(symbols.uses == 0 for symbols in refinement.values()):
+                cache.misses += 1
+                cache.full_layers = min(2**cache.misses, _MAX_FULL_LAYERS)
+        elif links:
+            cache.misses = 0
         for item in state.unquantized:
             run_pending_handlers()
             stored = item.rounded_dtype
@@ -148,6 +160,13 @@ def write_rank(
     if not state.is_staged:
         cache.values |= copy_exact_values(state.unquantized, context.layout)
     return result, cache
+
+
+def _count_full_layers(context: SaveContext, history: SaveHistory) -> tuple[int, int]:
+    """Return how many saves from here on begin no row of differences, and how often these saved too little."""
+    before = context.previous or context.parent
+    known = None if before is None else history.find(before.save_id)
+    return (0, 0) if known is None else (max(known.cache.full_layers - 1, 0), known.cache.misses)
 
 
 def _may_begin_row(path: Path, context: SaveContext, config: DSQConfig) -> bool:

@@ -97,14 +97,14 @@ class _EncodedBlock(NamedTuple):
         codes: encoded codes; None if they equal those of the parent.
         data: other data of the block, its refinement encoded.
         symbols: packed symbols of the refinement, to keep in memory; None: they are not kept.
-        differs: whether the refinement is stored as a difference.
+        saved: bytes fewer than packed, if the refinement is stored as a difference; else 0.
     """
 
     task: _BlockTask
     codes: bytes | None
     data: BlockData
     symbols: bytes | None = None
-    differs: bool = False
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class _BlockTask:
         symbols = bytes(packed) if is_kept else None
         equal = parent is not None and _codes_equal(codes, parent)  # a frozen layer
         encoded = None if equal else self.coder.encode(codes, parent)
-        return _EncodedBlock(self, encoded, data._replace(refinement=refinement), symbols, differences is not None)
+        saved = 0 if differences is None else len(packed) - len(differences)
+        return _EncodedBlock(self, encoded, data._replace(refinement=refinement), symbols, saved)
 
     def _encode_differences(self, packed: bytes | memoryview) -> bytes | None:
         """Return the refinement as the difference to the older one; None if that is not possible, or not smaller."""
@@ -185,8 +186,8 @@ class ShardWriter:
         self._refinement_requires: set[str] = set()
         self.symbols: dict[RecordRef, RefinementSymbols] = {}
         """Symbols of the refinement that are kept in memory, by record."""
-        self.difference_elements = 0
-        """Elements of chunks with refinement that is stored as a difference."""
+        self.saved_by_differences = 0
+        """Bytes that the refinement stored as differences takes less than packed."""
         self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier, self._requires)
         self._scales: list[tuple[dict[str, Any], WrittenRecord, I16]] = []
         self._scale_count = 0
@@ -223,12 +224,12 @@ class ShardWriter:
         protected: list[Bits] = []
         steps: StepLengths | None = None
         symbols: dict[int, bytes] = {}
-        differs = False
+        saved = 0
         max_elements = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
         encoded = self._workers.map(_run_all, _batch_tasks(tasks(), max_elements))
-        for task, codes, data, packed, is_difference in chain.from_iterable(encoded):
+        for task, codes, data, packed, saved_by_block in chain.from_iterable(encoded):
             run_pending_handlers()
-            differs |= is_difference
+            saved += saved_by_block
             if packed is not None:
                 symbols[task.span.start] = packed
             protected.append(data.protected)
@@ -242,9 +243,9 @@ class ShardWriter:
             if task.last:
                 written = self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
                 if refined:
-                    self._add_refinement_links(task.chunk, written.ref, symbols, differs)
+                    self._add_refinement_links(task.chunk, written.ref, symbols, saved)
                 yield written
-                base, refined, protected, steps, symbols, differs = [], [], [], None, {}, False
+                base, refined, protected, steps, symbols, saved = [], [], [], None, {}, 0
 
     def _add_record(
         self, chunk: ChunkRequest, blocks: list[Block | None], refined: list[Block], protected: Bits,
@@ -291,14 +292,14 @@ class ShardWriter:
         return written
 
     def _add_refinement_links(
-        self, chunk: ChunkRequest, ref: RecordRef, symbols: dict[int, bytes], differs: bool
+        self, chunk: ChunkRequest, ref: RecordRef, symbols: dict[int, bytes], saved: int
     ) -> None:
         """Note the older layer of a refinement with differences to it; keep symbols in memory for the next save."""
         older = chunk.older_refinement
-        if differs and older is not None:
+        if saved and older is not None:
             self._refined[ref.record]["older"] = list(older.ref)
             self._refinement_requires.add(older.file)
-            self.difference_elements += chunk.source.key.elements
+            self.saved_by_differences += saved
         if older is not None:
             if older.uses + 1 < self._config.refinement.max_differences:  # else the row is complete
                 self.symbols[ref] = older._replace(uses=older.uses + 1)

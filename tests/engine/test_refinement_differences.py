@@ -116,6 +116,20 @@ def test_a_resumed_run_begins_with_a_full_layer(tmp_path):
     assert Manifest.read(tmp_path / "run" / "later").depth == 3 and roles(tmp_path / "run" / "later") == []
 
 
+def test_differences_that_save_little_are_tried_less_and_less_often(tmp_path):
+    """The older file that they keep on the disk is larger than what they save."""
+    generator = torch.Generator().manual_seed(0)
+    history, linked, rows = dsq_ckpt.SaveHistory(), [], []
+    still, moving = torch.randn(64, 64, generator=generator), torch.randn(512, 128, generator=generator)
+    for number in range(40):
+        path = tmp_path / f"{number:03d}"
+        dsq_ckpt.save({"still": still, "moving": moving}, path, history=history)
+        linked += [number] if roles(path) else []
+        rows += [number] if history.find(Manifest.read(path).save_id).cache.refinement else []
+        moving = moving + 0.2 * torch.randn(512, 128, generator=generator)
+    assert rows == [0, 3, 8, 17, 34] and linked == [number + 1 for number in rows]
+
+
 @pytest.mark.parametrize("lost", ["dropped", "removed", "shortened"])
 def test_a_parent_that_lost_its_refinement(tmp_path, lost):
     """Another job may drop it, and a user may delete a file: the next layer is full, and the save goes on."""
