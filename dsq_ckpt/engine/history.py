@@ -58,8 +58,8 @@ class ChunkCache:
         values: decoded base layer of each chunk, if `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
         refinement: symbols of the refinement of each chunk that the next one may be the difference to.
-        full_layers: saves, the next ones, before a difference of refinement is tried again.
-        misses: times in a row that differences of refinement saved too little.
+        full_layers: how many of the next saves store refinement in full before another difference is tried.
+        misses: consecutive rows whose first difference saved too little.
         refs: the record of each chunk, so that the index, which has the chunks of all ranks, need not be read.
     """
 

@@ -27,9 +27,9 @@ from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.shard import ChunkRequest, RefinementSymbols, ShardWriter, WrittenRecord
 
 _MIN_SAVED_SHARE = 1 / 8
-"""Bytes that differences must save, as a share of the older files that they keep on the disk."""
+"""Bytes that differences must save of packed symbols, as a share of the older files that they keep on the disk."""
 _MAX_FULL_LAYERS = 16
-"""Most saves from differences that saved less to the next ones; 2 after the first miss, twice as many after each."""
+"""Most layers in full after a difference that saved less: 2 after the first miss, twice as many after each."""
 
 
 @dataclass
@@ -90,8 +90,8 @@ def write_rank(
     ) as shard:
         keys = list[ChunkKey]()
         refinement, links = _link_older_refinement(path, context, config, history)
-        linked_bytes = sum(link.stat().st_size for link in links)
-        cache.full_layers, cache.misses = _count_full_layers(context, history)
+        kept_bytes = sum((path / name).stat().st_size for name in {symbols.file for symbols in refinement.values()})
+        cache.full_layers, cache.misses = _continue_back_off(context, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
         begins_row = not refinement and not cache.full_layers and _may_begin_row(path, context, config)
 
@@ -121,12 +121,12 @@ def write_rank(
             if (symbols := shard.symbols.pop(written.ref, None)) is not None:
                 cache.refinement[keys[index]] = symbols
             by_kind[state.items[keys[index]].kind].append(written)
-        if shard.saved_by_differences < _MIN_SAVED_SHARE * linked_bytes:
+        if shard.saved_by_differences < _MIN_SAVED_SHARE * kept_bytes:
             cache.refinement.clear()  # weights have moved too far, or are coded otherwise: the row ends
-            if all(symbols.uses == 0 for symbols in refinement.values()):
+            if all(symbols.uses == 0 for symbols in refinement.values()):  # later ones may be too far from the first
                 cache.misses += 1
                 cache.full_layers = min(2**cache.misses, _MAX_FULL_LAYERS)
-        elif links:
+        elif refinement:
             cache.misses = 0
         for item in state.unquantized:
             run_pending_handlers()
@@ -162,8 +162,8 @@ def write_rank(
     return result, cache
 
 
-def _count_full_layers(context: SaveContext, history: SaveHistory) -> tuple[int, int]:
-    """Return how many saves from here on begin no row of differences, and how often these saved too little."""
+def _continue_back_off(context: SaveContext, history: SaveHistory) -> tuple[int, int]:
+    """Return `full_layers`, one fewer than at the save before, and `misses`; see `ChunkCache`."""
     before = context.previous or context.parent
     known = None if before is None else history.find(before.save_id)
     return (0, 0) if known is None else (max(known.cache.full_layers - 1, 0), known.cache.misses)

@@ -116,18 +116,41 @@ def test_a_resumed_run_begins_with_a_full_layer(tmp_path):
     assert Manifest.read(tmp_path / "run" / "later").depth == 3 and roles(tmp_path / "run" / "later") == []
 
 
-def test_differences_that_save_little_are_tried_less_and_less_often(tmp_path):
-    """The older file that they keep on the disk is larger than what they save."""
+def save_moving(run, moves, history=None, stage=None, overwrite=False, **refinement):
+    """Save a weight that moves by these parts of its deviation; return which saves are differences, and begin rows."""
     generator = torch.Generator().manual_seed(0)
-    history, linked, rows = dsq_ckpt.SaveHistory(), [], []
+    history = history or dsq_ckpt.SaveHistory()
+    config = {"refinement": refinement, **({"storage": {"stage": stage}} if stage else {})}
     still, moving = torch.randn(64, 64, generator=generator), torch.randn(512, 128, generator=generator)
-    for number in range(40):
-        path = tmp_path / f"{number:03d}"
-        dsq_ckpt.save({"still": still, "moving": moving}, path, history=history)
-        linked += [number] if roles(path) else []
+    differences, rows = [], []
+    for number, move in enumerate(moves):
+        moving = moving + move * torch.randn(512, 128, generator=generator)
+        path, state = run / ("same" if overwrite else f"{number:03d}"), {"still": still, "moving": moving}
+        if stage:
+            dsq_ckpt.async_save(state, path, config=config, history=history).result()
+        else:
+            dsq_ckpt.save(state, path, config=config, history=history, overwrite=overwrite)
+        differences += [number] if roles(path) else []
         rows += [number] if history.find(Manifest.read(path).save_id).cache.refinement else []
-        moving = moving + 0.2 * torch.randn(512, 128, generator=generator)
-    assert rows == [0, 3, 8, 17, 34] and linked == [number + 1 for number in rows]
+    return differences, rows
+
+
+@pytest.mark.parametrize("how", [{}, {"stage": "copy"}, {"stage": "quantize"}, {"overwrite": True}])
+def test_differences_that_save_little_are_tried_less_and_less_often(tmp_path, how):
+    """The older file that they keep on the disk is larger than what they save."""
+    differences, rows = save_moving(tmp_path, [0.2] * (20 if how else 54), **how)
+    assert rows == [0, 3, 8, 17, 34, 51][: len(rows)] and differences == [number + 1 for number in rows]
+    assert len(rows) == (4 if how else 6)
+
+
+def test_a_difference_that_saves_enough_ends_the_wait(tmp_path):
+    moves = [0.2] * 9 + [0.02] * 2 + [0.2] * 6
+    assert save_moving(tmp_path, moves)[1] == [0, 3, 8, 10, 13]
+
+
+def test_a_row_ends_where_its_next_difference_saves_little(tmp_path):
+    """That one does not count as a miss, as the one before it saved enough."""
+    assert save_moving(tmp_path, [0.02, 0.02, 0.2, 0.02], max_differences=3) == ([1, 2], [0, 1, 3])
 
 
 @pytest.mark.parametrize("lost", ["dropped", "removed", "shortened"])
