@@ -94,8 +94,10 @@ def write_rank(
         cache.full_layers, cache.misses = _continue_back_off(context, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
         begins_row = not refinement and not cache.full_layers and _may_begin_row(path, context, config)
+        compared = False  # whether the refinement of any chunk has as many bits as the older one
 
         def chunks() -> Iterator[ChunkRequest]:
+            nonlocal compared
             for chunk in state.chunks:
                 source, reference = chunk.codes, chunk.parent_record
                 keys.append(source.key)
@@ -110,9 +112,11 @@ def write_rank(
                 elif reference.residual:
                     yield ChunkRequest(source, dtype, None, reference.requires, reference.ref)
                 else:
+                    older_symbols = refinement.get(source.key)
+                    compared |= older_symbols is not None and older_symbols.bits == source.refinement_bits
                     yield ChunkRequest(
-                        source, dtype, reference.ref, reference.requires,
-                        older_refinement=refinement.get(source.key), keeps_refinement=keeps,
+                        source, dtype, reference.ref, reference.requires, older_refinement=older_symbols,
+                        keeps_refinement=keeps,
                     )
 
         for index, written in enumerate(shard.add_coded(chunks())):
@@ -123,7 +127,8 @@ def write_rank(
             by_kind[state.items[keys[index]].kind].append(written)
         if shard.saved_by_differences < _MIN_SAVED_SHARE * kept_bytes:
             cache.refinement.clear()  # weights have moved too far, or are coded otherwise: the row ends
-            if all(symbols.uses == 0 for symbols in refinement.values()):  # later ones may be too far from the first
+            # Later differences of a row may be too far from its first layer.
+            if compared and all(symbols.uses == 0 for symbols in refinement.values()):
                 cache.misses += 1
                 cache.full_layers = min(2**cache.misses, _MAX_FULL_LAYERS)
         elif refinement:

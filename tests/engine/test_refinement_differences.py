@@ -148,6 +148,17 @@ def test_a_difference_that_saves_enough_ends_the_wait(tmp_path):
     assert save_moving(tmp_path, moves)[1] == [0, 3, 8, 10, 13]
 
 
+def test_layers_of_other_bits_are_no_miss(tmp_path):
+    """They cannot be compared, and a row begins with the next one."""
+    history = dsq_ckpt.SaveHistory()
+    for number, state in enumerate(states(4)):
+        config = {"quantize": {"weights": {"refinement_bits": 5 if number == 1 else 4}}}
+        dsq_ckpt.save(state, tmp_path / str(number), config=config, history=history)
+        cache = history.find(Manifest.read(tmp_path / str(number)).save_id).cache
+        assert (cache.misses, cache.full_layers) == (0, 0)
+    assert [number for number in range(4) if roles(tmp_path / str(number))] == [3]
+
+
 def test_a_row_ends_where_its_next_difference_saves_little(tmp_path):
     """That one does not count as a miss, as the one before it saved enough."""
     assert save_moving(tmp_path, [0.02, 0.02, 0.2, 0.02], max_differences=3) == ([1, 2], [0, 1, 3])
