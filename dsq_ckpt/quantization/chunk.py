@@ -313,8 +313,10 @@ class Dequantizer:
             levels, low, width, self._scale = levels * factor, low * factor, width * factor, 1.0
         else:
             reach, self._scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
+            reach = max(reach, np.abs(levels).max() * max(factor, 1.0))
         self._beyond = bool(reach >= _LARGEST)
-        self._levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
+        with np.errstate(over="ignore"):  # infinite, whatever the factor is, as docs/format.md has it
+            self._levels = levels.astype(np.float32)
         self._low, self._width = pad_codes(low), pad_codes(width)
         self._sign = pad_codes(np.where(levels < 0, -1.0, 1.0))
 
@@ -340,10 +342,10 @@ class Dequantizer:
         used = look_up_values(table, codes, refinement, packed, protected_code, out, last and not self._beyond)
         if used != len(exact):
             raise ValueError(f"{used} codes are protected but {len(exact)} protected values are stored")
-        if used:
-            out[kernels.find_positions(codes, protected_code)] = exact
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach past the largest number, its values do not
+        if used:
+            out[kernels.find_positions(codes, protected_code)] = exact
 
     @cached_property
     def _table(self) -> F32:
@@ -378,7 +380,9 @@ class Dequantizer:
                 book.domain == "log", out,
             )
         backend.check()
-        return out.nan_to_num_() if self._beyond else out
+        if self._beyond:
+            out = torch.where(codes == book.protected, out, out.nan_to_num())
+        return out
 
     def tables(self, device: torch.device) -> list[torch.Tensor]:
         """Return the tables of the kernels on a device: levels, then lower edges, widths and signs of cells."""
