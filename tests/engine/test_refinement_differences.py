@@ -160,7 +160,7 @@ def test_layers_of_other_bits_are_no_miss(tmp_path):
 
 
 def test_a_row_ends_where_its_next_difference_saves_little(tmp_path):
-    """That one does not count as a miss, as the one before it saved enough."""
+    """A later difference that saves little is no miss, as the first one of its row saved enough."""
     assert save_moving(tmp_path, [0.02, 0.02, 0.2, 0.02], max_differences=3) == ([1, 2], [0, 1, 3])
 
 
