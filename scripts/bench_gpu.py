@@ -34,8 +34,8 @@ from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
-from dsq_ckpt.quantization.chunk import Dequantizer, scale_of
 from dsq_ckpt.quantization.codebook import GroupFit, GroupSketch, fit_group
+from dsq_ckpt.quantization.dequantizer import Dequantizer, scale_of
 from dsq_ckpt.version import __version__
 
 AIMS = {  # name: (aim, whether more is better)

@@ -21,6 +21,7 @@ import torch
 
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.engine import other_jobs
+from dsq_ckpt.engine.back_off import BackOff
 from dsq_ckpt.engine.shapes import Shapes, is_continuation, read_shapes
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -58,8 +59,7 @@ class ChunkCache:
         values: decoded base layer of each chunk, if `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
         refinement: symbols of the refinement of each chunk that the next one may be the difference to.
-        full_layers: how many of the next saves store refinement in full before another difference is tried.
-        misses: consecutive rows whose first difference saved too little.
+        back_off: wait until a difference of refinement is tried again.
         refs: the record of each chunk, so that the index, which has the chunks of all ranks, need not be read.
     """
 
@@ -67,8 +67,7 @@ class ChunkCache:
     values: dict[ChunkKey, F32] = field(default_factory=dict)
     device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
     refinement: dict[ChunkKey, RefinementSymbols] = field(default_factory=dict)
-    full_layers: int = 0
-    misses: int = 0
+    back_off: BackOff = field(default_factory=BackOff)
     refs: dict[ChunkKey, RecordRef] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -147,7 +147,7 @@ class SavePipeline:
         elif (checkpoint := self.options.history.find(context.save_id)) is not None:
             checkpoint.cache.refs |= cache.refs
             checkpoint.cache.refinement |= cache.refinement
-            checkpoint.cache.full_layers, checkpoint.cache.misses = cache.full_layers, cache.misses
+            checkpoint.cache.back_off = cache.back_off
         return result
 
     def add_to_history(self, context: SaveContext, cache: ChunkCache) -> None:

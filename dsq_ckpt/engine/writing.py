@@ -13,6 +13,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.back_off import BackOff
 from dsq_ckpt.engine.chunks import cache_chunk, copy_exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
@@ -28,8 +29,6 @@ from dsq_ckpt.storage.shard import ChunkRequest, RefinementSymbols, ShardWriter,
 
 _MIN_SAVED_SHARE = 1 / 8
 """Bytes that differences must save of packed symbols, as a share of the older files that they keep on the disk."""
-_MAX_FULL_LAYERS = 16
-"""Most layers in full after a difference that saved less: 2 after the first miss, twice as many after each."""
 
 
 @dataclass
@@ -91,13 +90,11 @@ def write_rank(
         keys = list[ChunkKey]()
         refinement, links = _link_older_refinement(path, context, config, history)
         kept_bytes = sum((path / name).stat().st_size for name in {symbols.file for symbols in refinement.values()})
-        cache.full_layers, cache.misses = _continue_back_off(context, history)
+        cache.back_off = _continue_back_off(context, history)
         # Either all chunks are the first of a row, or none is, so that one older file at most is needed.
-        begins_row = not refinement and not cache.full_layers and _may_begin_row(path, context, config)
-        compared = False  # whether the refinement of any chunk has as many bits as the older one
+        begins_row = not refinement and not cache.back_off.full_layers and _may_begin_row(path, context, config)
 
         def chunks() -> Iterator[ChunkRequest]:
-            nonlocal compared
             for chunk in state.chunks:
                 source, reference = chunk.codes, chunk.parent_record
                 keys.append(source.key)
@@ -112,11 +109,9 @@ def write_rank(
                 elif reference.residual:
                     yield ChunkRequest(source, dtype, None, reference.requires, reference.ref)
                 else:
-                    older_symbols = refinement.get(source.key)
-                    compared |= older_symbols is not None and older_symbols.bits == source.refinement_bits
                     yield ChunkRequest(
-                        source, dtype, reference.ref, reference.requires, older_refinement=older_symbols,
-                        keeps_refinement=keeps,
+                        source, dtype, reference.ref, reference.requires,
+                        older_refinement=refinement.get(source.key), keeps_refinement=keeps,
                     )
 
         for index, written in enumerate(shard.add_coded(chunks())):
@@ -125,14 +120,14 @@ def write_rank(
             if (symbols := shard.symbols.pop(written.ref, None)) is not None:
                 cache.refinement[keys[index]] = symbols
             by_kind[state.items[keys[index]].kind].append(written)
-        if shard.saved_by_differences < _MIN_SAVED_SHARE * kept_bytes:
+        saved = shard.saved_by_differences
+        if refinement and saved is not None and saved >= _MIN_SAVED_SHARE * kept_bytes:
+            cache.back_off = BackOff()
+        elif refinement:
             cache.refinement.clear()  # weights have moved too far, or are coded otherwise: the row ends
             # Later differences of a row may be too far from its first layer.
-            if compared and all(symbols.uses == 0 for symbols in refinement.values()):
-                cache.misses += 1
-                cache.full_layers = min(2**cache.misses, _MAX_FULL_LAYERS)
-        elif refinement:
-            cache.misses = 0
+            if saved is not None and all(symbols.uses == 0 for symbols in refinement.values()):
+                cache.back_off = cache.back_off.after_miss()
         for item in state.unquantized:
             run_pending_handlers()
             stored = item.rounded_dtype
@@ -167,11 +162,11 @@ def write_rank(
     return result, cache
 
 
-def _continue_back_off(context: SaveContext, history: SaveHistory) -> tuple[int, int]:
-    """Return `full_layers`, one fewer than at the save before, and `misses`; see `ChunkCache`."""
+def _continue_back_off(context: SaveContext, history: SaveHistory) -> BackOff:
+    """Return what the back-off of the save before leaves for this one."""
     before = context.previous or context.parent
     known = None if before is None else history.find(before.save_id)
-    return (0, 0) if known is None else (max(known.cache.full_layers - 1, 0), known.cache.misses)
+    return BackOff() if known is None else known.cache.back_off.after_save()
 
 
 def _may_begin_row(path: Path, context: SaveContext, config: DSQConfig) -> bool:

@@ -25,9 +25,10 @@ from dsq_ckpt.core.arrays import F32, Array, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.kernels.jit import jit
-from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, scale_of, settle_streams
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, settle_streams
 from dsq_ckpt.quantization.codebook.base import MAX_REFINEMENT_BITS
 from dsq_ckpt.quantization.codebook.fit import GroupFit
+from dsq_ckpt.quantization.dequantizer import scale_of
 
 _RUNS, _MOST, _FEWEST = 8, 1 << 16, 1 << 12
 """Runs of adjacent elements in the sample of a chunk, and elements in them, at most and if there are many chunks."""

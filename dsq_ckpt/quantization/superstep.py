@@ -16,8 +16,8 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32, I64, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import add_residual
 from dsq_ckpt.quantization.codebook.base import float_array
+from dsq_ckpt.quantization.dequantizer import add_residual
 
 MOST_CODES = 255
 """Combinations in one record; one more code is for elements with values of their own."""

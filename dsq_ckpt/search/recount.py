@@ -13,8 +13,9 @@ import numpy as np
 
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.chunk import Chunk, QuantizingChunk, flat_values, scale_of
+from dsq_ckpt.quantization.chunk import Chunk, QuantizingChunk, flat_values
 from dsq_ckpt.quantization.codebook import GroupFit
+from dsq_ckpt.quantization.dequantizer import scale_of
 
 
 def recount_codes(fitted: Mapping[str, GroupFit], chunks: Sequence[Chunk], workers: Workers) -> dict[str, GroupFit]:

@@ -21,9 +21,10 @@ from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ra
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
-from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, QuantizingChunk, add_residual, protected_bf16
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, QuantizingChunk, protected_bf16
 from dsq_ckpt.quantization.codebook import GroupFit
 from dsq_ckpt.quantization.compensation import Compensation
+from dsq_ckpt.quantization.dequantizer import Dequantizer, add_residual
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode_chunk
 from dsq_ckpt.search.evaluation_state import (
     EvaluationState,

@@ -18,8 +18,8 @@ from dsq_ckpt.coding.scales import unpack_scales
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import Dequantizer, add_residual
 from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.dequantizer import Dequantizer, add_residual
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.matrix_scales import MatrixScales

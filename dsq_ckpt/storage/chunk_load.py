@@ -25,7 +25,7 @@ from dsq_ckpt.coding.decoding_tasks import DecodingTask
 from dsq_ckpt.core.arrays import F32, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import Dequantizer
+from dsq_ckpt.quantization.dequantizer import Dequantizer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain
 from dsq_ckpt.storage.container import ContainerReader

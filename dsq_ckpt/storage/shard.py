@@ -186,8 +186,8 @@ class ShardWriter:
         self._refinement_requires: set[str] = set()
         self.symbols: dict[RecordRef, RefinementSymbols] = {}
         """Symbols of the refinement that are kept in memory, by record."""
-        self.saved_by_differences = 0
-        """Bytes that the refinement stored as differences takes less than packed."""
+        self.saved_by_differences: int | None = None
+        """Bytes that the refinement stored as differences takes less than packed; None: no layers could be compared."""
         self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier, self._requires)
         self._scales: list[tuple[dict[str, Any], WrittenRecord, I16]] = []
         self._scale_count = 0
@@ -299,8 +299,9 @@ class ShardWriter:
         if saved and older is not None:
             self._refined[ref.record]["older"] = list(older.ref)
             self._refinement_requires.add(older.file)
-            self.saved_by_differences += saved
         if older is not None:
+            if older.bits == chunk.source.refinement_bits:
+                self.saved_by_differences = (self.saved_by_differences or 0) + saved
             if older.uses + 1 < self._config.refinement.max_differences:  # else the row is complete
                 self.symbols[ref] = older._replace(uses=older.uses + 1)
         elif symbols:

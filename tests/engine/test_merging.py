@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.chunk import add_residual
+from dsq_ckpt.quantization.dequantizer import add_residual
 from dsq_ckpt.quantization.superstep import MOST_CODES, SuperStep
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION

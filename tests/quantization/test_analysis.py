@@ -10,7 +10,8 @@ import torch
 from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, QuantizingChunk
+from dsq_ckpt.quantization.dequantizer import Dequantizer
 from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 

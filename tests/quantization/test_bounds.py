@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.chunk import scale_of
+from dsq_ckpt.quantization.dequantizer import scale_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import load_copy

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsq_ckpt.kernels.keys import KeyWindow
-from dsq_ckpt.quantization.chunk import Dequantizer
 from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.dequantizer import Dequantizer
 from tests.helpers import independent_reader as independent
 
 LARGEST = np.finfo(np.float32).max

@@ -16,8 +16,9 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.changed_codes import apply_changes
 from dsq_ckpt.kernels.dispatch import backend_for
-from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, scale_of
+from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource
 from dsq_ckpt.quantization.codebook import GroupFit
+from dsq_ckpt.quantization.dequantizer import Dequantizer, scale_of
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
 from dsq_ckpt.quantization.step_lengths import StepLengths, sum_step_lengths_on_device, unpack_sums

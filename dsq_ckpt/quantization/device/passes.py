@@ -10,7 +10,8 @@ import torch
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
-from dsq_ckpt.quantization.chunk import Chunk, scale_of
+from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.dequantizer import scale_of
 
 _TOGETHER = 64  # full sketches of 254 KiB that are copied to the host at once
 
