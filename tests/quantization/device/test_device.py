@@ -43,7 +43,7 @@ def here(request, monkeypatch):
         from tests.helpers.interpreted import remember_functions
 
         remember_functions()
-        for module in (coding, device.passes, dsq_ckpt.quantization.chunk):
+        for module in (coding, device.passes, dsq_ckpt.quantization.dequantizer):
             monkeypatch.setattr(module, "backend_for", interpreted)
     monkeypatch.setattr(device, "DEVICES", {"cpu"})
     monkeypatch.setattr(device, "HOST_BELOW", 0)
