@@ -42,7 +42,7 @@ texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 _NAMES = (
     "lanes", "model", "plain", "avx2", "avx512", "words_avx512", "changes", "changes_avx2", "changes_avx512", "values",
-    "scales",
+    "scales", "quantize",
 )
 coder = Extension(
     "dsq_ckpt.coding._lanes",

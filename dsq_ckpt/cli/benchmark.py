@@ -33,6 +33,7 @@ from dsq_ckpt.cli.machine import processor
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.coding import RansCoder, coder_path
+from dsq_ckpt.coding.codes import quantize
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.kernels.keys import FULL
@@ -132,12 +133,12 @@ def _measure_kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]
     counts = np.zeros((1, FULL.size), np.int64)
     kernels.sketch(before, FULL.lo, FULL.hi, 1.0, counts[0])
     first = fit_group(GroupSketch(counts, FULL), Lattice(step=0.5), None)
-    kernels.quantize(before, None, 0, FULL.lo, FULL.hi, 1.0, first.table, parent)
+    quantize(before, None, 0, FULL, 1.0, first.table, parent)
     window, symbols = first.codebook.window, first.codebook.symbols
     joint = np.zeros((symbols + 1, window.size), np.int64)
     kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
     second = fit_group(GroupSketch(joint, window), Lattice(step=0.5), first.codebook)
-    kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
+    quantize(after, parent, symbols, window, 1.0, second.table, codes)
     coder, first_coder = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
     data, keyframe = coder.encode(codes, parent), first_coder.encode(parent, None)
     decoded = np.empty_like(codes)
@@ -146,8 +147,7 @@ def _measure_kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]
         "memcpy": lambda: np.copyto(target, after),
         "sketch": lambda: kernels.sketch(after, FULL.lo, FULL.hi, 1.0, single),
         "joint sketch": lambda: kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, scratch),
-        "table quantize": lambda: kernels.quantize(
-            after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes),
+        "table quantize": lambda: quantize(after, parent, symbols, window, 1.0, second.table, codes),
         "rANS encode": lambda: coder.encode(codes, parent),
         "rANS decode": lambda: coder.decode(data, parent, decoded),
         "rANS encode, keyframe": lambda: first_coder.encode(parent, None),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import F32, I16, I32, I64, U8, U16, U32, Array
+from dsq_ckpt.core.arrays import F32, F64, I16, I32, I64, U8, U16, U32, Array
 from dsq_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 5
+_INTERFACE = 6
 """Version of the interface of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -45,6 +45,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _S, _P, ctypes.c_uint, _P, _P, _S, _P, _S]
     ),
     "dsq_values": (ctypes.c_int64, [_I, _P, _S, ctypes.c_uint, _P, _S, _P, _S, _I, _I, _P, _I]),
+    "dsq_quantize": (
+        _I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _S, _P, _S, _P, ctypes.c_uint, _I, _P, _S, _P]
+    ),
     "dsq_scale": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P]),
     "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
     "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
@@ -219,6 +222,18 @@ def look_up_values(
         0 if symbols is None else symbols.size, packed, counted, _address(out), last,
     )
     return result
+
+
+def quantize(
+    path: int, x: F32, inv_scale: np.float32, lo: int, hi: int, table: U8, parent: U8 | None, row: int, codes: U8,
+    bits: int, of_bits: bool, cells: F64 | None, n_cells: int, packed: U8,
+) -> bool:
+    """Set the codes of values and pack their refinement symbols; see `dsq_quantize` in native/quantize.c."""
+    error: int = _library().dsq_quantize(
+        path, _address(x), x.size, inv_scale, lo, hi, _address(table), len(table), _address(parent), row,
+        _address(codes), bits, of_bits, _address(cells), n_cells, _address(packed),
+    )
+    return error == 0
 
 
 def scale(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt import kernels
+from dsq_ckpt.coding.codes import RefinedCells, quantize
 from dsq_ckpt.core.arrays import F32, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.keys import KeyWindow
@@ -136,7 +137,8 @@ class QuantizingChunk:
             map_blocks = map if workers is None else workers.map
             self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), map_blocks)
         self._fitted = fitted
-        self._cells = fitted.cells
+        log = fitted.codebook.domain == "log"
+        self._cells = RefinedCells(*fitted.cells, self.refinement_bits, log) if self.refinement_bits else None
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._partition = None if fitted.partition_turn is None else fitted.partition_turn.slice_of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
@@ -152,10 +154,10 @@ class QuantizingChunk:
         codes = self.codes[span]
         parent = None if self.parent is None else self.parent[span]
         fitted, book = self._fitted, self._fitted.codebook
-        window, inverse = fitted.window, 1.0 / scale_of(self.exponent)
-        kernels.quantize(
-            values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
-        )
+        inverse = 1.0 / scale_of(self.exponent)
+        are_changed = self._gradient is not None or self._partition is not None
+        cells = None if are_changed else self._cells
+        packed = quantize(values, parent, fitted.table.shape[0] - 1, fitted.window, inverse, fitted.table, codes, cells)
         if self._gradient is not None and fitted.limits is not None:
             sensitivity = kernels.compute_importance(values, block_values(self._gradient[span]))
             kinds = kernels.classify(sensitivity, *fitted.limits)
@@ -164,13 +166,8 @@ class QuantizingChunk:
         if self._partition is not None:
             start, stop = (max(0, edge - span.start) for edge in (self._partition.start, self._partition.stop))
             codes[start:stop] = book.protected
-        packed = b""
-        if self.refinement_bits:
-            symbols = np.empty_like(codes)
-            kernels.refine(
-                values, codes, inverse, *self._cells, self.refinement_bits, book.domain == "log", symbols
-            )
-            packed = kernels.pack(symbols, self.refinement_bits).tobytes()
+        if are_changed and self._cells is not None:
+            packed = self._cells.refine(values, codes, inverse)
         protected = kernels.gather_protected(values, codes, book.protected)
         if self.values is not None and self._base_values is not None:
             out = self.values[span]
@@ -178,7 +175,7 @@ class QuantizingChunk:
             self._dequantizer.block(codes, bits, None, out)
             add_residual(self._base_values[span], out, out)
         steps = None if self.scales is None else sum_step_lengths(values, codes, book.levels, self.scales, span.start)
-        return BlockData(protected, packed, steps)
+        return BlockData(protected, b"" if packed is None else packed.data, steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Quantize all blocks."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt import kernels
+from dsq_ckpt.coding.codes import quantize
 from dsq_ckpt.core.arrays import F32, Array, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
@@ -258,8 +258,8 @@ def _measure_chunk(chunk: Chunk, fitted: GroupFit, elements: int) -> Array:
     values = _dither(_sample(chunk.tensor, elements).cpu())
     before = None if chunk.parent is None or not fitted.uses_parent else _sample_codes(chunk.parent, elements)
     codes = np.empty(values.size, np.uint8)
-    window, inverse, parts = fitted.window, 1.0 / scale_of(chunk.exponent), 1 << fitted.refinement_bits
-    kernels.quantize(values, before, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes)
+    inverse, parts = 1.0 / scale_of(chunk.exponent), 1 << fitted.refinement_bits
+    quantize(values, before, fitted.table.shape[0] - 1, fitted.window, inverse, fitted.table, codes)
     low, narrow = fitted.cells
     return np.array(measure_part_waves(values, codes, inverse, low, narrow * parts, parts, _WAVES))
 
