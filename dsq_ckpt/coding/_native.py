@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _S, _P, ctypes.c_uint, _P, _P, _S, _P, _S]
     ),
     "dsq_values": (ctypes.c_int64, [_I, _P, _S, ctypes.c_uint, _P, _S, _P, _S, _I, _I, _P, _I]),
+    "dsq_unpack": (_I, [_I, _P, _S, ctypes.c_uint, _P, _S]),
     "dsq_quantize": (
         _I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _S, _P, _S, _P, ctypes.c_uint, _I, _P, _S, _P]
     ),
@@ -222,6 +223,12 @@ def look_up_values(
         0 if symbols is None else symbols.size, packed, counted, _address(out), last,
     )
     return result
+
+
+def unpack(path: int, packed: U8, bits: int, out: U8) -> bool:
+    """Unpack symbols; see `dsq_unpack` in native/values.c."""
+    error: int = _library().dsq_unpack(path, _address(packed), packed.size, bits, _address(out), out.size)
+    return error == 0
 
 
 def quantize(

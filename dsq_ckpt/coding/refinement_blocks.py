@@ -25,6 +25,7 @@ from dsq_ckpt.coding.decoding_tasks import BlockRequest, DecodingTask, run_task
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
+from dsq_ckpt.coding.values import unpack
 from dsq_ckpt.core.arrays import Array, Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
@@ -49,7 +50,7 @@ def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memor
     data, symbols = np.frombuffer(packed, np.uint8), np.empty(len(codes), np.uint8)
     if not len(codes) or (bits > _UNSAMPLED_BITS and _entropy(data, bits, symbols[:_SAMPLE]) > _MAX_CODED_RATIO * bits):
         return packed
-    kernels.unpack(data, bits, symbols)
+    unpack(data, bits, symbols)
     contexts = int(codes.max()) + 1
     rows = np.zeros((contexts + 1, 1 << bits), np.int64)
     rows[:contexts] = count_pairs(codes, symbols)[:contexts, : 1 << bits]
@@ -67,8 +68,8 @@ def encode_differences(packed: bytes | memoryview, older: bytes | memoryview, co
         bits: Width of a symbol, in both layers.
     """
     differences, before = np.empty(count, np.uint8), np.empty(count, np.uint8)
-    kernels.unpack(np.frombuffer(packed, np.uint8), bits, differences)
-    kernels.unpack(np.frombuffer(older, np.uint8), bits, before)
+    unpack(np.frombuffer(packed, np.uint8), bits, differences)
+    unpack(np.frombuffer(older, np.uint8), bits, before)
     differences -= before
     differences &= (1 << bits) - 1
     # An odd distance, as rows of a matrix often have an even length. Each difference counts once more, so that all can
@@ -97,7 +98,7 @@ def _packed_size(count: int, bits: int) -> int:
 
 def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
     """Unpack the first symbols and return their entropy in bits per symbol."""
-    kernels.unpack(packed[: _packed_size(len(symbols), bits)], bits, symbols)
+    unpack(packed[: _packed_size(len(symbols), bits)], bits, symbols)
     return _count_bits(np.bincount(symbols)) / len(symbols)
 
 
@@ -172,7 +173,7 @@ def _add_differences(
     block, width = next(layers, (b"", 0))
     if width != bits or _kind(block, count, bits) is not None:
         raise CodingError(f"a block of refinement is the difference to symbols of {bits} bits that are not there")
-    kernels.unpack(np.frombuffer(block, np.uint8), bits, older)
+    unpack(np.frombuffer(block, np.uint8), bits, older)
     symbols += older
     symbols &= (1 << bits) - 1
     return symbols

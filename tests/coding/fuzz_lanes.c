@@ -35,6 +35,7 @@ int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, si
                    const uint8_t *, size_t, uint8_t *, size_t);
 int64_t dsq_values(int, const float *, size_t, unsigned, const uint8_t *, size_t, const uint8_t *, size_t, int, int,
                    float *, int);
+int dsq_unpack(int, const uint8_t *, size_t, unsigned, uint8_t *, size_t);
 int dsq_quantize(int, const float *, size_t, float, int, int, const uint8_t *, size_t, const uint8_t *, size_t, uint8_t *,
                  unsigned, int, const void *, size_t, uint8_t *);
 int dsq_scale(int, float *, size_t, size_t, size_t, const int16_t *, size_t, const int16_t *, size_t, const float *);
@@ -119,7 +120,9 @@ static void look_up(int path, part codes)
     memcpy(own, codes.data + codes.size - n, n);
     dsq_values(path, table, rows, (unsigned)bits, own, n, bits ? symbols.data : NULL, size, (int)packed,
                (int)random_below(256), out, (int)random_below(2));
-    free(symbols.data), free(table), free(out), free(own);
+    uint8_t *unpacked = malloc(n ? n : 1);
+    dsq_unpack(path, symbols.data, size, (unsigned)bits, unpacked, n);
+    free(unpacked), free(symbols.data), free(table), free(out), free(own);
 }
 
 /* Quantize any values by a table of any codes, of any window, with cells for some codes or for all. */

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding.values import look_up_values
+from dsq_ckpt.coding.values import look_up_values, unpack
 from tests.helpers import reference_kernels
 
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 20_003)
@@ -90,3 +90,21 @@ def test_arrays_that_do_not_fit(path):
     ):
         with pytest.raises(ValueError):
             look_up_values(*arguments)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_unpacking(path, n):
+    rng = np.random.default_rng(n)
+    for bits in range(1, 9):
+        symbols, space = rng.integers(0, 1 << bits, n).astype(np.uint8), np.full(n + 65, 7, np.uint8)
+        out = space[1 : n + 1]
+        unpack(reference_kernels.pack(symbols, bits), bits, out)
+        assert (out == symbols).all() and space[0] == 7 and (space[n + 1 :] == 7).all()
+
+
+def test_unpacking_of_another_size(path):
+    packed, out = np.zeros(30, np.uint8), np.empty(80, np.uint8)
+    for arguments in ((packed[:-1], 3, out), (packed, 0, out), (packed, 9, out), (packed, 3, out[:-8]),
+                      (packed.astype(np.int8), 3, out), (packed, 3, out.astype(np.int32)), (packed, 3, out[::2])):
+        with pytest.raises(ValueError):
+            unpack(*arguments)

@@ -219,3 +219,12 @@ int64_t dsq_values(int path, const float *table, size_t rows, unsigned bits, con
     }
     return found;
 }
+
+/* Unpack n symbols of `bits` bits, 1 to 8, which have `size` bytes; return 0 or an error. */
+int dsq_unpack(int path, const uint8_t *packed, size_t size, unsigned bits, uint8_t *out, size_t n)
+{
+    if (!dsq_has_path(path) || !bits || bits > 8 || size != n / 8 * bits + (n % 8 * bits + 7) / 8)
+        return BAD_SYMBOL;
+    unpacks[passes(path)](packed, size, bits, out, n);
+    return 0;
+}
