@@ -21,6 +21,8 @@ from typing import IO
 
 import xxhash
 
+from dsq_ckpt.storage.writeback import open_new
+
 INCOMPLETE = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
@@ -126,7 +128,7 @@ class AtomicFile:
     def __init__(self, path: Path, fsync: bool, mark: str | None = None, buffering: int = -1) -> None:
         self.path, self.hidden = path, hidden_name(path, mark)
         self._fsync = fsync
-        self.stream: IO[bytes] = open(self.hidden, "xb", buffering=buffering)  # noqa: SIM115
+        self.stream: IO[bytes] = open_new(self.hidden, fsync, buffering)
 
     def __enter__(self) -> AtomicFile:
         return self
