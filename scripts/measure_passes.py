@@ -43,16 +43,20 @@ PASSES: dict[str, tuple[str, ...]] = {
         "kernels/cpu.py:sketch", "kernels/cpu.py:_count_octaves", "kernels/cpu.py:count_octaves",
         "kernels/cpu.py:joint_sketch",
     ),
-    "codes": ("kernels/cpu.py:_look_up", "kernels/cpu.py:quantize", "kernels/cpu.py:gather_protected"),
-    "refinement": (
-        "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine", "kernels/cpu_pack.py:",
-        "coding/pairs.py:", "coding/refinement_blocks.py:",
+    "codes and their refinement": (
+        "coding/codes.py:", "coding/_native.py:quantize", "kernels/cpu.py:_look_up", "kernels/cpu.py:quantize",
+        "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine",
+        "kernels/cpu_pack.py:_pack", "kernels/cpu_pack.py:pack", "kernels/cpu.py:gather_protected",
+    ),
+    "looks at refinement": (
+        "kernels/cpu_pack.py:", "coding/pairs.py:", "coding/refinement_blocks.py:", "coding/_native.py:unpack",
+        "coding/values.py:unpack",
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
-        "coding/scales.py:",
+        "coding/scales.py:", "coding/_native.py:scale",
     ),
-    "values": ("coding/values.py:", "kernels/cpu_decode.py:"),
+    "values": ("coding/values.py:", "coding/_native.py:look_up_values", "kernels/cpu_decode.py:"),
     "entropy coding": ("coding/",),
     "looks at tensors": (
         "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",
