@@ -70,7 +70,7 @@ def make_shards(write_items: Iterable[WriteItem], planner: SavePlanner | None = 
 def _get_shape(item: WriteItem) -> tuple[int, ...]:
     assert item.tensor_data is not None
     shape = tuple(item.tensor_data.size)
-    if any(isinstance(size, torch.SymInt) for size in shape):
+    if not {*map(type, shape)} <= {int}:  # torch.SymInt
         raise SaveFailed(
             f"'{item.index.fqn}' has the shape {shape}, as a nested tensor of the layout torch.jagged. In a dict, and "
             "not sharded, it is stored by dsq_ckpt.save, async_save and Compressor; else save the tensors that it "

@@ -105,6 +105,8 @@ def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _get_span(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the end of the last, with the gaps of a view."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 

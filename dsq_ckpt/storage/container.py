@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
 _PIECE = 1 << 22
-_CACHE_SIZE, _MAX_CACHED_BYTES = 16, 1 << 14  # parsed contents, and compressed bytes of each
+_CACHE_SIZE, _MAX_CACHED_BYTES = 8, 1 << 16  # parsed contents, and compressed bytes of each: up to 3,000 chunks
 _SMALL, _RATIO = 1 << 24, 1 << 10
 """Limit of contents in bytes, and its increase per byte of the frame: a small frame cannot claim much memory."""
 
