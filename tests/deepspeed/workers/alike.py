@@ -180,4 +180,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     deepspeed.logger.setLevel("ERROR")
+    torch.compiler.set_stance("force_eager")  # functions of Muon, which take longer to compile than all else here
     main()
