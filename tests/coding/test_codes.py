@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,12 @@ def values(n, seed=0):
     return x
 
 
+@cache
+def table_of(window, codes, rows):
+    """A table of any codes, which takes longer to make than to use."""
+    return np.random.default_rng(codes).integers(0, codes, (rows, window.size), np.uint8)
+
+
 def cells_of(codes, bits, log, rng):
     """Cells that most values lie in, some without a width."""
     low = rng.uniform(110, 135, codes) if log else rng.uniform(-2, 2, codes)
@@ -49,8 +57,7 @@ def test_formulas(path, n):
     for number, window in enumerate(WINDOWS):
         for codes, rows in ((2, 3), (16, 17), (17, 1), (32, 5), (33, 2), (256, 256 if window is not FULL else 2)):
             rng = np.random.default_rng(number * 300 + codes)
-            x = values(n, codes)
-            table = rng.integers(0, codes, (rows, window.size)).astype(np.uint8)
+            x, table = values(n, codes), table_of(window, codes, rows)
             parent = rng.integers(0, rows, n).astype(np.uint8)
             bits = int(rng.integers(1, 9))
             for before, cells, inv_scale in (
