@@ -93,6 +93,10 @@ class BlockData(NamedTuple):
     refinement: bytes | memoryview
     steps: StepLengths | None = None
 
+    def __reduce__(self) -> tuple[type[BlockData], tuple[Bits, bytes, StepLengths | None]]:
+        """Return the constructor and its arguments for another process: memoryviews cannot be pickled."""
+        return BlockData, (self.protected, bytes(self.refinement), self.steps)
+
 
 class CodeSource(Protocol):
     """A chunk that yields its codes block by block, in any order and from several threads.

@@ -1,5 +1,6 @@
 """Merging over ranks: the same codebooks whatever the number of ranks, outliers apart, failures on all ranks."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -104,6 +105,19 @@ def test_codebooks_do_not_depend_on_the_number_of_ranks(ranks):
         for group, fitted in alone.fitted.items():
             assert (shared.fitted[group].counts == fitted.counts).all()
             assert (shared.fitted[group].table == fitted.table).all()
+
+
+def test_staged_codes_reach_another_process():
+    state = tensors()
+    ((chunks, analysis),) = run(state, 1)
+    with Workers(1, 1 << 12) as workers:
+        for chunk in chunks:
+            staged = CodedChunk.from_source(QuantizingChunk(chunk, analysis.fitted[chunk.group]), workers)
+            sent = pickle.loads(pickle.dumps(staged))
+            assert (sent.codes == staged.codes).all() and list(sent.data) == list(staged.data) and len(sent.data) == 2
+            for block, before in zip(sent.data.values(), staged.data.values(), strict=True):
+                assert (block.protected == before.protected).all() and block.refinement == before.refinement
+                assert len(block.refinement) >= (90 * 80 - 4096) // 2
 
 
 @pytest.mark.parametrize("outlier_octaves", [0, 3])
