@@ -36,8 +36,8 @@ int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, si
 int64_t dsq_values(int, const float *, size_t, unsigned, const uint8_t *, size_t, const uint8_t *, size_t, int, int,
                    float *, int);
 int dsq_unpack(int, const uint8_t *, size_t, unsigned, uint8_t *, size_t);
-int dsq_quantize(int, const float *, size_t, float, int, int, const uint8_t *, size_t, const uint8_t *, size_t, uint8_t *,
-                 unsigned, int, const void *, size_t, uint8_t *);
+int dsq_quantize(int, const void *, size_t, float, int, int, const uint8_t *, size_t, const uint8_t *, size_t,
+                 uint8_t *, unsigned, int, const void *, size_t, uint8_t *);
 int dsq_scale(int, float *, size_t, size_t, size_t, const int16_t *, size_t, const int16_t *, size_t, const float *);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
@@ -125,27 +125,28 @@ static void look_up(int path, part codes)
     free(unpacked), free(symbols.data), free(table), free(out), free(own);
 }
 
-/* Quantize any values by a table of any codes, of any window, with cells for some codes or for all. */
+/* Quantize any values, which begin at any byte, by a table of any codes, of any window, with cells for some or all. */
 static void quantize(int path)
 {
     size_t n = random_below(9000), rows = random_below(5), bits = random_below(10), n_cells = random_below(257);
     int lo = 1 + (int)random_below(16400), hi = lo - 1 + (int)random_below(300);
     size_t size = rows * 2 * (size_t)(hi - lo + 3), row = random_below(rows + 1), most = 1 + random_below(256);
-    float *x = malloc(4 * n + !n);
+    size_t start = random_below(4);
+    uint8_t *x = malloc(4 * n + start + !n);
     uint8_t *table = malloc(size + !size), *parent = malloc(n + !n), *out = malloc(n + !n);
     uint8_t *packed = malloc((n * bits + 7) / 8 + !n + !bits);
     double *cells = malloc(512 * sizeof *cells);
     for (size_t i = 0; i < n; i++) {
         uint32_t pattern = (uint32_t)random_below(1ull << 32);
-        memcpy(x + i, &pattern, 4);
+        memcpy(x + start + 4 * i, &pattern, 4);
         parent[i] = (uint8_t)random_below(rows + (random_below(9999) == 0));
     }
     for (size_t i = 0; i < size; i++)
         table[i] = (uint8_t)random_below(most);
     for (size_t i = 0; i < 512; i++)
         cells[i] = (double)random_below(999) - 500;
-    dsq_quantize(path, x, n, random_below(2) ? 1 : 0.25f, lo, hi, table, rows, random_below(2) ? parent : NULL, row, out,
-                 (unsigned)bits, (int)random_below(2), cells, n_cells, packed);
+    dsq_quantize(path, x + start, n, random_below(2) ? 1 : 0.25f, lo, hi, table, rows, random_below(2) ? parent : NULL,
+                 row, out, (unsigned)bits, (int)random_below(2), cells, n_cells, packed);
     free(x), free(table), free(parent), free(out), free(packed), free(cells);
 }
 

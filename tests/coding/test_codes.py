@@ -76,6 +76,19 @@ def test_formulas(path, n):
                 assert space[0] == 7 and (space[n + 1 :] == 7).all()
 
 
+@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("inv_scale", [1.0, 0.5])
+def test_values_at_any_address(path, start, inv_scale):
+    x, window, rng = values(9000), KeyWindow(8000, 8200), np.random.default_rng(start)
+    table, codes = rng.integers(0, 20, (1, window.size)).astype(np.uint8), np.empty(9000, np.uint8)
+    given = np.frombuffer(bytes(start) + x.tobytes(), np.float32, 9000, start)
+    assert not given.flags.aligned
+    cells = cells_of(20, 4, True, rng)
+    packed = quantize(given, None, 0, window, inv_scale, table, codes, cells)
+    right, stream = expected(x, None, 0, window, inv_scale, table, cells)
+    assert (codes == right).all() and (packed == stream).all()
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("log", [False, True])
 def test_symbols_at_the_edges_of_parts(path, bits, log):

@@ -266,12 +266,12 @@ static int packing(int path) { (void)path; return 0; }
 /* Set the codes of n values and, if bits is not 0, pack their refinement symbols; return 0 or an error: a previous code
  * is no row of the table, or a code has no cell.
  *
- * inv_scale: multiplies values first. [lo, hi): window of keys. table: of each of `rows` previous codes,
- * 2 * (hi - lo + 3) codes. parent: previous codes; NULL: all values have the table's row `row`. cells_of: of 256 codes,
- * of which `n_cells` may occur, the lower bound and one over the width of a part, in units of the value or, if of_bits,
- * of its magnitude bits. packed: (n * bits + 7) / 8 bytes.
+ * x: float32, at any address. inv_scale: multiplies values first. [lo, hi): window of keys. table: of each of `rows`
+ * previous codes, 2 * (hi - lo + 3) codes. parent: previous codes; NULL: all values have the table's row `row`.
+ * cells_of: of 256 codes, of which `n_cells` may occur, the lower bound and one over the width of a part, in units of
+ * the value or, if of_bits, of its magnitude bits. packed: (n * bits + 7) / 8 bytes.
  */
-int dsq_quantize(int path, const float *x, size_t n, float inv_scale, int lo, int hi, const uint8_t *table,
+int dsq_quantize(int path, const void *x, size_t n, float inv_scale, int lo, int hi, const uint8_t *table,
                  size_t rows, const uint8_t *parent, size_t row, uint8_t *codes, unsigned bits, int of_bits,
                  const cell *cells_of, size_t n_cells, uint8_t *packed)
 {
@@ -284,13 +284,15 @@ int dsq_quantize(int path, const float *x, size_t n, float inv_scale, int lo, in
         return BAD_CELL;
     const bins of_row = {.under = lo - 1, .top = hi - lo + 1, .per_sign = hi - lo + 3};
     const cells own_cells = {cells_of, (double)((1u << bits) - 1), of_bits};
+    const int aligned = (uintptr_t)x % sizeof(float) == 0;
     const uint8_t *first = table + (parent ? 0 : row * 2 * (size_t)of_row.per_sign);
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE;
         const uint8_t *before = parent ? parent + at : NULL;
         if (before && largest_of(before, count) >= rows)
             return BAD_PARENT;
-        const float *own = x + at;
+        const void *given = (const uint8_t *)x + at * sizeof(float);
+        const float *own = aligned ? given : memcpy(scaled, given, count * sizeof(float));
         if (inv_scale != 1) {
             for (size_t i = 0; i < count; i++)
                 scaled[i] = own[i] * inv_scale;
