@@ -114,7 +114,7 @@ static void pack_plain(const uint8_t *symbols, unsigned bits, size_t n, uint8_t 
 #ifdef DSQ_X86
 #include <immintrin.h>
 
-#define WIDE "avx512f,avx512bw,avx512vl,avx512dq,bmi2"
+#define WIDE "avx512f,avx512bw,avx512vl,avx512dq" /* all that dsq_best_path asks for: compilers use what is named */
 
 __attribute__((target("avx2"))) static void find_places_avx2(const bins *t, const float *x,
                                                              const uint8_t *parent, size_t n, uint32_t *index)
