@@ -10,7 +10,7 @@ import numpy as np
 from dsq_ckpt import kernels
 from dsq_ckpt.coding import _native
 from dsq_ckpt.core.arrays import F32, F64, U8
-from dsq_ckpt.kernels.checks import check_array, check_bits, scale_factor
+from dsq_ckpt.kernels.checks import check_array, check_bits, check_output, scale_factor
 from dsq_ckpt.kernels.keys import KeyWindow
 
 
@@ -71,7 +71,7 @@ def quantize(
     """
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8, (len(table), window.size))
-    check_array("codes", codes, np.uint8, (x.size,))
+    check_output("codes", codes, np.uint8, (x.size,))
     if parent is not None:
         check_array("parent", parent, np.uint8, (x.size,))
     path, factor = _native.path_index(), scale_factor(inv_scale)

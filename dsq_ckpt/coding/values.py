@@ -7,7 +7,7 @@ import numpy as np
 from dsq_ckpt import kernels
 from dsq_ckpt.coding import _native
 from dsq_ckpt.core.arrays import F32, U8
-from dsq_ckpt.kernels.checks import check_array, check_below
+from dsq_ckpt.kernels.checks import check_array, check_below, check_output
 from dsq_ckpt.kernels.cpu_decode import count_code, look_up, look_up_refined
 
 
@@ -32,7 +32,7 @@ def look_up_values(
     size = codes.size if not packed else (codes.size * bits + 7) // 8
     check_array("table", table, np.float32, (rows, 1 << bits))
     check_array("codes", codes, np.uint8, (codes.size,))
-    check_array("out", out, np.float32, codes.shape)
+    check_output("out", out, np.float32, codes.shape)
     if (symbols is not None) != (bits > 0) or not 0 <= counted < 256:
         kind = "no symbols" if symbols is None else "symbols"
         raise ValueError(f"a table of {1 << bits} entries for each code, {kind}, and the code {counted} to be counted")
@@ -58,7 +58,7 @@ def look_up_values(
 def unpack(packed: U8, bits: int, out: U8) -> None:
     """Unpack symbols as `kernels.unpack` does: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_array("packed", packed, np.uint8, (packed.size,))
-    check_array("out", out, np.uint8, (out.size,))
+    check_output("out", out, np.uint8, (out.size,))
     path = _native.path_index()
     if path < 0 or not _native.unpack(path, packed, bits, out):
         kernels.unpack(packed, bits, out)

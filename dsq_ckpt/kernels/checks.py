@@ -40,6 +40,17 @@ def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int,
         raise ValueError(f"{name}: expected C-contiguous {expected}, got {found}")
 
 
+def check_output(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+    """Require an array as `check_array` does, and one that may be written to, which compiled code does not notice.
+
+    Raises:
+        ValueError: the dtype, layout or shape is wrong, or the array is read-only.
+    """
+    check_array(name, array, dtype, shape)
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+
+
 def check_below(name: str, symbols: Array, limit: int) -> None:
     """Require that every uint8 symbol is below `limit`.
 

@@ -132,6 +132,7 @@ def test_arguments_that_do_not_fit(path):
     rng = np.random.default_rng(0)
     x, window = values(100), KeyWindow(8000, 8200)
     table, codes = np.zeros((4, window.size), np.uint8), np.empty(100, np.uint8)
+    read_only = np.frombuffer(bytes(100), np.uint8)
     parent, cells = np.zeros(100, np.uint8), cells_of(9, 3, False, rng)
     for arguments in (
         (x.astype(np.float64), parent, 3, window, 1.0, table, codes),
@@ -142,6 +143,7 @@ def test_arguments_that_do_not_fit(path):
         (x, parent, 3, window, 1.0, table[0], codes),
         (x, parent, 3, FULL, 1.0, table, codes),
         (x, parent, 3, window, 1.0, table, codes[1:]),
+        (x, parent, 3, window, 1.0, table, read_only),
         (x, None, 4, window, 1.0, table, codes),
         (x, None, -1, window, 1.0, table, codes),
         (x, parent, 3, window, 0.0, table, codes),

@@ -87,6 +87,7 @@ def test_arrays_that_do_not_fit(path):
         (table[:, :7].copy(), codes, symbols, False, 0, out),
         (table.T, codes, symbols, False, 0, out),
         (table, codes, symbols, False, 0, out.astype(np.float64)),
+        (table, codes, symbols, False, 0, np.frombuffer(bytes(400), np.float32)),
     ):
         with pytest.raises(ValueError):
             look_up_values(*arguments)
@@ -105,6 +106,7 @@ def test_unpacking(path, n):
 def test_unpacking_of_another_size(path):
     packed, out = np.zeros(30, np.uint8), np.empty(80, np.uint8)
     for arguments in ((packed[:-1], 3, out), (packed, 0, out), (packed, 9, out), (packed, 3, out[:-8]),
-                      (packed.astype(np.int8), 3, out), (packed, 3, out.astype(np.int32)), (packed, 3, out[::2])):
+                      (packed.astype(np.int8), 3, out), (packed, 3, out.astype(np.int32)), (packed, 3, out[::2]),
+                      (packed, 3, np.frombuffer(bytes(80), np.uint8))):
         with pytest.raises(ValueError):
             unpack(*arguments)
