@@ -6,8 +6,11 @@ Otherwise it begins when the file is flushed, so that a save waits for the devic
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,10 +33,11 @@ def open_new(path: Path, fsync: bool, buffering: int) -> IO[bytes]:
     """
     if not fsync:
         return open(path, "xb", buffering=buffering)
-    return io.BufferedWriter(_EagerFile(path, "xb"), io.DEFAULT_BUFFER_SIZE if buffering < 0 else buffering)
+    return io.BufferedWriter(_EagerFile(os.fspath(path), "xb"), io.DEFAULT_BUFFER_SIZE if buffering < 0 else buffering)
 
 
 class _EagerFile(io.FileIO):
+    """File that asks the system to write each `_STEP` bytes to the device, as soon as they are in it."""
 
     _asked = 0
     """Bytes up to which the system was asked to write."""
@@ -49,9 +53,14 @@ class _EagerFile(io.FileIO):
 
 def start_writeback(descriptor: int, offset: int, size: int) -> bool:
     """Ask the system to begin to write a part of a file to the device; return False where it cannot."""
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if sync_file_range is None:
-        return False
-    offset_type = ctypes.c_int64
-    result: int = sync_file_range(descriptor, offset_type(offset), offset_type(size), _SYNC_FILE_RANGE_WRITE)
-    return result == 0
+    function = _sync_file_range()
+    return function is not None and function(descriptor, offset, size, _SYNC_FILE_RANGE_WRITE) == 0
+
+
+@functools.cache  # a library that is opened again has classes of its own, which only the garbage collector frees
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return the system's function; None where there is none."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if function is not None:
+        function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    return function

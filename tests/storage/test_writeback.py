@@ -30,6 +30,19 @@ def test_bytes(tmp_path, monkeypatch, fsync, buffering):
         writeback.open_new(tmp_path / "file", fsync, buffering)
 
 
+def test_names_and_errors_are_those_of_open(tmp_path):
+    """They end in messages, in which a path is not `PosixPath(...)`."""
+    seen = []
+    for fsync in (False, True):
+        with writeback.open_new(tmp_path / f"{fsync}", fsync, -1) as stream:
+            assert stream.name == str(tmp_path / f"{fsync}") and stream.mode == "xb" and stream.seekable()
+        for wrong in (tmp_path / "missing" / "file", tmp_path):
+            with pytest.raises(OSError) as raised:
+                writeback.open_new(wrong, fsync, -1)
+            seen.append((str(raised.value), raised.value.filename))
+    assert seen[:2] == seen[2:] and "PosixPath" not in str(seen)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_the_system_is_asked(tmp_path):
     with open(tmp_path / "file", "wb") as stream:
