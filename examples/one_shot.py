@@ -21,7 +21,7 @@ def new_model() -> nn.Module:
 def main() -> None:
     """Train a model, compress it twice, load and export it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("--out", type=Path, required=True, help="a directory; what is there is replaced")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
 
@@ -42,12 +42,12 @@ def main() -> None:
 
     # A file goes in as it is: torch.save, safetensors, a DCP directory.
     torch.save(model.state_dict(), out / "model.pt")
-    result = dsq_ckpt.compress(out / "model.pt", out / "default")
+    result = dsq_ckpt.compress(out / "model.pt", out / "default", overwrite=True)
     print(f"default: {result['bytes_kept']} bytes of {(out / 'model.pt').stat().st_size}")
 
     # With a bound, the smallest configuration is searched that costs at most 1 % of the loss.
-    result = dsq_ckpt.compress(model, out / "bounded", evaluate=evaluate, max_degradation=0.01)
-    print(f"bounded: {result['bytes_kept']} bytes, {result['quality']['degradation']:+.4f} of the loss")
+    result = dsq_ckpt.compress(model, out / "bounded", evaluate=evaluate, max_degradation=0.01, overwrite=True)
+    print(f"bounded: {result['bytes_kept']} bytes, {100 * result['quality']['degradation']:+.2f} % of loss")
 
     loaded = new_model()
     dsq_ckpt.load(loaded, out / "default")

@@ -46,9 +46,9 @@ class Recovered:
     feedback_lost: bool
     seconds: tuple[float, float]
     compressor: str
-    residual: dict[str, torch.Tensor] | None = None
-    sent: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    tuner: dict[str, Any] | None = None
+    residual: dict[str, torch.Tensor] | None = field(default=None, repr=False)
+    sent: dict[str, torch.Tensor | None] = field(default_factory=dict, repr=False)
+    tuner: dict[str, Any] | None = field(default=None, repr=False)
     merged: bool = False
     sessions: frozenset[str] = frozenset()
     inexact: str | None = None

@@ -163,11 +163,16 @@ def _linear_axis(values: Sequence[float], unit: Unit) -> tuple[Scale, list[Tick]
     low, high = (min(finite), max(finite)) if unit == "metric" else (min(0.0, *finite), max(0.0, *finite))
     if high <= low:
         low, high = low - (abs(low) or 1.0) * (unit == "metric"), high + (abs(high) or 1.0)
-    size = 1024.0 ** int(math.log(max(high, 1.0), 1024)) if unit == "bytes" else 1.0
+    index = min(int(math.log(max(high, 1.0), 1024)), len(_UNITS) - 1) if unit == "bytes" else 0
+    size = 1024.0**index
     step = _round_step((high - low) / size / 4) * size
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     low, high = first * step, last * step
-    ticks = [Tick((n * step - low) / (high - low), _format_tick(n * step, unit)) for n in range(first, last + 1)]
+    texts = [
+        f"{n * step / size:.4g} {_UNITS[index]}" if unit == "bytes" else _format_tick(n * step, unit)
+        for n in range(first, last + 1)
+    ]
+    ticks = [Tick((n * step - low) / (high - low), text) for n, text in enumerate(texts, first)]
     return lambda value: (value - low) / (high - low), ticks
 
 

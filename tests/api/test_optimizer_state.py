@@ -86,7 +86,7 @@ def test_keys_that_an_optimizer_does_not_tell_yet_are_plain_data(tmp_path):
     """No code of the checkpoint runs for what the optimizer does not name."""
     model, optimizer = make_pair(CountingAdamW, 1)
     optimizer.own["more"] = {"path": tmp_path}
-    with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is stored by"):
+    with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is pickled with"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'optimizer\.own\.more\.path' is more than plain data"):
         dsq_ckpt.Compressor(*make_pair(CountingAdamW)).load(tmp_path / "a")

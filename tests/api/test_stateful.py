@@ -94,7 +94,7 @@ Stats = collections.namedtuple("Stats", "loss step")
     np.random.default_rng(0), np.arange(3), ("MT19937", np.arange(624)), {"sets": [datetime.timedelta(1)]},
 ], ids=lambda value: type(value).__name__)
 def test_objects_that_no_load_into_an_empty_dict_brings_back_are_reported_when_saved(tmp_path, value):
-    with pytest.warns(UserWarning, match="^'app.own.*' is stored by '.* not into an empty dict"):
+    with pytest.warns(UserWarning, match="^'app.own.*' is pickled with '.* not into an empty dict"):
         dsq_ckpt.save({"w": torch.ones(3), "app": {"own": value}}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="more than plain data"):
         dsq_ckpt.load({}, tmp_path / "a")

@@ -260,6 +260,12 @@ def test_a_browser_runs_it(run, tmp_path):
     assert 'data-ready="3"' in done.stdout, done.stderr[-2000:]
 
 
+@given(st.lists(st.floats(0, 1e15), min_size=1, max_size=80))
+def test_sizes_on_an_axis_have_one_unit(values):
+    chart = charts.Chart("key", "title", "note", "bytes", [charts.Series("one", values, "a", "line")], False)
+    assert len({tick.label.split()[-1] for tick in chart.ticks}) == 1
+
+
 @given(st.lists(st.none() | st.floats(-1e280, 1e280), min_size=1, max_size=80), st.booleans(),
        st.sampled_from(["bytes", "seconds", "share", "bits", "count", "metric"]),
        st.sampled_from(["line", "dashed", "dots", "bar"]))
