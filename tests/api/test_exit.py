@@ -25,10 +25,10 @@ dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[2])
 AT_EXIT = """
 import atexit, sys, torch, dsq_ckpt
 from numba.core.caching import NullCache
-from dsq_ckpt.kernels import cpu_pack, jit
+from dsq_ckpt.kernels import cpu, jit
 
-cpu_pack._pack._reset_overloads()
-cpu_pack._pack._cache = NullCache()  # a kernel that is still to be compiled
+cpu._count_bins._reset_overloads()
+cpu._count_bins._cache = NullCache()  # a kernel that is still to be compiled
 compiled = jit.count_compilations()
 
 def at_exit():
