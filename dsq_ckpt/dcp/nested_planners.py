@@ -85,8 +85,8 @@ class NestedSavePlanner(DefaultSavePlanner):
         if classes:
             self._warned_objects += 1
             warn_safely(
-                f"'{fqn}' is pickled with {quote(sorted(classes))}, which is more than plain data: it comes back where a "
-                "load has a placeholder for it, but not into an empty dict, since unpickling it can run code. Store "
+                f"'{fqn}' is pickled with {quote(sorted(classes))}, which is more than plain data: it comes back where "
+                "a load has a placeholder for it, but not into an empty dict, since unpickling it can run code. Store "
                 "numbers, strings, lists, dicts or tensors in its place"
             )
 
