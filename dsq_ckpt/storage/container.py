@@ -40,7 +40,8 @@ _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
 _PIECE = 1 << 22
-_CACHE_SIZE, _MAX_CACHED_BYTES = 8, 1 << 16  # parsed contents, and compressed bytes of each: up to 3,000 chunks
+_CACHED_SMALL, _MAX_SMALL = 32, 1 << 14  # parsed contents, and compressed bytes of each
+_CACHED_LARGE, _MAX_LARGE = 4, 1 << 16  # up to some 3,000 chunks each
 _SMALL, _RATIO = 1 << 24, 1 << 10
 """Limit of contents in bytes, and its increase per byte of the frame: a small frame cannot claim much memory."""
 
@@ -268,7 +269,8 @@ def unpack_json(data: bytes, location: str) -> Any:
         CorruptCheckpoint: the bytes do not decompress or parse.
     """
     try:
-        return _unpack_cached(data) if len(data) <= _MAX_CACHED_BYTES else _unpack(data)
+        size = len(data)
+        return (_unpack_small if size <= _MAX_SMALL else _unpack_large if size <= _MAX_LARGE else _unpack)(data)
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{location}: contents do not parse: {error}") from error
 
@@ -279,7 +281,9 @@ def _unpack(data: bytes) -> Any:
     return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
 
 
-_unpack_cached = functools.lru_cache(_CACHE_SIZE)(_unpack)  # a save reads the contents of its parent several times
+# A save reads the contents of its parent several times, and a load those of each file of a chain.
+_unpack_small = functools.lru_cache(_CACHED_SMALL)(_unpack)
+_unpack_large = functools.lru_cache(_CACHED_LARGE)(_unpack)
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
