@@ -50,7 +50,7 @@ def depths(paths):
 def test_a_save_parses_the_contents_of_its_parent_once(tmp_path, monkeypatch):
     states, parsed = chain_of(tmp_path, 4)[1], []
     unpack = functools.lru_cache(16)(lambda data: parsed.append(data) or container._unpack(data))
-    monkeypatch.setattr(container, "_unpack_cached", unpack)
+    monkeypatch.setattr(container, "_unpack_small", unpack)
     dsq_ckpt.save(perturb(states[-1], 9), tmp_path / "next")
     assert 1 <= len(parsed) == len(set(parsed))
     contents = [json.dumps(unpack(data)) for data in parsed]
