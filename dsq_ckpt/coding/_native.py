@@ -1,4 +1,4 @@
-"""Compiled paths of the 32-lane coder, and the choice between them and the Numba path.
+"""Compiled paths of the 32-lane coder, of codes and of values, and the choice between them and the Numba path.
 
 `setup.py` builds the C sources in `native/`. They need no Python headers, so any C compiler can build them, one library
 serves all versions of Python, and a fuzzer can be linked with the same files. Calls through `ctypes` release the GIL.

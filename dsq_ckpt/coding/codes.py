@@ -10,7 +10,8 @@ import numpy as np
 from dsq_ckpt import kernels
 from dsq_ckpt.coding import _native
 from dsq_ckpt.core.arrays import F32, F64, U8
-from dsq_ckpt.kernels.checks import check_array, check_bits, check_output, scale_factor
+from dsq_ckpt.kernels.checks import check_array, check_output, scale_factor
+from dsq_ckpt.kernels.cpu import parts_of_cells
 from dsq_ckpt.kernels.keys import KeyWindow
 
 
@@ -33,11 +34,9 @@ class RefinedCells:
     @cached_property
     def parts(self) -> F64:
         """Lower edge and one over the width of a part, in units of one bit in the log domain: float64[256, 2]."""
-        check_bits(self.bits)
-        unit = 2.0**23 if self.log_domain else 1.0
         parts = np.zeros((256, 2))
-        parts[: len(self.low), 0] = self.low * unit  # exact, as are all products with powers of two
-        parts[: len(self.inv_width), 1] = self.inv_width * (2.0**self.bits / unit)
+        for column, numbers in enumerate(parts_of_cells(self.low, self.inv_width, self.bits, self.log_domain)):
+            parts[: len(numbers), column] = numbers
         return parts
 
     def refine(self, x: F32, codes: U8, inv_scale: float) -> U8:

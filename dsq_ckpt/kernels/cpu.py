@@ -269,6 +269,19 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
             target[i] = _cell_symbol(u, low[block[i]], steps[block[i]], top)
 
 
+def parts_of_cells(low: F64, inv_width: F64, bits: int, log_domain: bool) -> tuple[F64, F64]:
+    """Return the lower edges of cells, and one over the widths of their 2**bits parts, for `refine`.
+
+    In the log domain they are in units of one bit of a magnitude, so that no loop scales values: multiplication by a
+    power of two is exact.
+    """
+    check_bits(bits)
+    unit = 2.0**23 if log_domain else 1.0
+    lower: F64 = np.ascontiguousarray(low, np.float64) * unit
+    steps: F64 = np.ascontiguousarray(inv_width, np.float64) * (2.0**bits / unit)
+    return lower, steps
+
+
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
@@ -284,14 +297,10 @@ def refine(
         bits: 1..8.
         out: uint8[n].
     """
-    check_bits(bits)
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     check_array("out", out, np.uint8, (x.size,))
     check_below("codes", codes, min(low.size, inv_width.size))
-    # In units of one bit, so that the kernel does not scale: multiplication by a power of two is exact.
-    unit = 2.0**23 if log_domain else 1.0
-    lower = np.ascontiguousarray(low, np.float64) * unit
-    steps = np.ascontiguousarray(inv_width, np.float64) * (2.0**bits / unit)
+    lower, steps = parts_of_cells(low, inv_width, bits, log_domain)
     kernel = _refine_bits if log_domain else _refine_linear
     kernel(x, codes, scale_factor(inv_scale), lower, steps, 2.0**bits - 1, out)

@@ -60,12 +60,10 @@ static select_changes *const selects[] = {dsq_select_plain, dsq_select_avx2, dsq
 static compare_codes *const compares[] = {dsq_compare_plain, dsq_compare_avx2, dsq_compare_avx512};
 static count_codes *const counters[] = {dsq_count_plain, dsq_count_avx2, dsq_count_avx512};
 
-/* The passes of a path. AMD's processors before Zen 3 take hundreds of cycles for PDEP and PEXT, and Intel's first ones
-   with AVX-512 lack VBMI2. */
+/* The passes of a path: Intel's first processors with AVX-512 lack VBMI2. */
 static int passes(int path)
 {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("bmi2") || __builtin_cpu_is("amdfam17h"))
+    if (!dsq_fast_bits())
         return 0;
     return path < 2 || __builtin_cpu_supports("avx512vbmi2") ? path : 1;
 }

@@ -80,6 +80,16 @@ int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *cod
 
 int dsq_has_path(int path) { return path >= 0 && path < PATHS; }
 
+int dsq_fast_bits(void)
+{
+#ifdef DSQ_X86
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("bmi2") && !__builtin_cpu_is("amdfam17h");
+#else
+    return 0;
+#endif
+}
+
 /* Return whether a path has groups of two blocks in turns (words_avx512.c). */
 int dsq_takes_two(int path)
 {

@@ -182,6 +182,8 @@ int dsq_encode_one(const encoder *e, const uint8_t *parent, const uint8_t *codes
 int64_t dsq_encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states,
                         int *certain);
 int dsq_has_path(int path);
+/* Whether PDEP and PEXT are there and fast: AMD's processors before Zen 3 take hundreds of cycles for them. */
+int dsq_fast_bits(void);
 
 decode_groups dsq_decode_plain;
 encode_groups dsq_encode_plain;

@@ -248,19 +248,11 @@ static look_up *const look_ups[] = {look_up_plain, look_up_avx2, look_up_avx2};
 static refine_values *const refines[] = {refine_plain, refine_avx2, refine_avx512};
 static pack_symbols *const packs[] = {pack_plain, pack_bmi2, pack_bmi2};
 
-/* AMD's first processors with PEXT are slow at it. */
-static int packing(int path)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("bmi2") && !__builtin_cpu_is("amdfam17h") ? path : 0;
-}
 #else
 static find_places *const finds[] = {find_places_plain};
 static look_up *const look_ups[] = {look_up_plain};
 static refine_values *const refines[] = {refine_plain};
 static pack_symbols *const packs[] = {pack_plain};
-
-static int packing(int path) { (void)path; return 0; }
 #endif
 
 /* Set the codes of n values and, if bits is not 0, pack their refinement symbols; return 0 or an error: a previous code
@@ -284,6 +276,7 @@ int dsq_quantize(int path, const void *x, size_t n, float inv_scale, int lo, int
         return BAD_CELL;
     const bins of_row = {.under = lo - 1, .top = hi - lo + 1, .per_sign = hi - lo + 3};
     const cells own_cells = {cells_of, (double)((1u << bits) - 1), of_bits};
+    const int packing = dsq_fast_bits() ? path : 0;
     const int aligned = (uintptr_t)x % sizeof(float) == 0;
     const uint8_t *first = table + (parent ? 0 : row * 2 * (size_t)of_row.per_sign);
     for (size_t at = 0; at < n; at += TILE) {
@@ -308,7 +301,7 @@ int dsq_quantize(int path, const void *x, size_t n, float inv_scale, int lo, int
         refines[path](&own_cells, own, codes + at, largest, count, symbols);
         size_t padded = (count + 7) / 8 * 8, size = (count * bits + 7) / 8;
         memset(symbols + count, 0, padded - count);
-        packs[packing(path)](symbols, bits, padded, stream);
+        packs[packing](symbols, bits, padded, stream);
         memcpy(packed + at / 8 * bits, stream, size);
     }
     return 0;

@@ -170,13 +170,13 @@ static look_at *const looks[] = {look_at_plain, look_at_avx2, look_at_avx2};
 static unpack_symbols *const unpacks[] = {unpack_plain, unpack_avx2, unpack_avx512};
 static look_up *const look_ups[] = {look_up_plain, look_up_plain, look_up_avx512};
 
-/* The passes of a path: AMD's first processors with PDEP are slow at it, Intel's first ones with AVX-512 lack VBMI. */
+/* The passes of a path: Intel's first processors with AVX-512 lack VBMI. */
 static int passes(int path)
 {
     __builtin_cpu_init();
     if (path > 1 && !__builtin_cpu_supports("avx512vbmi"))
         path = 1;
-    return path == 1 && (!__builtin_cpu_supports("bmi2") || __builtin_cpu_is("amdfam17h")) ? 0 : path;
+    return path == 1 && !dsq_fast_bits() ? 0 : path;
 }
 #else
 static look_at *const looks[] = {look_at_plain};
