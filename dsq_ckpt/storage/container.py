@@ -281,7 +281,7 @@ def _unpack(data: bytes) -> Any:
     return parse_strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
 
 
-# A save reads the contents of its parent several times, and a load those of each file of a chain.
+# A save reads the contents of its parent several times, and loads of one process those of the same chains.
 _unpack_small = functools.lru_cache(_CACHED_SMALL)(_unpack)
 _unpack_large = functools.lru_cache(_CACHED_LARGE)(_unpack)
 
