@@ -23,6 +23,7 @@ from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
 Dispatcher.get_backend_for_host = functools.cache(Dispatcher.get_backend_for_host)  # it lists directories each time
 WSGIRequestHandler.disable_nagle_algorithm = True  # else a body waits 40 ms, until its headers are acknowledged
+WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections stay open
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
