@@ -20,6 +20,8 @@ _MAX_NUMBER = 5
 
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
+# Loops stand for assignments to slices, `np.repeat` and lists of positions: these take as long to compile as all else.
+
 
 @jit
 def _read_head(block: Array, n: int, counts: Array) -> tuple[int, int]:
@@ -73,11 +75,12 @@ def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
 @jit
 def _find_listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
     """Write the positions of listed elements; return their number, or an error."""
-    classes, n_listed = limits.size, 0
-    ends = np.cumsum(counts)
-    at, gaps = ends - counts, np.full(classes + 2, -1, np.int64)  # -1: no more changes
+    classes, n_listed, end = limits.size, 0, _i64(0)
+    at, ends, gaps = np.empty_like(counts), np.empty_like(counts), np.full(classes + 2, -1, np.int64)  # -1: no more
     gaps[classes] = 0
     for k in range(classes):
+        at[k], end = end, end + counts[k]
+        ends[k] = end
         if counts[k]:
             gaps[k], at[k] = _next_change(tokens[: ends[k]], at[k], limits[k])
             if gaps[k] < 0:
@@ -95,7 +98,30 @@ def _find_listed(kinds: Array, limits: Array, tokens: Array, counts: Array, code
                     gaps[k], at[k] = _next_change(tokens[: ends[k]], at[k], limits[k])
                     if gaps[k] < 0:
                         return LEFT
-    return LEFT if (gaps[:classes] >= 0).any() else n_listed
+    for k in range(classes):
+        if gaps[k] >= 0:
+            return LEFT
+    return n_listed
+
+
+@jit
+def _repeat_rows(first: int, counts: Array, total: int) -> Array:
+    """Return the table of each token: a class's is `first` + its number."""
+    rows, at = np.empty(total, np.uint8), 0
+    for k in range(counts.size):
+        for _ in range(counts[k]):
+            rows[at] = first + k
+            at += 1
+    return rows
+
+
+@jit
+def _take(codes: Array, places: Array, n: int) -> Array:
+    """Return the codes at the first n positions."""
+    taken = np.empty(n, np.uint8)
+    for i in range(n):
+        taken[i] = codes[places[i]]
+    return taken
 
 
 @jit
@@ -109,18 +135,18 @@ def _decode(tables: Any, kinds: Array, limits: Array, codes: Array, block: Array
         return at
     total = counts.sum()
     tokens = np.empty(total, np.uint8)
-    rows = np.repeat(np.arange(limits.size), counts) + kinds.size
+    rows = _repeat_rows(kinds.size, counts, total)
     if uses_lanes:
-        at = lanes.decode_turns(tables, rows.astype(np.uint8), tokens, total, states, block, at)
+        at = lanes.decode_turns(tables, rows, tokens, total, states, block, at)
     else:
-        at = lanes.decode_one(tables, rows.astype(np.uint8), tokens, total, states, block, at)
+        at = lanes.decode_one(tables, rows, tokens, total, states, block, at)
     if at < 0:
         return at
     places = np.empty(codes.size, np.uint32)
     n_listed = _find_listed(kinds, limits, tokens, counts, codes, places)
     if n_listed < tail:
         return n_listed if n_listed < 0 else BAD_SIZE
-    context, symbols = codes[places[:n_listed]], np.empty(n_listed, np.uint8)
+    context, symbols = _take(codes, places, n_listed), np.empty(n_listed, np.uint8)
     if uses_lanes:
         at = lanes.decode_turns(tables, context, symbols, n_listed - tail, states, block, at)
         if at < 0:
@@ -179,13 +205,14 @@ def _encode(
             gaps[k] = 0
         places[n_listed] = i
         n_listed += 1
-    context, symbols = parent[places[:n_listed]], codes[places[:n_listed]]
+    context, symbols = _take(parent, places, n_listed), _take(codes, places, n_listed)
     total = counts.sum()
     tokens, at = np.empty(total, np.uint8), 0
     for k in range(classes):
-        tokens[at : at + counts[k]] = streams[k, : counts[k]]
-        at += counts[k]
-    rows = (np.repeat(np.arange(classes), counts) + kinds.size).astype(np.uint8)
+        for i in range(counts[k]):
+            tokens[at] = streams[k, i]
+            at += 1
+    rows = _repeat_rows(kinds.size, counts, total)
     states, end = np.full(LANES, LOW, np.int64), buffer.size
     uses_lanes = 1 if total + n_listed >= _SINGLE else 0
     if uses_lanes:
@@ -212,7 +239,7 @@ def decode(
     rows: Array, counts: Array, escaped: Array, entries: Array, kinds: Array, limits: Array, codes: Array, block: Array
 ) -> int:
     """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
-    result: int = _decode((rows, counts, escaped, entries), kinds, limits, codes, block)
+    result: int = _decode((rows, counts, escaped, entries), kinds, limits, codes, block.copy())
     return result
 
 

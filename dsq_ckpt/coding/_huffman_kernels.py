@@ -23,6 +23,28 @@ _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their
 
 
 @jit
+def _stable_order(counts: Array) -> Array:
+    """Return positions in ascending order of counts, as a stable `np.argsort`, which takes a second to compile."""
+    n = counts.size
+    order, merged = np.arange(n), np.empty(n, np.int64)
+    width = 1
+    while width < n:
+        for start in range(0, n, 2 * width):
+            left, right, end = start, min(start + width, n), min(start + 2 * width, n)
+            middle = right
+            for i in range(start, end):
+                if left < middle and (right == end or counts[order[left]] <= counts[order[right]]):
+                    merged[i] = order[left]
+                    left += 1
+                else:
+                    merged[i] = order[right]
+                    right += 1
+        order, merged = merged, order
+        width *= 2
+    return order
+
+
+@jit
 def huffman_lengths(counts: Array) -> Array:
     """Return lengths of an optimal prefix code of at most MAX_LENGTH bits; 2 <= len(counts) <= 2**15, counts > 0.
 
@@ -32,7 +54,7 @@ def huffman_lengths(counts: Array) -> Array:
     items taken.
     """
     n = counts.size
-    order = np.argsort(counts, kind="mergesort")
+    order = _stable_order(counts)
     is_leaf = np.zeros((MAX_LENGTH, 2 * n), np.bool_)
     below = np.empty(2 * n, np.int64)
     current = np.empty(2 * n, np.int64)
@@ -56,8 +78,11 @@ def huffman_lengths(counts: Array) -> Array:
     lengths = np.zeros(n, np.int64)
     taken = 2 * n - 2
     for level in range(MAX_LENGTH - 1, -1, -1):
-        leaves = int(np.count_nonzero(is_leaf[level, :taken]))
-        lengths[order[:leaves]] += 1
+        leaves = 0
+        for i in range(taken):
+            if is_leaf[level, i]:
+                lengths[order[leaves]] += 1
+                leaves += 1
         taken = 2 * (taken - leaves)
     return lengths
 
@@ -221,7 +246,7 @@ def read_group(buffer: Array, position: int, n_values: int, lookup: Array, value
     used = np.zeros(n_used, np.int64)
     lengths = np.zeros(n_used, np.int64)
     previous = -1
-    kraft = 0
+    kraft = width = 0
     for i in range(n_used):
         gap, position = read_number(buffer, position)
         previous += gap + 1
@@ -233,6 +258,7 @@ def read_group(buffer: Array, position: int, n_values: int, lookup: Array, value
             position += 4
             if lengths[i] == 0:
                 return BAD_TABLE
+            width = max(width, lengths[i])
             kraft += 1 << (MAX_LENGTH - lengths[i])
     if n_used == 1:
         if used[0] >= n_values:
@@ -242,7 +268,6 @@ def read_group(buffer: Array, position: int, n_values: int, lookup: Array, value
     if kraft != 1 << MAX_LENGTH:
         return BAD_TABLE
     codes = canonical_codes(lengths)
-    width = lengths.max()
     for i in range(n_used):
         for index in range(codes[i], 1 << width, 1 << lengths[i]):
             lookup[index] = used[i] << 4 | lengths[i]

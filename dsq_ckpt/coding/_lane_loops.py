@@ -129,7 +129,12 @@ def decode_tail(tables: Any, parent: Array, out: Array, start: int, states: Arra
         words[2 * j], words[2 * j + 1] = states[j] & 0xFF, states[j] >> 8 & 0xFF
     states[0] = load_integer(words, 0, 4)
     at = _decode_single(tables, parent, out, start, states, words, 4)
-    return at if at < 0 else LEFT if words[at:].any() else 0
+    if at < 0:
+        return at
+    for i in range(at, words.size):
+        if words[i]:
+            return LEFT
+    return 0
 
 
 @jit
@@ -280,7 +285,7 @@ _NONE = np.empty(0, np.uint8)
 def decode(rows: Array, counts: Array, escaped: Array, entries: Array, parent: Array | None, out: Array,
            block: Array) -> int:
     """Decode a block; see `dsq_decode` in native/lanes.c."""
-    result: int = _decode((rows, counts, escaped, entries), _NONE if parent is None else parent, out, block)
+    result: int = _decode((rows, counts, escaped, entries), _NONE if parent is None else parent, out, block.copy())
     return result
 
 

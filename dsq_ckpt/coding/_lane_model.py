@@ -130,7 +130,7 @@ def fit(counts: Array, log2s: Array, freqs: Array, firsts: Array, escape_freqs: 
         bits[r] = MIN_BITS
         while costs[bits[r]] > best + best // 2000:
             bits[r] += 1
-        _fit_row(counts[r], first, bits[r], log2s, freqs[r], escape_freqs[r : r + 1])
+        _fit_row(counts[r], first, np.int64(bits[r]), log2s, freqs[r], escape_freqs[r : r + 1])
 
 
 @jit

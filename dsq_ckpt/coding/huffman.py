@@ -220,7 +220,10 @@ def _group_bits(counts: Array, n_values: int, run_length: bool) -> float:
 def _write_support(support: Array, bits: Array) -> int:
     position = 0
     for r in range(support.shape[0]):
-        position = _bits.write_number(bits, position, int(np.count_nonzero(support[r])))
+        n_symbols = 0
+        for s in range(support.shape[1]):
+            n_symbols += support[r, s]
+        position = _bits.write_number(bits, position, n_symbols)
         previous = -1
         for s in range(support.shape[1]):
             if support[r, s]:

@@ -202,4 +202,5 @@ def _add_rows(
         i += size
         column = 0
         row += by_row
-    sums[1] += full
+    for j in range(width):  # an addition of arrays takes a second to compile
+        sums[1, j] += full

@@ -1,10 +1,11 @@
-"""Kept machine code whose index is damaged, or of another version of the package, is compiled again."""
+"""Machine code that is kept, and what a kernel is compiled for."""
 
 import pickle
 
 import numba
 import pytest
 
+from dsq_ckpt.kernels.jit import jit
 from tests.helpers import processes
 
 KERNEL = """
@@ -49,3 +50,19 @@ def test_an_index_that_cannot_be_read_is_made_again(package, content):
     index.write_bytes(content)
     assert run(package) == "42 1"
     assert run(package) == "42 0"
+
+
+@jit
+def add(value, other, negative=False):
+    return value - other if negative else value + other
+
+
+@jit
+def call(value):
+    return add(value, 1) + add(2, value) + add(value, other=3) + add(value, 4, negative=True)
+
+
+def test_literals_are_values_like_others():
+    """Numba compiles a function once more for each literal that another one gives it."""
+    assert call(10) == 11 + 12 + 13 + 6
+    assert len(add.signatures) == 2, "with the default and without"
