@@ -15,8 +15,9 @@ from dsq_ckpt import LoadFailed
 from dsq_ckpt.api.object_placeholders import ObjectPlaceholders, select_objects
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.core.test_tensor_subclasses import EightBits, equal, scaled
+from tests.helpers.odd_optimizers import make_pair
 from tests.helpers.states import find_differences
+from tests.helpers.tensor_subclasses import EightBits, equal, scaled
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -50,17 +51,6 @@ class Kept:
 
     def load_state_dict(self, state):
         self.state = dict(state)
-
-
-def make_pair(kind, steps=0, **options):
-    torch.manual_seed(steps)
-    model = nn.Linear(80, 96, bias=False)
-    optimizer = kind(model.parameters(), **options)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 80)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
 
 
 def restore(path, compressor, source, target):

@@ -4,35 +4,20 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from tests.helpers.odd_optimizers import (
+    KINDS,
     CountingAdamW,
     ForwardingAdamW,
-    GlobalStateSGD,
-    GradientWindow,
     HiddenStateAdamW,
-    HookedSGD,
     SlowWeights,
     leaves,
+    make_trained_pair,
     train_on_noise,
 )
 from tests.helpers.training import compute_loss, train_model
-
-KINDS = [
-    CountingAdamW, HookedSGD, GlobalStateSGD, GradientWindow, torch.optim.AdamW, ForwardingAdamW, SlowWeights,
-    HiddenStateAdamW,
-]
-
-
-def make_pair(kind, steps=0, seed=0):
-    torch.manual_seed(seed)
-    model = nn.Linear(64, 64)
-    optimizer = kind(model.parameters())
-    train_on_noise(model, optimizer, steps, seed)
-    return model, optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +32,9 @@ def silent():
 @pytest.mark.parametrize("now", [0, 1, 9])
 def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, before, now):
     """Keys beside state and groups, entries of no parameter, and all of a dict or list that grows with the steps."""
-    model, optimizer = make_pair(kind, before)
+    model, optimizer = make_trained_pair(kind, before)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
-    model_too, restored = make_pair(kind, now, seed=1)
+    model_too, restored = make_trained_pair(kind, now, seed=1)
     dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
     for module, own in ((model, optimizer), (model_too, restored)):
@@ -69,10 +54,10 @@ def test_a_search_and_a_save_leave_the_optimizer_as_it_is(tmp_path, kind):
 
 def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
     """They stay as they are, which is told once."""
-    model, optimizer = make_pair(CountingAdamW, 3)
+    model, optimizer = make_trained_pair(CountingAdamW, 3)
     weights, moments = get_state_dict(model, optimizer)
     dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
-    model_too, restored = make_pair(CountingAdamW, 1, seed=1)
+    model_too, restored = make_trained_pair(CountingAdamW, 1, seed=1)
     with pytest.warns(UserWarning) as caught:
         dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
     assert [str(warning.message).partition(", as it was")[0] for warning in caught] == [
@@ -84,12 +69,12 @@ def test_a_checkpoint_without_such_keys_is_loaded(tmp_path):
 
 def test_keys_that_an_optimizer_does_not_tell_yet_are_plain_data(tmp_path):
     """No code of the checkpoint runs for what the optimizer does not name."""
-    model, optimizer = make_pair(CountingAdamW, 1)
+    model, optimizer = make_trained_pair(CountingAdamW, 1)
     optimizer.own["more"] = {"path": tmp_path}
     with pytest.warns(UserWarning, match=r"'optimizer\.own\.more\.path' is pickled with"):
         dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'optimizer\.own\.more\.path' is more than plain data"):
-        dsq_ckpt.Compressor(*make_pair(CountingAdamW)).load(tmp_path / "a")
+        dsq_ckpt.Compressor(*make_trained_pair(CountingAdamW)).load(tmp_path / "a")
 
 
 class Around(torch.optim.SGD):
@@ -151,24 +136,24 @@ class WithoutDefaults(torch.optim.Optimizer):
 
 
 def test_an_optimizer_around_another_without_defaults(tmp_path):
-    model, optimizer = make_pair(WithoutDefaults, 3)
+    model, optimizer = make_trained_pair(WithoutDefaults, 3)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
-    other, around = make_pair(WithoutDefaults)
+    other, around = make_trained_pair(WithoutDefaults)
     dsq_ckpt.Compressor(other, around, "exact").load(tmp_path / "a")
     assert leaves(around.state_dict()) == leaves(optimizer.state_dict())
 
 
 def test_a_load_into_a_new_optimizer_around_another_counts_no_step(tmp_path):
-    model, optimizer = make_pair(WarmUp, 3)
+    model, optimizer = make_trained_pair(WarmUp, 3)
     dsq_ckpt.Compressor(model, optimizer, "exact").save(tmp_path / "a")
-    other, around = make_pair(WarmUp)
+    other, around = make_trained_pair(WarmUp)
     around.count = 3
     dsq_ckpt.Compressor(other, around, "exact").load(tmp_path / "a")
     assert around.count == 3 and leaves(around.state_dict()) == leaves(optimizer.state_dict())
 
 
 def test_a_load_that_fails_keeps_the_state_of_an_inner_optimizer(tmp_path):
-    model, optimizer = make_pair(AroundAdamW, 3)
+    model, optimizer = make_trained_pair(AroundAdamW, 3)
     before = leaves(optimizer.base.state_dict())
     with pytest.raises(dsq_ckpt.CheckpointNotFound):
         dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "missing")
@@ -178,8 +163,8 @@ def test_a_load_that_fails_keeps_the_state_of_an_inner_optimizer(tmp_path):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, HiddenStateAdamW])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
-    dsq_ckpt.Compressor(*make_pair(kind, 1)).save(tmp_path / "a")
-    model, optimizer = make_pair(kind, steps)
+    dsq_ckpt.Compressor(*make_trained_pair(kind, 1)).save(tmp_path / "a")
+    model, optimizer = make_trained_pair(kind, steps)
     optimizer.zero_grad()
     before = leaves(optimizer.state_dict())
     with pytest.raises(dsq_ckpt.LoadFailed, match="missing"):
@@ -189,7 +174,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_is(tmp_path, kind, steps):
 
 def test_gradients_are_averaged_at_the_steps_of_an_inner_optimizer():
     """The one around it has no hooks."""
-    model, optimizer = make_pair(ForwardingAdamW)
+    model, optimizer = make_trained_pair(ForwardingAdamW)
     config = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "protect": 0.01}}}}
     with dsq_ckpt.Compressor(model, optimizer, config, every=1) as compressor:
         train_on_noise(model, optimizer, 1)
@@ -201,7 +186,7 @@ def test_wrappers_of_other_libraries_are_what_they_wrap(kind):
     """They step otherwise than the optimizer in them; one that is more than it wraps stays as it is."""
     accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
     wrap_for_lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
-    model, optimizer = make_pair(kind)
+    model, optimizer = make_trained_pair(kind)
     wrapper = accelerated.__new__(accelerated)  # a new one needs a state of the process
     wrapper.optimizer = optimizer
     wrap_for_ray = pytest.importorskip("ray.train.torch.train_loop_utils")._WrappedOptimizer
@@ -213,7 +198,7 @@ def test_wrappers_of_other_libraries_are_what_they_wrap(kind):
 
 def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
     """An optimizer around another was unwrapped, and what it told beside that one was lost without a word."""
-    model, optimizer = make_pair(torch.optim.AdamW, 1)
+    model, optimizer = make_trained_pair(torch.optim.AdamW, 1)
     says = r"Around\.state_dict\(\) has 'base', 'rate' in place of .* by dsq_ckpt\.save and dsq_ckpt\.load"
     with pytest.raises(dsq_ckpt.ConfigError, match=says):
         dsq_ckpt.Compressor(model, Around(optimizer)).save(tmp_path / "a")
@@ -223,7 +208,7 @@ def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("state", [torch.zeros(64, 64), [torch.zeros(64, 64)], 1], ids=["tensor", "list", "int"])
 def test_a_parameter_state_that_is_no_dict_is_refused_at_the_save(tmp_path, state):
     """The save was done, and no load succeeded: `'Tensor' object has no attribute 'items'`."""
-    model, optimizer = make_pair(torch.optim.SGD)
+    model, optimizer = make_trained_pair(torch.optim.SGD)
     optimizer.state[model.weight] = state
     says = rf"SGD\.state_dict\(\) has {type(state).__name__} in place of a dict .* by dsq_ckpt\.save and"
     with pytest.raises(dsq_ckpt.ConfigError, match=says):

@@ -16,7 +16,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, LoadFailed
 from dsq_ckpt.storage.manifest import Manifest
-from tests.core.test_nesting import check_moments, fresh, plain
+from tests.helpers.optimizer_states import check_moments, fresh, plain
 from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import find_differences
 

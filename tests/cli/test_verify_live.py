@@ -15,8 +15,8 @@ from dsq_ckpt.storage import concurrent_changes
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
+from tests.helpers.remote_runs import chain, state_of
 from tests.helpers.small_run import NAMES
-from tests.storage.test_remote_removal import chain, state_of
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from dsq_ckpt.config.schema import BY_SIZE, QuantizeConfig, TensorConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.config_trees import load_preset
 from dsq_ckpt.storage.manifest import Manifest
-from tests.quantization.test_moments import error, moments, update
+from tests.helpers.adam_moments import error, moments, update
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -22,9 +22,10 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.fixtures import make_format_v1 as v1
 from tests.helpers.commands import dsq_stdout
 from tests.helpers.edited_checkpoints import edit_index
+from tests.helpers.optimizer_states import check_moments, fresh, plain
 from tests.helpers.reading import read_checkpoint
 from tests.helpers.states import find_differences, is_equal
-from tests.helpers.training import Net, compute_loss, train
+from tests.helpers.training import compute_loss, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -44,33 +45,6 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-def plain(kind=torch.optim.AdamW, **options):
-    """A model, its optimizer after a few steps, and a state dict as scripts save it."""
-    model = Net()
-    optimizer = kind(model.parameters(), lr=1e-2, **options)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
-    train(model, optimizer, 0, 3)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    return model, optimizer, state
-
-
-def fresh(kind=torch.optim.AdamW, **options):
-    model = Net(seed=5)
-    return kind(model.parameters(), lr=1e-2, **options)
-
-
-def moments(optimizer):
-    return {(number, name): value for number, state in enumerate(optimizer.state.values())
-            for name, value in state.items()}
-
-
-def check_moments(optimizer, original):
-    """The same parameters have the same state, bit for bit."""
-    loaded, expected = moments(optimizer), moments(original)
-    assert expected and loaded.keys() == expected.keys()
-    assert all(is_equal(torch.as_tensor(loaded[key]), torch.as_tensor(expected[key])) for key in expected)
 
 
 @pytest.mark.parametrize("how", ["compress", "save", "async_save", "again"])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import dsq_ckpt
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.errors import LoadFailed
-from tests.api.test_module_placeholders import EXTRA, Remembering
+from tests.helpers.stateful_modules import EXTRA, Remembering
 
 
 class Wrapped(nn.Module):

@@ -11,21 +11,7 @@ from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.engine.tied import share_memory
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import find_differences, load_copy, relative_error
-from tests.helpers.training import compute_loss, make_batch
-
-
-class Tied(nn.Module):
-    def __init__(self, seed=0, tied=True):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.embed, self.hidden = nn.Embedding(128, 96), nn.Linear(96, 96)
-            self.head = nn.Linear(96, 128, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(torch.relu(self.hidden(self.embed(tokens))))
+from tests.helpers.training import Tied, compute_loss, make_batch
 
 
 def trained(model, steps=30):

@@ -188,3 +188,28 @@ def leaves(node: Any, way: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
             return {way: (whole.dtype, whole.tolist())}
         return {way: node}
     return {key: value for place, inner in entries for key, value in leaves(inner, (*way, place)).items()}
+
+
+KINDS = [
+    CountingAdamW, HookedSGD, GlobalStateSGD, GradientWindow, torch.optim.AdamW, ForwardingAdamW, SlowWeights,
+    HiddenStateAdamW,
+]
+
+
+def make_trained_pair(kind, steps=0, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 64)
+    optimizer = kind(model.parameters())
+    train_on_noise(model, optimizer, steps, seed)
+    return model, optimizer
+
+
+def make_pair(kind, steps=0, **options):
+    torch.manual_seed(steps)
+    model = nn.Linear(80, 96, bias=False)
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 80)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer

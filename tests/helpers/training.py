@@ -76,3 +76,17 @@ def _train_once(steps: int, kind: Callable[..., torch.optim.Optimizer], options:
     optimizer = kind(model.parameters(), **{"lr": 1e-2, **dict(options)})
     train(model, optimizer, 0, steps)
     return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+
+
+class Tied(nn.Module):
+    def __init__(self, seed=0, tied=True):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed, self.hidden = nn.Embedding(128, 96), nn.Linear(96, 96)
+            self.head = nn.Linear(96, 128, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.hidden(self.embed(tokens))))

@@ -12,13 +12,10 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import LoadFailed
 from dsq_ckpt.integrations.training_state import TrainingState
-from tests.api.test_module_placeholders import EXTRA, Metric, Remembering, hooked, observed, scaled, train
-from tests.api.test_object_placeholders import make_pair
-from tests.api.test_optimizer_state import KINDS
-from tests.api.test_optimizer_state import make_pair as make_optimizer_pair
-from tests.core.test_tensor_subclasses import EightBits, equal
-from tests.helpers.odd_optimizers import CountingAdamW, leaves, train_on_noise
+from tests.helpers.odd_optimizers import KINDS, CountingAdamW, leaves, make_pair, make_trained_pair, train_on_noise
+from tests.helpers.stateful_modules import EXTRA, Metric, Remembering, hooked, observed, scaled, train
 from tests.helpers.states import find_differences
+from tests.helpers.tensor_subclasses import EightBits, equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -146,9 +143,9 @@ def test_a_base_layer_is_told_without_an_argument_that_cannot_be_passed(tmp_path
 @pytest.mark.parametrize("steps", [0, 9])
 def test_all_that_an_optimizer_tells_comes_back(tmp_path, kind, steps):
     """Tensors among it too, and what belongs to no parameter: these failed, the latter at the first save."""
-    model, optimizer = make_optimizer_pair(kind, 6)
+    model, optimizer = make_trained_pair(kind, 6)
     dsq_ckpt.save(TrainingState([model], [optimizer]).collect(), tmp_path / "a", config="exact")
-    model_too, restored = make_optimizer_pair(kind, steps, seed=1)
+    model_too, restored = make_trained_pair(kind, steps, seed=1)
     TrainingState([model_too], [restored]).restore(tmp_path / "a")
     assert leaves(restored.state_dict()) == leaves(optimizer.state_dict())
 

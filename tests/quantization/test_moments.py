@@ -22,22 +22,9 @@ from dsq_ckpt.quantization.moments import (
 )
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.adam_moments import error, moments, update
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-def moments(rows: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
-    """First and second moments of elements whose gradients differ by many orders of magnitude, a tenth of them zero."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = torch.exp2(torch.randint(-40, 0, (rows, 96), generator=generator).float())
-    m = torch.zeros(rows, 96)
-    v = torch.zeros(rows, 96)
-    for _ in range(30):
-        gradient = torch.randn(rows, 96, generator=generator) * scale
-        m = 0.9 * m + 0.1 * gradient
-        v = 0.98 * v + 0.02 * gradient**2
-    never = torch.rand(rows, 96, generator=generator) < 0.1
-    return {"exp_avg": m.masked_fill(never, 0), "exp_avg_sq": v.masked_fill(never, 0)}
 
 
 def state(seed: int = 0) -> dict:
@@ -48,14 +35,6 @@ def restored(path, like: dict, **options) -> dict[str, torch.Tensor]:
     empty = {"state": {"w": {name: torch.full_like(value, torch.nan) for name, value in like["state"]["w"].items()}}}
     dsq_ckpt.load(empty, path, **options)
     return empty["state"]["w"]
-
-
-def update(part: dict[str, torch.Tensor]) -> torch.Tensor:
-    return part["exp_avg"] / (part["exp_avg_sq"].sqrt() + 1e-15)
-
-
-def error(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / one.norm())
 
 
 def octaves_between(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

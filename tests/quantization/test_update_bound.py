@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import dsq_ckpt
-from tests.quantization.test_moments import error, moments, restored, state, update
+from tests.helpers.adam_moments import error, moments, update
+from tests.quantization.test_moments import restored, state
 
 
 @pytest.mark.parametrize("second", [1.0, 2.0**-6])

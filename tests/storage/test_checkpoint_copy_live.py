@@ -14,8 +14,8 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit
+from tests.helpers.remote_runs import chain
 from tests.helpers.small_run import NAMES
-from tests.storage.test_remote_removal import chain
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
-from tests.storage.test_remote_removal import chain, loaded, names_in, put, state_of
+from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of
 
 
 @pytest.fixture

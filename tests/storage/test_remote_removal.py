@@ -20,34 +20,7 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import dsq_json, dsq_stdout
-
-
-def state_of(step: int) -> dict:
-    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    moved = torch.randn(256, 256, generator=torch.Generator().manual_seed(step))
-    return {"w": values + 0.01 * step * moved, "step": step}
-
-
-def chain(run: str, length: int) -> list:
-    for step in range(1, length + 1):
-        dsq_ckpt.save(state_of(step), f"{run}/step-{step}")
-    return [resolve_checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
-
-
-def loaded(path) -> dict:
-    target: dict = {}
-    dsq_ckpt.load(target, path, refinement=False)
-    return target
-
-
-def names_in(path) -> set[str]:
-    return {entry.name for entry in get_storage(path).list_entries(path)}
-
-
-def put(path, data: bytes = b"x") -> None:
-    with get_storage(path).create(path, fsync=False) as file:
-        file.stream.write(data)
-        file.publish()
+from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

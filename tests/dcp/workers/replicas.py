@@ -21,8 +21,7 @@ from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from tests.engine.test_tied import Tied
-from tests.helpers.training import Net, compute_loss, train
+from tests.helpers.training import Net, Tied, compute_loss, train
 
 
 def owners(path: Path) -> dict[str, int]:
