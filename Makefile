@@ -12,7 +12,7 @@ RESULTS ?= evaluation
 # With bytecode in files, or each process that a test starts would compile all modules again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv demo demo-deepspeed test tests coverage kernels lint lint-in-one-piece docs campaign bench evaluate evaluate-quick clean
+.PHONY: venv demo demo-deepspeed test tests modules coverage kernels lint lint-in-one-piece docs campaign bench evaluate evaluate-quick clean
 
 venv: $(STAMP)
 
@@ -30,14 +30,18 @@ demo-deepspeed: $(STAMP)
 
 # At once: lint takes what tests leave of two cores while they wait for processes, and is done before them.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 lint-in-one-piece tests
+	$(MAKE) --no-print-directory --jobs 3 lint-in-one-piece tests
 
 # As soon as it is known, and not between the lines of pytest.
 lint-in-one-piece: $(STAMP)
 	@found=$$(nice -n 19 $(MAKE) --no-print-directory lint 2>&1); status=$$?; echo "$$found"; exit $$status
 
-tests: kernels
+tests: kernels modules
 	$(PYTEST)
+
+# Modules of tests are compiled once, while kernels are, and not by each worker. Workers show what cannot be imported.
+modules: $(STAMP)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
 
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

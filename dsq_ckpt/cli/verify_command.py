@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass, field
@@ -115,12 +116,16 @@ class Verification:
                 report.name, str(len(files)), output.size(sum(file.size for file in files)), result, decoded
             )
         screen.print(rows)
-        for report in self.damaged:  # lines, since a table of three columns would break paths
-            screen.print(f"\n{report.name}:", soft_wrap=True)
-            for problem in report.problems[:_MAX_SHOWN]:
+        for _, group in itertools.groupby(self.damaged, _problems_by_place):  # a damaged keyframe damages its chain
+            first, *others = group
+            names = ", ".join(report.name for report in (first, *others))
+            if len(others) > 2:
+                names = f"{first.name} to {others[-1].name} ({1 + len(others)} checkpoints)"
+            screen.print(f"\n{names}:", soft_wrap=True)
+            for problem in first.problems[:_MAX_SHOWN]:  # lines, since a table of three columns would break paths
                 screen.print(f"  {problem.where}: {problem.problem}", soft_wrap=True)
-            if len(report.problems) > _MAX_SHOWN:
-                screen.print(f"  ... and {len(report.problems) - _MAX_SHOWN} more; --json lists them all")
+            if len(first.problems) > _MAX_SHOWN:
+                screen.print(f"  ... and {len(first.problems) - _MAX_SHOWN} more; --json lists them all")
         if self.segments:
             wrong, total = self.damaged_segments, sum(size for _, size, _ in self.segments)
             result = f"{len(wrong)} damaged" if wrong else "ok"
@@ -133,6 +138,11 @@ class Verification:
 
 
 _MAX_SHOWN = 8
+
+
+def _problems_by_place(report: CheckpointReport) -> list[tuple[str, str]]:
+    """Return problems without the checkpoint's path, which are the same for all checkpoints that link a file."""
+    return [(problem.where, problem.problem.replace(str(report.path), "")) for problem in report.problems]
 _ATTEMPTS = 3
 
 

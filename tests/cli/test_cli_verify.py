@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
+from tests.helpers.remote_runs import chain
 from tests.helpers.small_run import NAMES
 
 
@@ -56,6 +57,19 @@ def test_verify_tells_every_checkpoint_that_a_file_harms(trained, tmp_path):
     tensors = {problem["where"] for problem in report["checkpoints"][2]["problems"]}
     assert find_file(run / NAMES[1]).name in tensors and len(tensors) > 1
     assert len(run_dsq("verify", run).stdout.splitlines()) < 40
+
+
+@pytest.mark.parametrize(("length", "names"), [
+    (3, "step-1, step-2, step-3:"), (5, "step-1 to step-5 (5 checkpoints):"),
+])
+def test_verify_tells_once_what_checkpoints_have_in_common(tmp_path, length, names):
+    keyframe, *_ = chain(str(tmp_path), length)
+    [file] = keyframe.glob("*.dsq")
+    flip_bit(file)
+    report = dsq_json("verify", tmp_path, "--no-deep", code=1)
+    assert all(entry["problems"] for entry in report["checkpoints"])
+    text = run_dsq("verify", tmp_path, "--no-deep").stdout
+    assert text.count(f"{file.name}: has checksum") == 1 and f"\n{names}\n" in text
 
 
 def test_verify_missing_truncated_and_unreadable(run):
