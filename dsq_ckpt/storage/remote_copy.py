@@ -138,8 +138,11 @@ class RemoteCopy:
                     continue
                 raise
             break
-        named = {file.name for file in files}
-        remove_files(path for path in self._made if path.parent == target and path.name not in named)
+        named = {target / file.name for file in files}
+        unneeded = {path for path in self._made if path.parent == target} - named
+        remove_files(unneeded)
+        # Other checkpoints may need a dropped refinement: they get their own copies.
+        self._written = {key: path for key, path in self._written.items() if path not in unneeded}
         copied = manifest.model_copy(update={"files": files})
         self._copy_other_files(source, target, _list_named_files(manifest))
         Manifest.read(source)  # raises if the checkpoint was removed, since other files may be missing then

@@ -232,6 +232,32 @@ def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
     assert not any(name.endswith(".refinement") for name in names_in(target / "step-1"))
 
 
+def test_a_layer_that_is_dropped_meanwhile_and_needed_by_another(place, monkeypatch):
+    """Copied before it was dropped, and then removed again: the next checkpoint, a difference to it, gets its own."""
+    local, source, target = place("disk", "run"), place("store", "run"), place("disk", "copied")
+    chain(str(local), 2)
+    copy_checkpoints(local, source)
+    sent = remote_copy.copy_between_storages
+
+    def transfer(origin, *arguments, **options):
+        if origin.name.endswith(".index"):
+            monkeypatch.setattr(remote_copy, "copy_between_storages", sent)
+            from dsq_ckpt.engine.retention import drop_refinements
+
+            assert drop_refinements(source / "step-2", 1, False) == [source / "step-1"]
+            raise FileNotFoundError(origin)  # of another rank's layer
+        return sent(origin, *arguments, **options)
+
+    monkeypatch.setattr(remote_copy, "copy_between_storages", transfer)
+    copy_checkpoints(source, target)
+    assert [Manifest.read(target / name).refinement for name in ("step-1", "step-2")] == ["dropped", "kept"]
+    values: list[dict] = [{}, {}]
+    for value, run in zip(values, (local, target), strict=True):
+        dsq_ckpt.load(value, run / "step-2", refinement=True)
+    assert torch.equal(values[0]["w"], values[1]["w"])
+    assert not any(name.endswith(".refinement") for name in names_in(target / "step-1"))
+
+
 def test_two_copies_to_one_place(place, monkeypatch):
     """The second one fails, and leaves the first one whole."""
     chain(str(place("store", "run")), 3)
