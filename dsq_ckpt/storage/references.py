@@ -79,7 +79,7 @@ def commit_manifest(path: Path, manifest: Manifest, overwrite: bool, parent: tup
                 "gone that this one needs: it was not committed; save again"
             )
     if before is not None:
-        remove_unneeded_files(path, {file.name for file in before.files if file.held_by is None})
+        remove_unneeded_files(path, {file.path_in(path) for file in before.files})
 
 
 def try_read_manifest(path: Path) -> Manifest | None:
@@ -146,12 +146,13 @@ def remove_files(files: Iterable[Path]) -> None:
     map_concurrently(lambda file: get_storage(file).remove(file), files, MAX_REQUESTS)
 
 
-def remove_unneeded_files(path: Path, names: set[str]) -> None:
-    """Remove the files of a replaced checkpoint that no checkpoint of the run needs.
+def remove_unneeded_files(path: Path, files: Iterable[Path]) -> None:
+    """Remove the files of a replaced checkpoint, also those of removed ancestors, that no checkpoint of the run needs.
 
     Files that cannot be removed, or all of them if a manifest is unreadable, are left to `dsq gc` with a warning.
     """
     try:
-        remove_files(path / name for name in sorted(names - collect_needed_files(get_run(path))[path.name]))
+        needed = collect_needed_files(get_run(path))
+        remove_files(file for file in sorted(files) if file.name not in needed[file.parent.name])
     except (DSQError, OSError) as error:
         warn_safely(f"files of '{path}' that are not needed any more were not deleted: {error}")

@@ -184,6 +184,18 @@ def test_a_bucket_is_no_checkpoint(store):
     assert remote_gc.find_garbage(bucket, 0) == []
 
 
+def test_a_replaced_checkpoint_takes_files_of_removed_ones_along(store):
+    """Once only it needed them, as one that is removed does."""
+    paths = chain(f"{store}/run", 3)
+    value = loaded(paths[1])["w"]
+    remove_checkpoint(paths[0])
+    dsq_ckpt.save(state_of(9), paths[2], overwrite=True, parent=None)
+    assert len(names_in(paths[0])) == 1 and torch.equal(loaded(paths[1])["w"], value)
+    dsq_ckpt.save(state_of(10), paths[1], overwrite=True, parent=None)
+    assert names_in(paths[0]) == set() and [loaded(path)["step"] for path in paths[1:]] == [10, 9]
+    assert remote_gc.find_garbage(paths[0].parent, 0) == []
+
+
 def test_a_removal_of_what_a_save_is_replacing(store, monkeypatch):
     """The removal deletes nothing that the new checkpoint needs, which took over files of the one that it replaces."""
     (path,) = chain(f"{store}/run", 1)
