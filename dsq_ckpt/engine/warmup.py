@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dsq_ckpt import kernels
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
-from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
+from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, _native, huffman_bits
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.kernels import jit
@@ -154,11 +154,15 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
+_CODE_TASKS = [
+    lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
+    lambda: kernels.pack(_CODES, 2),
+]
+_IN_C = _native.path() != "numba"  # then few saves need the kernels that set codes and pack
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     "save": [
         lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
-        lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
-        lambda: kernels.pack(_CODES, 2), _scale_moments, lambda: kernels.gather_protected(_X, _CODES, 3),
+        *(() if _IN_C else _CODE_TASKS), _scale_moments, lambda: kernels.gather_protected(_X, _CODES, 3),
         lambda: kernels.to_bf16(_X.view(np.uint32)),
         lambda: count_pairs(_CODES, _CODES), _run_restored,
     ],
@@ -168,7 +172,7 @@ _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     ],
     "more": [
         _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),
-        _run_importance, lambda: _run_unpack(False), _run_compensate,
+        *(_CODE_TASKS if _IN_C else ()), _run_importance, lambda: _run_unpack(False), _run_compensate,
     ],
 }
 ALL: tuple[KernelGroup, ...] = ("save", "load", "more")
