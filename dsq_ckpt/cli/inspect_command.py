@@ -70,13 +70,13 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         screen.print("moments of norms, biases, one-dimensional and small tensors: bf16, 0.4 % off at most")
     if not manifest.groups:
         return
-    rows = output.table(
-        "<group", "elements", "<codebook", "levels", "step", "coded", "bits/element", "base error", "restored"
-    )
+    wide = screen.width >= output.WIDE_COLUMNS  # else there is room for whole names, which tell most of the codebook
+    codebook = ("<codebook", "levels") if wide else ()
+    rows = output.table("<group", "elements", *codebook, "step", "coded", "bits", "base error", "restored")
     for name, group in sorted(manifest.groups.items()):
         restored = compute_restored_error(group)
         rows.add_row(
-            name, output.number(group.elements), _codebook_fit(name, manifest), str(group.levels),
+            name, output.number(group.elements), *((_codebook_fit(name, manifest), str(group.levels)) if wide else ()),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if restored is None else f"{100 * restored:.2f} %",
@@ -84,9 +84,9 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     screen.print()
     screen.print(rows)
     screen.print(
-        "elements: k is 1000; levels: values besides zero\n"
+        f"elements: k is 1000{'; levels: values besides zero' if wide else ''}\n"
         "step: of a lattice, in units of the tensors once divided by their powers of two\n"
-        "bits/element, base error (relative, root mean square): of the base layer\n"
+        "bits (per element), base error (relative, root mean square): of the base layer\n"
         "restored: the error after a restore with the refinement layer\n"
         "errors of first moments: those of the optimizer's next update"
     )

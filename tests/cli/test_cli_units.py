@@ -15,17 +15,19 @@ from tests.helpers.small_run import NAMES
 from tests.helpers.training import Net, compute_loss
 
 
-@pytest.mark.parametrize("columns", [80, None])
-def test_tables_have_legends(trained, columns):
+@pytest.mark.parametrize(("columns", "levels"), [(80, ""), (120, "; levels: values besides zero")])
+def test_tables_have_legends(trained, columns, levels):
     text = dsq_stdout("inspect", trained[0] / NAMES[2], columns=columns)
     for legend in (
-        "ratio: uncompressed over stored bytes; KiB: 1024 bytes", "elements: k is 1000; levels: values besides zero",
+        "ratio: uncompressed over stored bytes; KiB: 1024 bytes", f"elements: k is 1000{levels}",
         "step: of a lattice, in units of the tensors once divided by their powers of two",
-        "bits/element, base error (relative, root mean square): of the base layer",
+        "bits (per element), base error (relative, root mean square): of the base layer",
         "restored: the error after a restore", "errors of first moments: those of the optimizer's next update",
     ):
         assert f"\n{legend}" in text
     assert re.search(r"^group .* step +coded", text, re.M)
+    for name in Manifest.read(trained[0] / NAMES[2]).groups:
+        assert re.search(rf"^{name} ", text, re.M), "in one piece"
 
 
 def test_figures_of_a_search_have_units(run):
