@@ -263,6 +263,7 @@ def import_deepspeed() -> Any:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "deepspeed" / "workers"))
     import common  # type: ignore[import-not-found]
     import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer  # which every engine imports: a second, for the compiler of torch
 
     # One rank needs no shared memory, and a process that is killed while it builds this leaves a lock for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
