@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = ROOT / "tests" / "dcp" / "workers"
 PATIENCE = 900.0
 """Seconds after which a process counts as hanging, also on a busy machine."""
-# Open MPI wants to be asked before it runs as root, or more ranks than there are cores.
-_OPEN_MPI = {
+# Open MPI wants to be asked before it runs as root, or more ranks than there are cores. MPICH sleeps while it
+# waits for other ranks; by default it calls `sched_yield` in a loop, a third of the processor time of ranks.
+_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
 
 
@@ -128,6 +130,6 @@ def torchrun(
 def mpirun(ranks: int, *arguments: object, fails: bool = False, python: str | Path = sys.executable) -> str:
     """Run Python under MPI, with the `mpirun` that was installed beside it; its output, once it ended as expected."""
     launcher = [str(Path(sys.prefix) / "bin" / "mpirun"), "-n", str(ranks)]
-    status, output = run([*map(str, arguments)], launcher=launcher, python=python, **_OPEN_MPI)
+    status, output = run([*map(str, arguments)], launcher=launcher, python=python, **_MPI)
     assert (status != 0) == fails, f"{arguments} on {ranks} rank(s) ended with {status}:\n{output[-8000:]}"
     return output
