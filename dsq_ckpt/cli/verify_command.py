@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,12 +139,13 @@ class Verification:
 
 
 _MAX_SHOWN = 8
+_ATTEMPTS = 3
 
 
 def _problems_by_place(report: CheckpointReport) -> list[tuple[str, str]]:
     """Return problems without the checkpoint's path, which are the same for all checkpoints that link a file."""
-    return [(problem.where, problem.problem.replace(str(report.path), "")) for problem in report.problems]
-_ATTEMPTS = 3
+    path = re.compile(rf"(?<='){re.escape(str(report.path))}(?=['/])")  # in quotes: `5` is also a part of a checksum
+    return [(problem.where, path.sub("", problem.problem)) for problem in report.problems]
 
 
 def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
+from dsq_ckpt.cli.verify_command import CheckpointReport, Problem, Verification
+from dsq_ckpt.report.history import Leftovers
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
 from tests.helpers.remote_runs import chain
 from tests.helpers.small_run import NAMES
@@ -70,6 +73,18 @@ def test_verify_tells_once_what_checkpoints_have_in_common(tmp_path, length, nam
     assert all(entry["problems"] for entry in report["checkpoints"])
     text = run_dsq("verify", tmp_path, "--no-deep").stdout
     assert text.count(f"{file.name}: has checksum") == 1 and f"\n{names}\n" in text
+
+
+def test_names_of_checkpoints_are_no_part_of_sizes_and_checksums(capsys):
+    """As `5` would be in a run of steps that is the working directory."""
+    def shown(texts: list[str]) -> str:
+        reports = [CheckpointReport(Path(str(n)), problems=[Problem("file", text)]) for n, text in enumerate(texts, 1)]
+        Verification(Path("."), reports, Leftovers([], [], [])).print()
+        return capsys.readouterr().out
+
+    assert "\n1, 2:\n" in shown(["has checksum a12, expected b12"] * 2)
+    assert "\n1, 2:\n" in shown(["'1/file' was altered", "'2/file' was altered"])
+    assert "\n2:\n" in shown(["has 1 bytes, expected 3", "has 2 bytes, expected 3"])
 
 
 def test_verify_missing_truncated_and_unreadable(run):
