@@ -287,7 +287,8 @@ def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: Fals
     if group == "save":
         with suppress(OSError):
             _copy_shipped_cache()
-    numbers = {task: number for number, task in enumerate(task for name in ALL for task in _TASKS[name])}
+    tasks = dict.fromkeys([*_CODE_TASKS, *(task for name in ALL for task in _TASKS[name])])
+    numbers = {task: number for number, task in enumerate(tasks)}  # the same with the compiled library and without
     failed: list[Exception] = []
     pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
     while pending and not stopped():

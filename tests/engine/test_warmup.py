@@ -248,6 +248,23 @@ def test_processes_of_a_host_share_the_work(fresh, tmp_path):
     assert sum(counts) < 1.5 * alone, counts  # a few small ones are inlined in several
 
 
+NUMBERS = """
+from contextlib import nullcontext
+from dsq_ckpt.engine import warmup
+
+asked = []
+warmup._try_lock = lambda number: nullcontext(asked.append(number) or False)  # another process compiles it
+warmup.compile_group("load", lambda: len(asked) == len(warmup._TASKS["load"]))
+print("ASKED", asked)
+"""
+
+
+def test_locks_are_the_same_with_the_compiled_library_and_without(monkeypatch):
+    monkeypatch.delenv("DSQ_CODER", raising=False)
+    (_, numbers), (_, others) = processes.run(["-c", NUMBERS]), processes.run(["-c", NUMBERS], DSQ_CODER="numba")
+    assert numbers == others and "ASKED [" in numbers
+
+
 @pytest.mark.slow
 def test_a_cache_that_an_image_was_built_with_is_taken_over(fresh, warmed, tmp_path):
     """From beside the package, where its user may not write, to where they may."""
