@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of kernels, in a background thread, once for all ranks of a host.
 
-It starts when a save is prepared. Numba takes about 15 s for the kernels of a first save, and caches them in files. The
+It starts when a save is prepared. Numba takes about 10 s for the kernels of a first save, and caches them in files. The
 processes of a host divide the work by locks on a file beside the cache.
 """
 
@@ -40,7 +40,9 @@ from dsq_ckpt.storage.atomic_io import AtomicFile
 logger = logging.getLogger(__name__)
 KernelGroup = Literal["save", "load", "more"]
 
-SECONDS = 15
+_IN_C = _native.path() != "numba"
+"""Whether most of what kernels do to codes is done by the compiled library."""
+SECONDS = 10 if _IN_C else 20
 """Approximate time to compile the kernels of a save."""
 _QUIET_SECONDS = 1.0  # of waiting without a message
 _LOCK_TIMEOUT = 120.0  # seconds to wait for kernels that another process compiles
@@ -154,11 +156,10 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
-_CODE_TASKS = [
+_CODE_TASKS = [  # which few saves need beside the compiled library
     lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
     lambda: kernels.pack(_CODES, 2),
 ]
-_IN_C = _native.path() != "numba"  # then few saves need the kernels that set codes and pack
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     "save": [
         lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
