@@ -117,8 +117,10 @@ class Verification:
                 report.name, str(len(files)), output.size(sum(file.size for file in files)), result, decoded
             )
         screen.print(rows)
-        for _, group in itertools.groupby(self.damaged, _problems_by_place):  # a damaged keyframe damages its chain
-            first, *others = group
+        for problems, group in itertools.groupby(self.reports, _problems_by_place):
+            if not problems:
+                continue
+            first, *others = group  # as of a chain, whose keyframe is damaged
             names = ", ".join(report.name for report in (first, *others))
             if len(others) > 2:
                 names = f"{first.name} to {others[-1].name} ({1 + len(others)} checkpoints)"

@@ -87,6 +87,14 @@ def test_names_of_checkpoints_are_no_part_of_sizes_and_checksums(capsys):
     assert "\n2:\n" in shown(["has 1 bytes, expected 3", "has 2 bytes, expected 3"])
 
 
+def test_checkpoints_with_a_sound_one_between_are_named_apart(capsys):
+    problems = [[Problem("file", "has 1 bytes, expected 3")] if number != 2 else [] for number in range(1, 6)]
+    reports = [CheckpointReport(Path(str(number)), problems=found) for number, found in enumerate(problems, 1)]
+    Verification(Path("."), reports, Leftovers([], [], [])).print()
+    text = capsys.readouterr().out
+    assert "\n1:\n" in text and "\n3, 4, 5:\n" in text and text.count("expected 3") == 2
+
+
 def test_verify_missing_truncated_and_unreadable(run):
     find_file(run / NAMES[0]).unlink()
     file = find_file(run / NAMES[1], "index")
