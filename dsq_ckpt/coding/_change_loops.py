@@ -239,6 +239,7 @@ def decode(
     rows: Array, counts: Array, escaped: Array, entries: Array, kinds: Array, limits: Array, codes: Array, block: Array
 ) -> int:
     """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
+    # A copy, as Numba would compile all once more for arrays that are read-only.
     result: int = _decode((rows, counts, escaped, entries), kinds, limits, codes, block.copy())
     return result
 

@@ -285,6 +285,7 @@ _NONE = np.empty(0, np.uint8)
 def decode(rows: Array, counts: Array, escaped: Array, entries: Array, parent: Array | None, out: Array,
            block: Array) -> int:
     """Decode a block; see `dsq_decode` in native/lanes.c."""
+    # A copy, as Numba would compile all once more for arrays that are read-only.
     result: int = _decode((rows, counts, escaped, entries), _NONE if parent is None else parent, out, block.copy())
     return result
 
