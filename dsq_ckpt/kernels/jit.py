@@ -48,6 +48,9 @@ class _TolerantIndex(IndexDataCacheFile):
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate a function so that it is compiled when it is first called, and releases the GIL.
 
+    In kernels loops are better than NumPy's sorts, assignments to slices and operations on arrays, each of which takes
+    up to a second to compile.
+
     Args:
         function: the kernel.
         options: options of Numba's `njit`.
