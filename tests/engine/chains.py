@@ -11,6 +11,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import SingleProcess
+from dsq_ckpt.engine import parent_integrity
 from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.manifest import Manifest
@@ -35,8 +36,15 @@ def directly(state, path, config=None, parent="auto"):
     save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
 
 
+def finish_checks() -> None:
+    """Wait for the checks that earlier saves started: they might find what a test does to the files after them."""
+    for check in parent_integrity._pending_checks:
+        check.wait()
+
+
 def flip(path: Path, at: float = 0.5) -> None:
     """Flip a bit, at this fraction of the file: of all checkpoints that share it."""
+    finish_checks()
     with open(path, "r+b") as file:
         place = int(at * path.stat().st_size)
         file.seek(place)

@@ -19,7 +19,7 @@ from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD, _is_due, _restore_or_describe
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
-from tests.engine.chains import data_file, directly, flip, in_background, readable, saves, weights
+from tests.engine.chains import data_file, directly, finish_checks, flip, in_background, readable, saves, weights
 from tests.helpers.states import find_differences, load_copy
 
 
@@ -166,6 +166,7 @@ def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch
 def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch, error):
     monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: True)
     saves(tmp_path, 2)
+    finish_checks()
     stat = Path.stat
 
     def fails(*_, **__):
