@@ -50,6 +50,7 @@ def test_a_save_does_not_wait_for_the_check(tmp_path, monkeypatch, save):
     """Files are read beside it: one that begins while the device does not answer ends before they are read."""
     monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: False)  # or the next save has a check, too
     saves(tmp_path, 2, save)
+    finish_checks()  # one that is late would wait too, and the next save for it
     answered = threading.Event()
     check_file = parent_integrity.check_file
 
@@ -71,6 +72,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeyp
     """A run that keeps its newest checkpoint alone."""
     monkeypatch.setattr(parent_integrity, "_is_due", lambda name, depth: False)  # or the next save has a check, too
     saves(tmp_path, 2)
+    finish_checks()  # one that is late would wait too, and the next save for it
     deleted = threading.Event()
     check_file = parent_integrity.check_file
 

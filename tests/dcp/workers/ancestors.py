@@ -25,6 +25,13 @@ from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
+def finish_checks() -> None:
+    """Wait on all ranks for the checks of earlier saves: they might read files, or call functions, changed since."""
+    for check in parent_integrity._pending_checks:
+        check.wait()
+    dist.barrier()
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -35,6 +42,8 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
     mesh = init_device_mesh("cpu", (size,))
     messages: list[str] = []
     for number in range(3 + CHECK_PERIOD):
+        if number == 2:
+            finish_checks()
         if number == 2 and rank == 0:
             [name] = [f.name for f in Manifest.read(run / "0").files if f.name.endswith(f"-{culprit:05d}.dsq")]
             damage(run / "0" / name)
@@ -79,6 +88,7 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
 
     save(0)
     save(1)
+    finish_checks()
     for file in Manifest.read(run / "0").files if rank == 0 else ():
         damage(run / "0" / file.name)
     dist.barrier()
