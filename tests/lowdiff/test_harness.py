@@ -46,9 +46,19 @@ def _server():
 @pytest.fixture(scope="module")
 def course(_server: None) -> list[str]:
     """Checksums of the state after each step of the run without checkpoints."""
-    with Worker(Job(TINY, "none", Path())) as worker:
+    return follow(TINY, 3 * STEPS)
+
+
+def follow(setting: Setting, steps: int) -> list[str]:
+    """Checksums of the state after each of so many steps without checkpoints."""
+    with Worker(Job(setting, "none", Path())) as worker:
         worker.call("prepare")
-        return worker.call("digests", 3 * STEPS)
+        return worker.call("digests", steps)
+
+
+def digest_after(step: int, course: list[str], setting: Setting) -> str:
+    """Checksum of the state after a step, also past the end of the course: a process may be killed late."""
+    return course[step] if step < len(course) else follow(setting, step)[step]
 
 
 @pytest.mark.parametrize("system", EXACT)
@@ -85,9 +95,7 @@ def test_systems_recover_the_state_they_say(system: str, tmp_path: Path, course:
 def test_ours_recover_through_the_same_loop(system: str, compressor: str, tmp_path: Path) -> None:
     """Killed in the middle of training, which then goes on; error feedback would begin anew after a replay."""
     setting = Setting("gpt-tiny", compressor=compressor)
-    with Worker(Job(setting, "none", Path())) as worker:
-        worker.call("prepare")
-        course = worker.call("digests", 40)
+    course = follow(setting, 40)
     job = Job(setting, system, tmp_path / "run", Cores.available())
     with Worker(job) as worker:
         assert worker.call("recover")[0] == 0
@@ -98,10 +106,11 @@ def test_ours_recover_through_the_same_loop(system: str, compressor: str, tmp_pa
         reached = worker.done
     with Worker(job) as worker:
         step, _ = worker.call("recover")
-        assert reached - 1 <= step <= reached + 1 and worker.call("digest") == course[step]
+        assert reached - 1 <= step <= reached + 1
+        assert worker.call("digest") == digest_after(step, course, setting)
         worker.call("prepare")
         worker.call("train", 5)
-        assert worker.call("digest") == course[step + 5]
+        assert worker.call("digest") == digest_after(step + 5, course, setting)
         assert worker.call("finish")["stored"] > 0
 
 
@@ -157,7 +166,9 @@ def test_peer_holds_a_complete_copy_whenever_training_is_killed(tmp_path: Path, 
     """The link is so slow that nearly all of the time a copy is on its way: the one before it is used."""
     job = Job(TINY, "gemini", tmp_path / "run", options={"link": 20e6})
     seen = set()
-    for _ in range(3):
+    for turn in range(6):  # now and then a kill comes between two copies
+        if turn >= 3 and -1 in seen:
+            break
         with Worker(job) as worker:
             start, _ = worker.call("recover")
             worker.call("prepare")
@@ -170,7 +181,7 @@ def test_peer_holds_a_complete_copy_whenever_training_is_killed(tmp_path: Path, 
         with Worker(job) as worker:
             step, _ = worker.call("recover")
             assert step == max(held) > start
-            assert worker.call("digest") == course[step]
+            assert worker.call("digest") == digest_after(step, course, TINY)
     assert -1 in seen, "no copy was ever cut short, so nothing was tested"
     with Worker(job) as worker:
         worker.call("recover")
