@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ import torch
 
 from dsq_ckpt.lowdiff.arena import Arena, align
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
+from tests.helpers.open_files import count_descriptors, identity
 
 
 @pytest.fixture
@@ -21,10 +21,6 @@ def ends():
     yield channel, other
     channel.close()
     other.close()
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_messages_in_order(ends):
@@ -71,15 +67,17 @@ def test_shared_memory(ends):
 
 def test_descriptors_are_given_back(ends):
     channel, other = ends
-    before = descriptors()
+    files, most = set(), 0
     for _ in range(20):
         arena = Arena.create(64)
+        files.add(identity(arena.descriptor))
         channel.send({}, arena)
         _, shared = other.receive()
+        most = max(most, count_descriptors(files))
         arena.close()
         shared.close()
         del arena, shared
-    assert descriptors() == before
+    assert len(files) == 20 and most >= 2 and count_descriptors(files) == 0
 
 
 def test_a_closed_channel_raises(ends):

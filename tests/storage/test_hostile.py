@@ -21,6 +21,7 @@ from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import dsq_error, dsq_stdout
 from tests.helpers.edited_checkpoints import edit_contents, edit_index
+from tests.helpers.open_files import count_descriptors, identity
 from tests.helpers.states import find_differences, is_equal, load_copy
 
 CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
@@ -232,13 +233,14 @@ def test_few_files_are_open_at_a_time(tmp_path):
 
 
 def test_descriptors_are_given_back(directory):
-    before = len(os.listdir("/proc/self/fd"))
+    files = {identity(file) for file in directory.iterdir()}
     for _ in range(3):
         load_copy(directory, state())
     with Checkpoint(directory) as checkpoint, Workers(2, 1 << 10) as workers:
         for _, ref in checkpoint.iter_chunks():
             checkpoint.decode_tensor(ref, True, workers)
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
+        assert count_descriptors(files) > 0
+    assert count_descriptors(files) == 0
 
 
 def test_a_checkpoint_that_is_overwritten_meanwhile(directory, monkeypatch):
