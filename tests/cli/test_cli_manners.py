@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +41,14 @@ def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeyp
     start = output.Progress.start
     monkeypatch.setattr(output.Progress, "start", lambda self: (shown.append(self.tasks[0].description), start(self)))
 
-    def slowly(number):  # the timer's thread may be late
-        result = on_a_terminal(*commands[number]), time.sleep(0.05)
-        return result[0]
+    class Prompt(threading.Timer):
+        """A timer that is done before what it is for goes on: its thread may be late, and is cancelled then."""
 
+        def start(self):
+            super().start()
+            self.join()
+
+    monkeypatch.setattr(output, "threading", SimpleNamespace(Timer=Prompt))
     torch.save({"w": torch.randn(64, 80)}, tmp_path / "plain.pt")
     commands = [
         ("log", run), ("report", run, "-o", tmp_path / "page.html"), ("verify", run), ("gc", run),
@@ -51,7 +57,7 @@ def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeyp
         ("bench", "--stall", "--parameters", 100_000, "--repeats", 1, "--dir", tmp_path),
     ]
     for number in range(len(commands)):
-        assert slowly(number).exit_code == 0, commands[number]
+        assert on_a_terminal(*commands[number]).exit_code == 0, commands[number]
     assert shown == [
         "reading the run", "reading the run", "checksums", "decoding", "looking for garbage", "export to torch",
         "copying", "compressing", "removing", "measuring",
@@ -149,9 +155,11 @@ def test_watch_prints_lines_as_checkpoints_come_and_go(run, tmp_path, watching):
         (new / f".{name}.dsq-00000000.tmp").rename(new / name)
         assert process.stdout.readline().decode().startswith(f"{name}: ")
     shutil.rmtree(new / NAMES[0])
-    (new / NAMES[1] / "manifest.json").write_text("{}")
+    (tmp_path / "wrong").write_text("{}")
+    (tmp_path / "wrong").replace(new / NAMES[1] / "manifest.json")  # never empty, which is another problem
     assert f"problem: {NAMES[1]}: " in process.stderr.readline().decode()
-    shutil.copytree(run / NAMES[0], new / "step-again")
+    shutil.copytree(run / NAMES[0], new / ".step-again.dsq-00000000.tmp")
+    (new / ".step-again.dsq-00000000.tmp").rename(new / "step-again")
     assert process.stdout.readline().decode().startswith("step-again: ")
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 0

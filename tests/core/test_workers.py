@@ -27,15 +27,18 @@ def test_items_are_done_once_where_there_can_be_no_more_threads(monkeypatch, all
 
     def limited(thread):
         if len(started) == allowed:
+            refused.set()
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
 
     def work(item):
+        assert refused.wait(60)  # or a thread is idle when an item comes, and no other is started for it
         together.wait(0.01)
         done.append(item)
         return item
 
+    refused = threading.Event()
     together = threading.Event()  # never set: long enough for another thread to take the same item
     with Workers(4, 1024) as workers:
         monkeypatch.setattr(threading.Thread, "start", limited)

@@ -224,10 +224,13 @@ def test_waits_for_a_slot(tmp_path):
         pid = replica._require_client().pid
         until(lambda: free(replica) == queue)
         os.kill(pid, signal.SIGSTOP)
+        client, waits = replica._require_client(), threading.Event()
+        poll = client.poll
+        client.poll = lambda timeout=0.0: (timeout and not client._free and waits.set(), poll(timeout))[1]
         with ThreadPoolExecutor(1) as pool:
             try:
                 training = pool.submit(lambda: [(train(loop, replica, 1), reached.append(1)) for _ in range(10)])
-                until(lambda: len(reached) == queue)
+                assert waits.wait(60)
                 time.sleep(2.0)
                 assert len(reached) == queue and not training.done()
             finally:
