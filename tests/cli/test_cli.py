@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -270,6 +271,11 @@ for command, target in (
         print(target, status.code)
 """
 
+# By Python 3.13 and newer, which no longer hide errors of `close` when an object is freed: this one of a stream of DCP.
+_LEFT_BY_TORCH = (
+    r"Exception ignored in: <torch\.distributed\.checkpoint\.filesystem\.(?s:.*?)\nValueError: flush of .*\n"
+)
+
 
 def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
     """Torch's writers hide the system's error behind one of their own."""
@@ -278,7 +284,8 @@ def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
     assert result.stdout.splitlines() == [
         "state.pt 1", "flat.safetensors 1", "plain 1", "copied 1"
     ], result.stderr
-    assert result.stderr.splitlines() == [
+    errors = re.sub(_LEFT_BY_TORCH, "", result.stderr) if sys.version_info >= (3, 13) else result.stderr
+    assert errors.splitlines() == [
         f"error: '{tmp_path / name}': File too large, not all of which was written"
         for name in ("state.pt", "flat.safetensors", "plain", "copied")
     ]
