@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
-from dsq_ckpt.core.arrays import F64, I64
 
 _MAX_STEP_RATIO = 2**0.25  # within this ratio of the fitted step, the parent's is kept; a search moves it by more
 
@@ -40,7 +39,7 @@ class Lattice(CodebookConfig):
 
     def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step. A step near the parent's is replaced by it, so that codes mean the same."""
-        fitted = self.step * (histogram.unit or _trimmed_rms(histogram.counts, histogram.values)) or 1.0
+        fitted = self.step * (histogram.unit or _trimmed_rms(histogram)) or 1.0
         parent_step = histogram.parent_step
         keep = parent_step and 1 / _MAX_STEP_RATIO < fitted / parent_step < _MAX_STEP_RATIO
         return lattice_levels(parent_step if keep else fitted, self.bins // 2, histogram)
@@ -68,9 +67,10 @@ def lattice_levels(step: float, levels_per_sign: int, histogram: Histogram) -> L
     return LevelFit(levels, forced=np.abs(histogram.values) > (levels_per_sign + 0.5) * step, step=step)
 
 
-def _trimmed_rms(counts: I64, values: F64) -> float:
+def _trimmed_rms(histogram: Histogram) -> float:
     """Return the root mean square without the top 0.5 % of |x|, which a few outliers would dominate."""
-    order = np.argsort(np.abs(values), kind="stable")
+    counts, values = histogram.counts, histogram.values
+    order = np.arange(len(values)).reshape(2, -1).T.reshape(-1)  # by |x|: the bins of either sign ascend
     cumulative = np.cumsum(counts[order])
     kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
     weight = counts[kept]

@@ -39,6 +39,8 @@ FIRST_NORMAL = 1 << MANTISSA_BITS
 """Magnitude key of the smallest normal number, 2**-126."""
 NON_FINITE = 255 << MANTISSA_BITS
 """Smallest magnitude key that is not a finite number."""
+_WINDOWS = 16
+"""Windows whose arrays are kept: 2 MiB if they have 4,000 bins, as those of weights do, 16 MiB at most."""
 
 _EXPONENT_BIAS = 127
 """Magnitude key of 1.0."""
@@ -132,25 +134,20 @@ class KeyWindow:
         return bins
 
     def values(self) -> F64:
-        """Return the representative of every bin, float64[size].
+        """Return the representative of every bin, float64[size], read-only.
 
         Resolved `[a, b)`: `2ab / (a + b)`, within `ALPHA` of every value of the bin. Under: 0.
         Over: its lower edge, a bound and not an estimate. Non-finite: infinity.
         """
-        edge, centre = self._resolved_bins()
-        one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
-        return np.concatenate((one_sign, -one_sign))
+        return _values(self)
 
     def edges(self) -> tuple[F64, F64]:
-        """Return the real interval of every bin: two float64[size] with `low <= x <= high`, the smaller first.
+        """Return the real interval of every bin, read-only: two float64[size] with `low <= x <= high`.
 
         The edge of larger magnitude is excluded: positive bins are `[low, high)`, negative ones
         `(low, high]`. Over ends at `2**128`; non-finite bins are the point at infinity.
         """
-        edge, _ = self._resolved_bins()
-        inner = np.concatenate(([0.0], edge, [np.inf]))
-        outer = np.concatenate((edge, [2.0**128, np.inf]))
-        return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
+        return _edges(self)
 
     def _resolved_bins(self) -> tuple[F64, F64]:
         """Return the edges of the resolved bins, one more than bins, and their representatives."""
@@ -159,15 +156,41 @@ class KeyWindow:
         return edge[start : stop + 1], centre[start:stop]
 
     def bit_values(self) -> F64:
-        """Return the representative magnitude in the bits domain, float64[size], the same for both signs.
+        """Return the representative magnitude in the bits domain, float64[size], the same for both signs, read-only.
 
         The bits domain is the magnitude bits read as an integer, over `2**23`: a piecewise linear
         `log2(|x|) + 127` for normal numbers. Resolved: the middle of the bin in that domain. The
         shared bins follow `values`: under is that of zero, 0; over its lower edge; non-finite infinity.
         """
-        centre = (np.arange(self.lo, self.hi) + 0.5) / KEYS_PER_OCTAVE
-        one_sign = np.concatenate(([0.0], centre, [self.hi / KEYS_PER_OCTAVE, np.inf]))
-        return np.concatenate((one_sign, one_sign))
+        return _bit_values(self)
+
+
+# All groups of a save, and each attempt of a search, ask for those of the same few windows.
+@functools.lru_cache(maxsize=_WINDOWS)
+def _values(window: KeyWindow) -> F64:
+    edge, centre = window._resolved_bins()
+    one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
+    return _read_only(np.concatenate((one_sign, -one_sign)))
+
+
+@functools.lru_cache(maxsize=_WINDOWS)
+def _edges(window: KeyWindow) -> tuple[F64, F64]:
+    edge, _ = window._resolved_bins()
+    inner = np.concatenate(([0.0], edge, [np.inf]))
+    outer = np.concatenate((edge, [2.0**128, np.inf]))
+    return _read_only(np.concatenate((inner, -outer))), _read_only(np.concatenate((outer, -inner)))
+
+
+@functools.lru_cache(maxsize=_WINDOWS)
+def _bit_values(window: KeyWindow) -> F64:
+    centre = (np.arange(window.lo, window.hi) + 0.5) / KEYS_PER_OCTAVE
+    one_sign = np.concatenate(([0.0], centre, [window.hi / KEYS_PER_OCTAVE, np.inf]))
+    return _read_only(np.concatenate((one_sign, one_sign)))
+
+
+def _read_only(array: F64) -> F64:
+    array.flags.writeable = False
+    return array
 
 
 FULL = KeyWindow(FIRST_NORMAL, NON_FINITE)

@@ -260,9 +260,9 @@ print("ASKED", asked)
 """
 
 
-def test_locks_are_the_same_with_the_compiled_library_and_without(monkeypatch):
-    monkeypatch.delenv("DSQ_CODER", raising=False)
-    (_, numbers), (_, others) = processes.run(["-c", NUMBERS]), processes.run(["-c", NUMBERS], DSQ_CODER="numba")
+def test_locks_are_the_same_with_the_compiled_library_and_without(fresh, tmp_path):
+    choices = ("os.environ.pop('DSQ_CODER', None)", "os.environ['DSQ_CODER'] = 'numba'")
+    numbers, others = (fresh(f"import os; {choice}\n{NUMBERS}", caches=tmp_path) for choice in choices)
     assert numbers == others and "ASKED [" in numbers
 
 

@@ -87,6 +87,7 @@ def rate_distortion_table(
         return table
     symbols = int(base.max(initial=0)) + 2
     symbols = max(symbols, int(codes.max()) + 2)
+    points = points.copy()  # those of a window are read-only, for which Numba would compile the loop anew
     rank_of = np.zeros(256, np.int64)
     rank_of[codes] = np.arange(len(codes))
     for _ in range(iterations):
