@@ -61,6 +61,22 @@ def test_representative_is_within_alpha_at_both_ends_of_every_bin():
     assert (np.abs(value - high) <= ALPHA * high * (1 + 1e-12)).all()
 
 
+@pytest.mark.parametrize("window", [FULL, NARROW], ids=str)
+def test_bins_of_either_sign_ascend_by_magnitude(window):
+    """Fits go through bins by magnitude without sorting them."""
+    positive, negative = np.arange(window.size).reshape(2, -1)
+    order = np.stack((positive, negative), 1).reshape(-1)
+    np.testing.assert_array_equal(np.argsort(np.abs(window.values()), kind="stable"), order)
+
+
+@pytest.mark.parametrize("window", [FULL, NARROW], ids=str)
+def test_arrays_of_a_window_are_shared_and_cannot_be_changed(window):
+    for array in (window.values(), *window.edges(), window.bit_values()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1.0
+    assert KeyWindow(window.lo, window.hi).values() is window.values()
+
+
 def test_values_of_the_shared_bins():
     positive, negative = NARROW.values().reshape(2, -1)
     np.testing.assert_array_equal(positive, -negative)

@@ -204,10 +204,13 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     protected = len(levels) + 1
     base[forced] = protected
     movable = ~forced & ~(pruned & log)
-    by_code = np.zeros(protected + 1)
-    by_code[codes] = positions
-    gap = np.where(movable, points - by_code[base], 0.0)
-    spread = step * step if step else 12.0 * float((counts_held * gap * gap).sum() / count)
+    if step:
+        spread = step * step
+    else:
+        by_code = np.zeros(protected + 1)
+        by_code[codes] = positions
+        gap = np.where(movable, points - by_code[base], 0.0)
+        spread = 12.0 * float((counts_held * gap * gap).sum() / count)
     price = config.price * spread
     table = rate_distortion_table(occupied, len(joint), points, base, movable, positions, codes, price)
     counts = code_counts(occupied, table, protected + 1)
