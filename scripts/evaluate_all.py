@@ -236,12 +236,6 @@ ablations-lstm-seed0    evaluate.py ablations lstm --part coders --part componen
 ablations-bert-seed0    evaluate.py ablations bert --part coders --part components
 ablations-moe-seed0     evaluate.py ablations moe --part coders --part components
 strengths               measure_defaults.py strengths llama moe bert lstm
-online-strengths        evaluate.py online llama --systems noise,dsq --epsilons 0.05 --config '{}'
-                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
-online-strengths        evaluate.py online bert --systems noise,dsq --epsilons 0.05 --config '{}'
-                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
-online-strengths        evaluate.py online lstm --systems noise,dsq --epsilons 0.05 --config '{}'
-                          --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
 resume-strengths        evaluate.py resume llama lstm bert
                           --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.25}}}}'
                           --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'
@@ -303,6 +297,10 @@ stall                   dsq bench --stall --repeats 7
     f"online-octaves          evaluate.py online {workload} --systems dsq --per-failure 2 --seed {seed}"
     ''' --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","per_octave":1,"rate_distortion":0.0}}}}'\n'''
     for workload, seed in (("llama", 0), ("vit", 0), ("vit", 1), ("lstm", 0), ("moe", 0), ("finetune", 0))
+) + "".join(
+    f"online-strengths        evaluate.py online {workload} --seed {seed} --systems noise,dsq --epsilons 0.05"
+    """ --config '{}' --config '{"quantize":{"weights":{"codebook":{"sensitivity":0.125}}}}'\n"""
+    for workload in ("llama", "bert", "lstm") for seed in range(3)
 )
 
 
