@@ -37,7 +37,7 @@ class Histogram:
 
     @cached_property
     def values(self) -> F64:
-        """Return the representative of every bin, float64[window.size]; infinite in bins of infinities and NaN."""
+        """Return the representative of every bin, float64[window.size], read-only; infinite for infinities and NaN."""
         return self.window.values()
 
     @cached_property

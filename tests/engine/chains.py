@@ -11,10 +11,10 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine import parent_integrity
 from dsq_ckpt.engine.local_state import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.parent_checks import finish_checks
 from tests.helpers.saving import save_parts
 from tests.helpers.states import load_copy
 
@@ -34,12 +34,6 @@ def directly(state, path, config=None, parent="auto"):
     part = LocalShard(key, tuple(tensor.shape), tensor.dtype, partial(lambda value: value, tensor))
     contribution = LocalState([part], nesting={"weight": ("weight",)})
     save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
-
-
-def finish_checks() -> None:
-    """Wait for the checks that earlier saves started: they might find what a test does to the files after them."""
-    for check in parent_integrity._pending_checks:
-        check.wait()
 
 
 def flip(path: Path, at: float = 0.5) -> None:

@@ -19,7 +19,8 @@ from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD, _is_due, _restore_or_describe
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
-from tests.engine.chains import data_file, directly, finish_checks, flip, in_background, readable, saves, weights
+from tests.engine.chains import data_file, directly, flip, in_background, readable, saves, weights
+from tests.helpers.parent_checks import finish_checks
 from tests.helpers.states import find_differences, load_copy
 
 

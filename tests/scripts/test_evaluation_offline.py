@@ -28,9 +28,6 @@ from tests.helpers.commands import unwrap_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_OF_ALL_BLOCKS = 0.98
-"""Codes may take so much of the entropy over a group: each block is coded by the counts of its own tensor."""
-
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory) -> Path:
@@ -182,7 +179,7 @@ def test_offline_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
     for row in content["rows"][:3]:
         assert keys | {"checkpoints", "warnings", "run", "epsilon"} <= set(row)
         assert all(row[key] is not None for key in keys - {"skipped"})
-        assert _OF_ALL_BLOCKS * row["bits_entropy"] <= row["bits_codes"] <= row["bits_stored"]
+        assert row["bits_entropy"] <= row["bits_codes"] <= row["bits_stored"]
         assert row["checkpoints"][-1]["step"] == 60
     [against] = content["versus"]
     assert against["name"] == "lc" and against["target"] == 1.0
@@ -271,8 +268,7 @@ def test_coders_code_the_same_codes(recording: Path, tmp_path: Path) -> None:
     assert list(rows) == list(ablations.CODERS) and all(name in printed for name in rows)
     plain, runs, rearranged, rans = rows.values()
     assert plain["evaluations"] > 0 == runs["evaluations"] == rans["evaluations"]
-    assert rans["bits_entropy"] == plain["bits_entropy"]
-    assert _OF_ALL_BLOCKS * rans["bits_entropy"] <= rans["bits_codes"] < rearranged["bits_codes"]
+    assert rans["bits_entropy"] == plain["bits_entropy"] <= rans["bits_codes"] < rearranged["bits_codes"]
     assert rearranged["ratio_weights"] > plain["ratio_weights"]
     assert sum(row["part"] == "timings" for row in document["rows"]) == 6
     _run("report", str(results))

@@ -233,7 +233,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
 
 
 def test_descriptors_are_given_back(directory):
-    files = {identity(file) for file in directory.iterdir()}
+    files = {identity(file) for file in (directory, *directory.iterdir())}
     for _ in range(3):
         load_copy(directory, state())
     with Checkpoint(directory) as checkpoint, Workers(2, 1 << 10) as workers:

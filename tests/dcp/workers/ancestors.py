@@ -23,13 +23,7 @@ import dsq_ckpt
 from dsq_ckpt.engine import parent_integrity
 from dsq_ckpt.engine.parent_integrity import CHECK_PERIOD
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
-
-
-def finish_checks() -> None:
-    """Wait on all ranks for the checks of earlier saves: they might read files, or call functions, changed since."""
-    for check in parent_integrity._pending_checks:
-        check.wait()
-    dist.barrier()
+from tests.helpers.parent_checks import finish_checks
 
 
 def damage(path: Path) -> None:
@@ -44,6 +38,7 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
     for number in range(3 + CHECK_PERIOD):
         if number == 2:
             finish_checks()
+            dist.barrier()
         if number == 2 and rank == 0:
             [name] = [f.name for f in Manifest.read(run / "0").files if f.name.endswith(f"-{culprit:05d}.dsq")]
             damage(run / "0" / name)
@@ -89,6 +84,7 @@ def interrupted(run: Path, culprit: int, rank: int, size: int) -> None:
     save(0)
     save(1)
     finish_checks()
+    dist.barrier()
     for file in Manifest.read(run / "0").files if rank == 0 else ():
         damage(run / "0" / file.name)
     dist.barrier()
