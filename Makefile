@@ -59,6 +59,7 @@ docs: $(STAMP)
 	@echo "open docs/_build/index.html"
 
 campaign: $(STAMP)
+	$(PYTEST) -m campaign
 	$(BIN)/python scripts/campaign.py all --json benchmarks/results
 
 bench: $(STAMP)

@@ -48,6 +48,7 @@ from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.engine.result import OnSave, SaveResult
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import GradientAverage, get_named_parameters
@@ -253,11 +254,13 @@ class Compressor:
 
         def prepare_save() -> tuple[DSQStorageWriter, dict[str, Any]]:
             nonlocal writer
+            inputs = CompressorInputs(
+                plan_as_configured if manager is None else manager, self._gradients(), fractions_of(self.config),
+                None if self._frozen else join_ranks(sums),
+            )
             writer = DSQStorageWriter(
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
-                policy=plan_as_configured if manager is None else manager, gradients=self._gradients(),
-                fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
-                excluded=None if self._frozen else join_ranks(sums),
+                history=self._history, on_save=self._on_save, inputs=inputs,
             )
             self._excluded.warn_of_trained(self.optimizer)
             state = self.state(extra)

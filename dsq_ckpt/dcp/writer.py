@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -41,7 +40,7 @@ from dsq_ckpt.engine.consistency import RankSettings, check_same_settings
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory, default_history
 from dsq_ckpt.engine.local_state import LocalItems
-from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.options import CompressorInputs, SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
@@ -49,12 +48,14 @@ from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors, find_frozen, frozen_from_history
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
-from dsq_ckpt.quantization.layout import Fractions, Layout
-from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
+from dsq_ckpt.quantization.layout import Layout
+from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.quantization.rounded_weights import find_rounded_weights
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_target
+
+_NO_INPUTS = CompressorInputs()
 
 
 class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, StorageWriter):
@@ -71,14 +72,10 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
         no_dist: this rank saves alone; pass the same `no_dist` to DCP's function.
-        policy: chooses the configuration when the global sketch is known (see `Compressor`).
-        gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
-        fractions: fractions that the policy may prune and protect by sensitivity.
         history: earlier checkpoints that the save may continue; None: those of the process.
         on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator and in the thread
             that commits, for a logger. An exception becomes a warning.
-        excluded: checksums of weights that are left out of the checkpoint, by name (see `Compressor`); None: all are
-            saved.
+        inputs: arguments that `Compressor` makes.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -100,12 +97,9 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
         no_dist: bool = False,
-        policy: ConfigPolicy = plan_as_configured,
-        gradients: Mapping[str, torch.Tensor] | None = None,
-        fractions: Fractions | None = None,
         history: SaveHistory | None = None,
         on_save: OnSave | None = None,
-        excluded: Mapping[str, str] | None = None,
+        inputs: CompressorInputs = _NO_INPUTS,
     ) -> None:
         self.path = None if path is None else resolve_checkpoint_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
@@ -118,13 +112,13 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
             warmup.start()
         self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
         self._options = SaveOptions(
-            self.config, parent, overwrite, bool(pinned), None if model is None else layer_types(model), policy=policy,
-            fractions=fractions or Fractions(), history=default_history() if history is None else history,
+            self.config, parent, overwrite, bool(pinned), None if model is None else layer_types(model),
+            policy=inputs.policy, fractions=inputs.fractions, history=default_history() if history is None else history,
             frozen=FrozenTensors() if self._model is None else frozen_from_history(self._model),  # until `_start_save`
             on_save=on_save, rounding=find_rounded_weights(model) if is_lossy(self.config) else {},
-            excluded=None if excluded is None else dict(excluded),
+            excluded=None if inputs.excluded is None else dict(inputs.excluded),
         )
-        self._gradients = dict(gradients or {})
+        self._gradients = dict(inputs.gradients)
         self._group = self._save_group = process_group
         self.no_dist = no_dist
         self.async_call: AsyncCall | None = None

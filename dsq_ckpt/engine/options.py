@@ -6,12 +6,31 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import ParentRef, SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.quantization.frozen_tensors import FrozenTensors
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
+
+
+@dataclass(frozen=True)
+class CompressorInputs:
+    """Arguments of a save that `Compressor` makes; the defaults are those of a save without one.
+
+    Attributes:
+        policy: chooses the configuration when the global sketch is known.
+        gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
+        fractions: fractions that the policy may prune and protect by sensitivity.
+        excluded: checksums of weights that are left out of the checkpoint, by name; None: all are saved.
+    """
+
+    policy: ConfigPolicy = plan_as_configured
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fractions: Fractions = field(default_factory=Fractions)
+    excluded: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import dsq_ckpt
 from dsq_ckpt.api.compressor import fractions_of
 from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, plan_as_configured
@@ -216,8 +217,8 @@ def save_recorded(
         checkpoint: of its recording.
         path: where to.
         config: of the save.
-        chooser: as for `DSQStorageWriter`.
-        fractions: as for `DSQStorageWriter`.
+        chooser: policy of `CompressorInputs`.
+        fractions: as for `CompressorInputs`.
         parts: of the run's state, what is saved.
         history: as for `DSQStorageWriter`.
     """
@@ -226,8 +227,8 @@ def save_recorded(
     started = time.perf_counter()
     # Pinned: the second pass evaluates every refinement layer, which the next save would drop.
     writer = DSQStorageWriter(
-        path, config, model=run.model, policy=chooser, gradients=checkpoint["gradient"], fractions=fractions,
-        pinned=True, history=history,
+        path, config, model=run.model, pinned=True, history=history,
+        inputs=CompressorInputs(chooser, checkpoint["gradient"], fractions),
     )
     save_with_writer(lambda: (writer, state), staged=True)
     seconds = time.perf_counter() - started

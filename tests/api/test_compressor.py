@@ -10,6 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.api.saving import async_save_with_writer
 from dsq_ckpt.dcp.staging import collect_staged_payloads
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.search.trial import TrialModel
@@ -282,9 +283,8 @@ def test_a_restore_that_improves_the_metric_is_no_better_than_one_that_harms_it(
 
 
 def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
-    writer = dsq_ckpt.DSQStorageWriter(
-        tmp_path / "a", policy=lambda *args: replace(plan_as_configured(*args), quality={"metric": 1.0})
-    )
+    inputs = CompressorInputs(lambda *args: replace(plan_as_configured(*args), quality={"metric": 1.0}))
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "a", inputs=inputs)
     seen = []
 
     def looking(*args):

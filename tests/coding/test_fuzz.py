@@ -1,4 +1,4 @@
-"""The C files of the coder, with sanitizers, on 40,000 hostile blocks, tables and models for each path."""
+"""The C files of the coder, with sanitizers, on hostile blocks, tables and models for each path: 10,000, and 40,000 in `make campaign`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.coding import common, test_changes
 
 NATIVE = Path(rans.__file__).parent / "native"
 FLAGS = ["-g1", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ROUNDS = 40_000
+ROUNDS = [10_000, pytest.param(40_000, marks=pytest.mark.campaign)]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,9 @@ def write_case(file, cls, codes, parent, contexts, symbols, added):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("name", _native.PATHS[1:])
-def test_nothing_is_read_or_written_outside(driver, tmp_path, name):
+def test_nothing_is_read_or_written_outside(driver, tmp_path, name, rounds):
     files = []
     for number, case in enumerate(cases()):
         files.append(str(tmp_path / str(number)))
@@ -78,10 +79,10 @@ def test_nothing_is_read_or_written_outside(driver, tmp_path, name):
     if name not in _native.available() and name != "c":
         pytest.skip(f"this machine has only {_native.available()}")
     short, long = files[: len(files) // 2], files[len(files) // 2 :]
-    for chosen, rounds in ((short, ROUNDS * 9 // 10), (long, ROUNDS // 10)):
+    for chosen, count in ((short, rounds * 9 // 10), (long, rounds // 10)):
         ran = subprocess.run(
-            [str(driver), str(_native.PATHS.index(name) - 1), str(rounds), "1", *chosen], capture_output=True, text=True
+            [str(driver), str(_native.PATHS.index(name) - 1), str(count), "1", *chosen], capture_output=True, text=True
         )
         assert ran.returncode == 0, ran.stderr[-4000:]
         passed, refused = map(int, ran.stdout.split())
-        assert passed + refused == rounds and passed > rounds // 20 and refused > rounds // 3
+        assert passed + refused == count and passed > count // 20 and refused > count // 3

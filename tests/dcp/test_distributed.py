@@ -57,9 +57,14 @@ def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path)) == 9
 
 
+def test_memory_that_is_short_on_one_rank(tmp_path):
+    assert checks(torchrun("exhausted", 3, tmp_path, "one")) == 9
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_memory_that_is_short_on_one_rank(tmp_path, ranks):
-    assert checks(torchrun("exhausted", ranks, tmp_path)) == 9
+def test_memory_that_is_short_on_either_rank(tmp_path, ranks):
+    assert checks(torchrun("exhausted", ranks, tmp_path, "each")) == 9
 
 
 def test_a_disk_that_is_full_on_one_rank(tmp_path):

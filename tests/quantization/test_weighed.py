@@ -8,6 +8,7 @@ import dsq_ckpt
 from dsq_ckpt.api.saving import save_with_writer
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import plan_as_configured
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ def save_step(path, step, metric, seen=None):
         return choice
 
     fractions = Fractions((0.0, 0.1, PRUNE, 0.5), (0.00025, PROTECT / 2))
-    writer = DSQStorageWriter(path, config, gradients=gradients, policy=chooser, fractions=fractions)
+    writer = DSQStorageWriter(path, config, inputs=CompressorInputs(chooser, gradients, fractions))
     save_with_writer(lambda: (writer, state))
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
         (_, ref), = checkpoint.iter_chunks()

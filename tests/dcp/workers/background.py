@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import FINE
 
@@ -240,7 +241,8 @@ def another_stager(root: Path) -> None:
         for name, value in before.items():
             error = error_of(value, target["model"][name])
             assert error == 0 if name == "0.weight" else error < 0.03, (name, error)
-    writer = DSQStorageWriter(root / "search", FINE, policy=lambda *_: pytest.fail("searched beside training"))
+    inputs = CompressorInputs(policy=lambda *_: pytest.fail("searched beside training"))
+    writer = DSQStorageWriter(root / "search", FINE, inputs=inputs)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     call = partial(dcp.async_save, process_group=background, async_stager=stager, storage_writer=writer)
     fails_everywhere(lambda: call({"model": get_model_state_dict(model)}).result(timeout=120), "async_stager")

@@ -1,13 +1,13 @@
-"""One rank runs out of memory anywhere in a save or a load, also between collectives; argv = an empty directory.
+"""One rank runs out of memory anywhere in a save or a load, also between collectives; argv = an empty directory, each | one.
 
 All ranks get an error that names the rank and its cause, nothing is left, and the next one works; in each way to save
-and to load.
+and to load. `each` tries the first and the last rank at every place, `one` either of them in turn.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +66,27 @@ LOADING: dict[str, list[tuple[Any, str]]] = {
 Save = Callable[[Path], Any]
 
 
+def in_turn(places: list[tuple[Any, str]], culprits: Sequence[int]) -> Iterator[tuple[Any, str, int]]:
+    """Yield what is broken, and on which rank."""
+    for number, (target, name) in enumerate(places):
+        for culprit in culprits if sys.argv[2] == "each" else [culprits[number % len(culprits)]]:
+            yield target, name, culprit
+
+
 def exhausted(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("no room")
 
 
-def check(way: str, save: Save, root: Path, places: list[tuple[Any, str]], rank: int, culprits: set[int]) -> None:
+def check(way: str, save: Save, root: Path, places: list[tuple[Any, str]], rank: int, culprits: Sequence[int]) -> None:
     save(root / way / "first")
-    for target, name in places:
-        for culprit in culprits:
-            path = root / way / f"{name}-{culprit}"
-            with broken(rank == culprit, target, name, exhausted):
-                fails_everywhere(lambda: save(path), "MemoryError: no room", culprit)  # noqa: B023
-            dist.barrier()
-            assert not path.exists(), "nothing is left"
-        save(root / way / name)
-        assert Manifest.read(root / way / name).files
+    for target, name, culprit in in_turn(places, culprits):
+        path = root / way / f"{name}-{culprit}"
+        with broken(rank == culprit, target, name, exhausted):
+            fails_everywhere(lambda: save(path), "MemoryError: no room", culprit)  # noqa: B023
+        dist.barrier()
+        assert not path.exists(), "nothing is left"
+        save(path)
+        assert Manifest.read(path).files
     done(way)
 
 
@@ -95,10 +101,9 @@ def check_loads(root: Path, rank: int, size: int) -> None:
         "compressor": lambda: both.load(root / "both"),
     }
     for way, load in loads.items():
-        for target, name in LOADING[way]:
-            for culprit in {0, size - 1}:
-                with broken(rank == culprit, target, name, exhausted):
-                    fails_everywhere(load, "MemoryError: no room", culprit)
+        for target, name, culprit in in_turn(LOADING[way], (0, size - 1)):
+            with broken(rank == culprit, target, name, exhausted):
+                fails_everywhere(load, "MemoryError: no room", culprit)
             load()
     done("loads")
 
@@ -140,13 +145,13 @@ if __name__ == "__main__":
         for kind, how in ways(me, ranks).items():
             places = [*QUANTIZING, *WRITING, *OF_WAY.get(kind, [])]
             alone = kind == "compressor"  # rank 0 writes all of a small state that ranks have copies of
-            check(kind, how, Path(sys.argv[1]), places, me, {0} if alone else {0, ranks - 1})
+            check(kind, how, Path(sys.argv[1]), places, me, (0,) if alone else (0, ranks - 1))
         net, _ = trained()
         searching = dsq_ckpt.Compressor(net, evaluate=lambda: float((net(torch.ones(80)) - 1).square().mean()))
-        check("search", searching.save, Path(sys.argv[1]), SEARCHING, me, {0, ranks - 1})
+        check("search", searching.save, Path(sys.argv[1]), SEARCHING, me, (0, ranks - 1))
         whole = dict(net.state_dict())
         check(
             "compress", lambda path: dsq_ckpt.compress(whole, path, communicator=TorchCommunicator()),
-            Path(sys.argv[1]), [(oneshot, "xxh3_128_hexdigest"), (oneshot, "SaveOptions")], me, {0, ranks - 1},
+            Path(sys.argv[1]), [(oneshot, "xxh3_128_hexdigest"), (oneshot, "SaveOptions")], me, (0, ranks - 1),
         )
         check_loads(Path(sys.argv[1]), me, ranks)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dsq_ckpt
 from dsq_ckpt import DSQStorageReader, DSQStorageWriter
 from dsq_ckpt.dcp.call_stack import AsyncCall
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.storage.manifest import Manifest
 from tests.dcp.planners import Balancing, Half, Hiding, Losing, PlusOne, Recording, Renaming, Untrue, calls
 from tests.helpers.new_process import begin_new_process
@@ -168,7 +169,8 @@ def failures(root: Path, background: Any, rank: int) -> None:
         broken["broken"] = Uncopyable()
     fails_everywhere(lambda: thread(Balancing(), broken), "cannot be copied")
     fails_everywhere(lambda: thread(Balancing() if rank else None, broken), "cannot be copied")  # parted ranks
-    fails_everywhere(lambda: thread(Balancing(), policy=lambda *arguments: None), "leave out planner=")
+    searched = CompressorInputs(lambda *arguments: None)
+    fails_everywhere(lambda: thread(Balancing(), inputs=searched), "leave out planner=")
     assert not (root / "a" / "manifest.json").exists()
     thread(Balancing() if rank else None)
     assert sorted(content(root / "a")) == ["k", "w.weight", "x", "y", "z"]

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.api.saving import save_with_writer
+from dsq_ckpt.engine.options import CompressorInputs
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
@@ -48,7 +49,7 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
         state["model"] = get_model_state_dict(wrapped)
         path = run / str(number)
         if searched:
-            writer = DSQStorageWriter(path, model=model, pinned=True, policy=manager, history=history)
+            writer = DSQStorageWriter(path, model=model, pinned=True, history=history, inputs=CompressorInputs(manager))
             save_with_writer(lambda writer=writer, state=state: (writer, state), staged=True)
         else:
             dsq_ckpt.save(state, path, model=model, pinned=True, history=history)
@@ -73,7 +74,8 @@ def tied(run: Path, rank: int) -> None:
     state = {"model": get_model_state_dict(wrapped)}
     dsq_ckpt.async_save(state, run / "0", model=model, config={"storage": {"stage": "quantize"}}).result()
     manager = ConfigManager(model, lambda: float(model.hidden.weight.square().mean() + model.embed.weight.abs().mean()))
-    save_with_writer(lambda: (DSQStorageWriter(run / "1", model=model, policy=manager), state), staged=True)
+    inputs = CompressorInputs(manager)
+    save_with_writer(lambda: (DSQStorageWriter(run / "1", model=model, inputs=inputs), state), staged=True)
     dsq_ckpt.save(state, run / "2", model=model)
     dsq_ckpt.async_save(state, run / "3", model=model, config={"storage": {"stage": "copy"}}).result()
     dcp.save(state, storage_writer=DSQStorageWriter(run / "4", model=model))
