@@ -1,4 +1,7 @@
-"""The C files of the coder, with sanitizers, on hostile blocks, tables and models for each path: 10,000, and 40,000 in `make campaign`."""
+"""The C files of the coder, with sanitizers, on hostile blocks, tables and models: 10,000 for each path.
+
+`make campaign` tries 40,000.
+"""
 
 from __future__ import annotations
 

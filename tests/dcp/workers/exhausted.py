@@ -1,4 +1,6 @@
-"""One rank runs out of memory anywhere in a save or a load, also between collectives; argv = an empty directory, each | one.
+"""One rank runs out of memory anywhere in a save or a load, also between collectives.
+
+argv = an empty directory, each | one.
 
 All ranks get an error that names the rank and its cause, nothing is left, and the next one works; in each way to save
 and to load. `each` tries the first and the last rank at every place, `one` either of them in turn.
