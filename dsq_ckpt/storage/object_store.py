@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import threading
 import time
 from collections import deque
@@ -24,28 +23,30 @@ from typing import IO, Any, TypeVar, cast
 
 from dsq_ckpt.core.urls import RemoteError, RemotePath
 from dsq_ckpt.core.workers import submit
-from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError
+from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.backend import DirectoryEntry, check_size
 from dsq_ckpt.storage.read_ahead import ReadAheadFile
+from dsq_ckpt.storage.remote_errors import (
+    AZURE_PROTOCOLS,
+    GOOGLE_PROTOCOLS,
+    get_protocol,
+    is_elsewhere,
+    is_transient,
+    no_bucket,
+    require_faithful_names,
+    translate_error,
+    translate_setup_error,
+)
 
 _PIECE = 1 << 23
 """Bytes passed to an upload at once; a smaller file is sent by one request when it is complete."""
 _MAX_PENDING = 4  # pieces waiting for upload, after which the writer waits
 _MAX_ATTEMPTS = 4
 _FIRST_WAIT = 0.25  # seconds
-_TRANSIENT_ERRNOS = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ECONNRESET, errno.ETIMEDOUT)
-# Class names of errors, whose packages are not imported here.
-_NETWORK_ERRORS = frozenset({
-    "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "HTTPClientError", "FSTimeoutError",
-    "ServerDisconnectedError", "ServiceRequestError",
-})
-_ACCESS_ERRORS = frozenset({
-    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ClientAuthenticationError",
-})
-_MOVED_ERRNO = getattr(errno, "EREMCHG", -1)
-_NO_BUCKET = re.compile(r"specified (?:bucket|container) does not exist|bucket not found|no such bucket")
 _T = TypeVar("_T")
 _filesystems: dict[str, tuple[int, Any]] = {}
+_buckets_found = set[str]()
+"""URLs of buckets that exist, of those for which this was asked."""
 _lock = threading.Lock()
 
 
@@ -235,6 +236,7 @@ def _get_filesystem(path: Path) -> Any:
         ConfigError: fsspec, or its package for the protocol, is not installed, or has wrong settings.
     """
     assert isinstance(path, RemotePath)
+    require_faithful_names(path)
     with _lock:
         filesystem = _filesystems.get(path.root_url)
         if filesystem is not None and filesystem[0] == os.getpid():
@@ -244,10 +246,7 @@ def _get_filesystem(path: Path) -> Any:
 
             system, _ = url_to_fs(path.root_url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"'{path}': this URL cannot be used ({error}); s3:// needs `pip install 'dsq_ckpt[remote]'`, other "
-                "protocols fsspec's package for them, such as gcsfs (gs://) or adlfs (az://)"
-            ) from error
+            raise translate_setup_error(error, path) from error
         _filesystems[path.root_url] = os.getpid(), system
         return system
 
@@ -257,8 +256,7 @@ def _read_range(file: Path, start: int, stop: int) -> bytes:
     try:
         return bytes(_get_filesystem(file).cat_file(str(file), start=start, end=stop))
     except Exception as error:
-        is_elsewhere = _is_transient(error) or _class_names(error) & (_NETWORK_ERRORS | _ACCESS_ERRORS)
-        if is_elsewhere or isinstance(error, FileNotFoundError | PermissionError) or _size_now(file) > start:
+        if is_elsewhere(error) or isinstance(error, FileNotFoundError) or _size_now(file) > start:
             raise
         return b""  # stores refuse ranges that begin at the end, or after it
 
@@ -278,8 +276,9 @@ def _retry(call: Callable[[], _T], path: Path) -> _T:
         try:
             return call()
         except Exception as error:
-            if attempt == _MAX_ATTEMPTS - 1 or not _is_transient(error):
-                raise _translate_error(error, path) from error
+            if attempt == _MAX_ATTEMPTS - 1 or not is_transient(error):
+                _require_bucket(error, path)
+                raise translate_error(error, path) from error
         time.sleep(_FIRST_WAIT * 2**attempt * (1 + random.random()))
     raise AssertionError("the last attempt returns or raises")
 
@@ -289,7 +288,30 @@ def _call(call: Callable[[], _T], path: Path) -> _T:
     try:
         return call()
     except Exception as error:
-        raise _translate_error(error, path) from error
+        _require_bucket(error, path)
+        raise translate_error(error, path) from error
+
+
+def _require_bucket(error: Exception, path: Path) -> None:
+    """Raise RemoteError if an object is missing because its bucket is, which gcsfs and adlfs do not tell apart."""
+    protocol = get_protocol(path)
+    if not isinstance(error, FileNotFoundError) or protocol not in (*GOOGLE_PROTOCOLS, *AZURE_PROTOCOLS):
+        return
+    assert isinstance(path, RemotePath)
+    root = path.root_url
+    if root in _buckets_found:
+        return
+    system = _get_filesystem(path)
+    try:
+        if protocol in GOOGLE_PROTOCOLS:  # not everyone who may list objects may ask for the bucket
+            system.ls(root, detail=False, max_results=1)
+        else:
+            system.info(root)
+    except FileNotFoundError:
+        raise no_bucket(path, "no such bucket or container") from error
+    except Exception:  # it may be there
+        return
+    _buckets_found.add(root)
 
 
 def _exists(path: Path) -> bool:
@@ -298,53 +320,6 @@ def _exists(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _class_names(error: BaseException | None) -> set[str]:
-    """Return the class names of an error and its causes."""
-    names: set[str] = set()
-    while error is not None:
-        names |= {kind.__name__ for kind in type(error).__mro__}
-        error = error.__cause__
-    return names
-
-
-def _is_transient(error: Exception) -> bool:
-    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
-        return False
-    if _class_names(error) & _NETWORK_ERRORS:  # the package has retried already
-        return False
-    if isinstance(error, TimeoutError | ConnectionError):
-        return True
-    return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
-
-
-def _translate_error(error: Exception, path: Path) -> Exception:
-    """Return the error to raise for a failed request: mostly an OSError that names the URL and a remedy."""
-    if isinstance(error, DSQError | RemoteError):
-        return error
-    text, names = f"{error}".strip() or type(error).__name__, _class_names(error)
-    low, url = text.lower(), str(path)
-    if isinstance(error, FileNotFoundError):
-        if _NO_BUCKET.search(low):
-            root = path.root_url if isinstance(path, RemotePath) else url
-            return RemoteError(errno.ENODEV, f"'{root}' does not exist ({text}): check the bucket's name", url)
-        return FileNotFoundError(errno.ENOENT, "there is no such object", url)
-    if isinstance(error, FileExistsError):
-        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url)
-    if isinstance(error, PermissionError) or names & _ACCESS_ERRORS:
-        hint = "check the credentials, such as AWS_ACCESS_KEY_ID or AWS_PROFILE, and what they may do with the bucket"
-        return RemoteError(errno.EACCES, f"access is denied ({text}): {hint}", url)
-    if "region" in low or getattr(error, "errno", None) == _MOVED_ERRNO:
-        hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
-        return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
-    if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK_ERRORS:
-        hint = "check the network and the endpoint, such as AWS_ENDPOINT_URL"
-        return RemoteError(errno.ETIMEDOUT, f"the object store does not answer ({text}): {hint}", url)
-    if isinstance(error, MemoryError):
-        return error
-    hint = "check credentials, region and endpoint, and try again"
-    return RemoteError(errno.EIO, f"a request to the object store failed ({type(error).__name__}: {text}): {hint}", url)
 
 
 def _get_modified(info: dict[str, Any]) -> float | None:
