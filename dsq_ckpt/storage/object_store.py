@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,8 +52,17 @@ _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
+    """Reset the lock in a child, and leave file systems to the parent.
+
+    A finalizer of adlfs would wait at the exit of the child for a thread that only the parent has.
+    """
     global _lock
     _lock = threading.Lock()
+    inherited = {id(system) for _pid, system in _filesystems.values()}
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        alive = finalizer.peek()
+        if alive is not None and id(alive[0]) in inherited:
+            finalizer.detach()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
+import weakref
 
 import pytest
 import torch
@@ -127,3 +129,15 @@ def test_other_names_are_kept(url):
     for name in ("a#1", "a%20b", "a b", "ä ü", "a@b", "a&b;c", "a..b"):
         dsq_ckpt.save(_STATE, f"{url}/{name}/step-1")
         assert dsq_ckpt.latest(f"{url}/{name}") == f"{url}/{name}/step-1"
+
+
+def test_a_forked_child_leaves_file_systems_to_its_parent(url):
+    """adlfs closes its client when a process exits, on a thread that a child lacks: it waited for it for ever."""
+    assert dsq_ckpt.latest(f"{url}/run") is None
+    (_pid, system), = object_store._filesystems.values()
+    finalizer = weakref.finalize(system, lambda: None)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(finalizer.alive))
+    assert os.waitpid(child, 0)[1] == 0
+    assert finalizer.alive
