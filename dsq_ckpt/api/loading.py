@@ -32,10 +32,11 @@ from dsq_ckpt.api.object_placeholders import (
 from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
 from dsq_ckpt.api.stateful import as_state_dict, expand_stateful, load_into, warn_of_nested_stateful
 from dsq_ckpt.core.arguments import expect_flags
+from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.tensor_subclasses import load_subclasses, refuse_cycles
+from dsq_ckpt.core.tensor_subclasses import find_unpacked, load_subclasses, refuse_cycles
 from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner, make_placeholders
 from dsq_ckpt.dcp.reader import DSQStorageReader
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
@@ -245,6 +246,8 @@ def load_with_modules(
                 restricted_paths.extend(run_on_all_ranks(comm, add_placeholders, LoadFailed))
             for target, placeholders in to_fill:
                 target.update(placeholders)
+            if to_fill:
+                _warn_of_unpacked(expanded, path, comm.rank)
             with ExitStack() as conversions:
                 sortable = conversions.enter_context(_string_keys(conversions.enter_context(load_subclasses(expanded))))
                 with unwrap_dcp_errors(LoadFailed, comm.rank), no_single_process_warning(no_dist), no_dcp_traceback():
@@ -264,6 +267,18 @@ def load_with_modules(
             if isinstance(error, DSQError) and str(reader.path) not in str(error):  # raised by DCP, which has no path
                 raise type(error)(f"'{reader.path}': {error}") from error
             raise
+
+
+def _warn_of_unpacked(filled: dict[Any, Any], path: str | os.PathLike[str], rank: int) -> None:
+    """Warn of tensors of a subclass that an empty dict was filled with: only their owner can make such tensors."""
+    if unpacked := sorted(find_unpacked(filled)):
+        names, classes = [name for name, _ in unpacked], sorted({kind for _, kind in unpacked})
+        warn(
+            f"'{path}' has tensors of the class {quote(classes)}, which an empty dict gets as dicts of the tensors "
+            f"that they consist of: {quote(names)}. A load_state_dict may take these, and a later step fails: to load "
+            "a model or an optimizer, pass the object itself in place of the empty dict, made as it was made when it "
+            "was saved", rank=rank,
+        )
 
 
 @contextmanager

@@ -67,6 +67,16 @@ def find_class_key(path: Sequence[Any], names: Container[str]) -> int | None:
     return None
 
 
+def find_unpacked(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield name and class of each tensor of a subclass in nested dicts and lists that is a dict of inner tensors."""
+    entries = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in entries:
+        if is_class_key(key) and isinstance(value, Mapping) and _SETTINGS in value:
+            yield ".".join(map(str, path)), key[1:-1]
+        else:
+            yield from find_unpacked(value, (*path, key))
+
+
 def to_storable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict to store, with inner tensors in place of subclasses.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import warnings
 
 import pytest
 import torch
@@ -107,6 +108,25 @@ def test_an_optimizer_with_such_states(tmp_path):
     dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
     assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     assert (other.weight - model.weight).norm() / model.weight.norm() < 0.02
+
+
+def test_an_empty_dict_gets_the_parts_with_a_warning(tmp_path):
+    """An optimizer takes such dicts in place of its moments, and fails at its next step."""
+    torch.manual_seed(0)
+    model = nn.Linear(80, 96, bias=False)
+    optimizer = EightBits(model.parameters())
+    model(torch.randn(4, 80)).square().sum().backward()
+    optimizer.step()
+    dsq_ckpt.save({"model": model.state_dict(), "critic": optimizer.state_dict(), "plain": {"a": 1}}, tmp_path / "a")
+    loaded = {"model": model.state_dict(), "critic": {}}
+    with pytest.warns(UserWarning, match=r"class 'Scaled', .*: 'critic\.state\.0\.exp_avg'\. .* the object itself"):
+        dsq_ckpt.load(loaded, tmp_path / "a")
+    assert is_equal(loaded["critic"]["state"][0]["exp_avg"]["<Scaled>"]["codes"], next(
+        iter(optimizer.state.values()))["exp_avg"].codes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.load({"plain": {}}, tmp_path / "a")
+        dsq_ckpt.load({"critic": EightBits(nn.Linear(80, 96, bias=False).parameters())}, tmp_path / "a")
 
 
 def test_settings_must_be_those_of_the_save(tmp_path):
