@@ -72,7 +72,7 @@ def find_unpacked(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, 
     entries = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for key, value in entries:
         if is_class_key(key) and isinstance(value, Mapping) and _SETTINGS in value:
-            yield ".".join(map(str, path)), key[1:-1]
+            yield ".".join(map(str, path)), str(key)[1:-1]
         else:
             yield from find_unpacked(value, (*path, key))
 

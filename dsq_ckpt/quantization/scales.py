@@ -35,6 +35,7 @@ _LOST = 2.0**-8  # fraction of a tensor's energy that rounding may lose in a bas
 _COARSEST = 32.0  # in units, twice the largest configurable step: a larger step of the parent means a larger unit
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 _OWN_DRIFT = 0.25  # same, for a tensor scaled by its own size: a bound on its error depends on it
+_BELOW = 6.0  # octaves below the root mean square from which elements hardly count for it
 _MOST = 100.0  # largest magnitude of an exponent in the format
 
 
@@ -94,7 +95,7 @@ def choose_scales(
     for fqn in sized:
         if tensors[fqn] in updates:
             sized[fqn][_NO_UPDATE:] = 0
-    for fqn, energy in mean_squares(sized, list(sized)).items():
+    for fqn, energy in _mean_squares_of_used(sized, list(sized)).items():
         if energy:
             log_rms = _UPDATE if tensors[fqn] in updates else 0.0
             wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * log_rms) / 4
@@ -203,6 +204,25 @@ def mean_squares(octaves: dict[str, Counts], names: list[str]) -> dict[str, floa
         return {}
     means = _mean_power(_without_largest(np.stack([octaves[fqn] for fqn in names])), 2)
     return dict(zip(names, means.tolist(), strict=True))
+
+
+def _mean_squares_of_used(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
+    """Return the mean square of each tensor; of its larger elements alone where most are zero or far smaller.
+
+    Most first moments are zero where few elements have gradients: in pruned layers, and in tables most of whose rows
+    were not used lately. Scaled by all of them, a few large values would decide how coarse the parts of cells are, and
+    dense tensors of the group would lose all they have.
+    """
+    means = mean_squares(octaves, names)
+    for fqn, mean in means.items():
+        counts = octaves[fqn][:255]
+        total, used = int(counts.sum()), -1
+        while mean and (count := int(counts[1:][OCTAVE_CENTRES[1:255] >= np.log2(mean) / 2 - _BELOW].sum())) != used:
+            used = count
+            if 0 < 2 * used < total:  # these have nearly all of the energy
+                mean = means[fqn] * total / used
+        means[fqn] = mean
+    return means
 
 
 def _without_largest(octaves: Counts) -> Counts:
