@@ -33,6 +33,7 @@ from dsq_ckpt.api.state_matching import warn_of_unexpected_tensors
 from dsq_ckpt.api.stateful import as_state_dict, expand_stateful, load_into, warn_of_nested_stateful
 from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.checksums import quote
+from dsq_ckpt.core.collector import no_garbage_collection
 from dsq_ckpt.core.interrupts import get_handler_error, hold_signals
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, restore_parameter_numbers
 from dsq_ckpt.core.notices import warn
@@ -250,7 +251,10 @@ def load_with_modules(
                 _warn_of_unpacked(expanded, path, comm.rank)
             with ExitStack() as conversions:
                 sortable = conversions.enter_context(_string_keys(conversions.enter_context(load_subclasses(expanded))))
-                with unwrap_dcp_errors(LoadFailed, comm.rank), no_single_process_warning(no_dist), no_dcp_traceback():
+                with (
+                    unwrap_dcp_errors(LoadFailed, comm.rank), no_single_process_warning(no_dist), no_dcp_traceback(),
+                    no_garbage_collection(),
+                ):
                     dcp.load(
                         sortable, storage_reader=reader, planner=NestedLoadPlanner(restricted_paths, expanded, hint),
                         process_group=process_group, no_dist=no_dist,

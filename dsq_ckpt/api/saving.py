@@ -26,6 +26,7 @@ from dsq_ckpt.api.dcp_errors import (
 from dsq_ckpt.api.stateful import as_state_dict, expand_stateful, find_saved_model, warn_of_nested_stateful
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_flags, expect_path
+from dsq_ckpt.core.collector import no_garbage_collection
 from dsq_ckpt.core.interrupts import hold_signals
 from dsq_ckpt.core.tensor_subclasses import to_storable
 from dsq_ckpt.dcp.background_process import describe_exit, explain_missing_cpu_backend, kill_process
@@ -147,7 +148,10 @@ def save_with_writer(
     if staged:
         writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
-    with unwrap_dcp_errors(SaveFailed, comm.rank, writer.discard), no_single_process_warning(no_dist):
+    with (
+        unwrap_dcp_errors(SaveFailed, comm.rank, writer.discard), no_single_process_warning(no_dist),
+        no_garbage_collection(),  # after `stage`, which calls the program's `evaluate`
+    ):
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )

@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector while many permanent objects are created."""
+"""Pauses of Python's garbage collector while many objects are created that are no garbage for it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _paused = False
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector in a block of the main thread that imports modules or fills permanent tables.
+    """Disable the garbage collector in a block of the main thread that imports, fills tables, saves or loads.
 
     Python traverses all objects of the process whenever their number has grown by a quarter, as it would after
-    `import torch`. A collector that the program has disabled before stays disabled. In other threads this does nothing,
+    `import torch`, and in a save of hundreds of tensors, all of whose objects are freed by their reference counts
+    when it ends. A collector that the program has disabled before stays disabled. In other threads this does nothing,
     since their pauses and those of the program would end each other.
     """
     global _paused

@@ -1,0 +1,85 @@
+"""Saves and loads pause the garbage collector, never while they call the program, and never for longer."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import DSQStorageReader
+from dsq_ckpt.engine import pipeline
+from dsq_ckpt.errors import LoadFailed, SaveFailed
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Whether the collector was enabled, in each write and read; `seen.error` is raised by the next one."""
+    class Seen(list[bool]):
+        error: Exception | None = None
+
+    seen = Seen()
+
+    def watched(function):
+        def run(*args, **kwargs):
+            seen.append(gc.isenabled())
+            if seen.error is not None:
+                raise seen.error
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(pipeline, "write_rank", watched(pipeline.write_rank))
+    monkeypatch.setattr(DSQStorageReader, "read_data", watched(DSQStorageReader.read_data))
+    assert gc.isenabled()
+    yield seen
+    gc.enable()
+
+
+def test_a_save_and_a_load_pause_it(tmp_path, seen):
+    state = {"w": torch.randn(64, 64)}
+    dsq_ckpt.save(state, tmp_path / "a")
+    assert gc.isenabled()
+    dsq_ckpt.load(state, tmp_path / "a")
+    assert gc.isenabled() and seen == [False, False]
+    dsq_ckpt.compress(state, tmp_path / "b")
+    assert gc.isenabled() and seen == [False, False, False]
+
+
+def test_it_goes_on_after_a_failure(tmp_path, seen):
+    state = {"w": torch.randn(64, 64)}
+    dsq_ckpt.save(state, tmp_path / "a")
+    seen.error = MemoryError("no room")
+    with pytest.raises(SaveFailed, match="no room"):
+        dsq_ckpt.save(state, tmp_path / "b")
+    assert gc.isenabled()
+    with pytest.raises(LoadFailed, match="no room"):
+        dsq_ckpt.load(state, tmp_path / "a")
+    assert gc.isenabled() and seen == [False] * 3
+
+
+def test_a_collector_that_is_off_stays_off(tmp_path, seen):
+    gc.disable()
+    state = {"w": torch.randn(64, 64)}
+    dsq_ckpt.save(state, tmp_path / "a")
+    dsq_ckpt.load(state, tmp_path / "a")
+    assert not gc.isenabled()
+
+
+def test_the_program_has_it_while_it_evaluates(tmp_path, seen):
+    model = torch.nn.Linear(80, 80)
+    inputs, evaluations = torch.randn(32, 80), []
+
+    def evaluate():
+        evaluations.append(gc.isenabled())
+        return float((model(inputs) - inputs).detach().square().mean())
+
+    compressor = dsq_ckpt.Compressor(model, torch.optim.AdamW(model.parameters()), evaluate=evaluate)
+    compressor.save(tmp_path / "a")
+    assert len(evaluations) > 1 and all(evaluations) and seen == [False]
+
+
+def test_the_background_leaves_it_to_training(tmp_path, seen):
+    dsq_ckpt.async_save({"w": torch.randn(64, 64)}, tmp_path / "a").result()
+    assert gc.isenabled() and seen == [True]
