@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageReader
+from dsq_ckpt.core import collector
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.errors import LoadFailed, SaveFailed
 
@@ -78,6 +80,49 @@ def test_the_program_has_it_while_it_evaluates(tmp_path, seen):
     compressor = dsq_ckpt.Compressor(model, torch.optim.AdamW(model.parameters()), evaluate=evaluate)
     compressor.save(tmp_path / "a")
     assert len(evaluations) > 1 and all(evaluations) and seen == [False]
+
+
+def test_the_program_has_it_in_on_save(tmp_path, seen):
+    """It may evaluate or upload for long there, save again, fail, or turn the collector off for good."""
+    state, enabled, path = {"w": torch.randn(64, 64)}, [], iter(range(9))
+
+    def on_save(result):
+        enabled.append(gc.isenabled())
+        dsq_ckpt.save(state, tmp_path / "nested" / str(next(path)))
+        enabled.append(gc.isenabled())
+        raise RuntimeError("no logger")
+
+    def turn_off(result):
+        gc.disable()
+
+    saves = [
+        lambda on_save, path: dsq_ckpt.save(state, path, on_save=on_save),
+        lambda on_save, path: dsq_ckpt.Compressor(torch.nn.Linear(64, 64), on_save=on_save).save(path),
+    ]
+    for number, save in enumerate(saves):
+        with pytest.warns(UserWarning, match="no logger"):
+            save(on_save, tmp_path / str(number))
+        assert gc.isenabled() and enabled == [True, True] * (number + 1)
+        save(turn_off, tmp_path / f"off{number}")
+        assert not gc.isenabled()
+        gc.enable()
+
+
+def test_a_child_that_is_forked_in_a_pause_can_pause_it_itself():
+    with collector.no_garbage_collection():
+        assert not gc.isenabled()
+        child = os.fork()
+        if child == 0:
+            states = [gc.isenabled()]
+            with collector.garbage_collection_of_program():
+                states.append(gc.isenabled())
+            states.append(gc.isenabled())
+            with collector.no_garbage_collection():
+                states.append(gc.isenabled())
+            os._exit(0 if [*states, gc.isenabled()] == [True, True, True, False, True] else 1)
+        _, status = os.waitpid(child, 0)
+        assert not gc.isenabled() and status == 0
+    assert gc.isenabled()
 
 
 def test_the_background_leaves_it_to_training(tmp_path, seen):
