@@ -61,6 +61,7 @@ def test_memory_that_is_short_on_one_rank(tmp_path):
     assert checks(torchrun("exhausted", 3, tmp_path, "one")) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_memory_that_is_short_on_either_rank(tmp_path, ranks):
