@@ -31,6 +31,7 @@ from dsq_ckpt.storage.remote_errors import (
     AZURE_PROTOCOLS,
     GOOGLE_PROTOCOLS,
     get_protocol,
+    is_denied,
     is_elsewhere,
     is_transient,
     no_bucket,
@@ -47,7 +48,7 @@ _FIRST_WAIT = 0.25  # seconds
 _T = TypeVar("_T")
 _filesystems: dict[str, tuple[int, Any]] = {}
 _buckets_found = set[str]()
-"""URLs of buckets that exist, of those for which this was asked."""
+"""URLs of buckets for which this was asked, and that exist or may not be asked for."""
 _lock = threading.Lock()
 
 
@@ -319,8 +320,9 @@ def _require_bucket(error: Exception, path: Path) -> None:
             system.info(root)
     except FileNotFoundError:
         raise no_bucket(path, "no such bucket or container") from error
-    except Exception:  # it may be there
-        return
+    except Exception as unknown:  # it may be there
+        if not is_denied(unknown):  # another time there may be an answer
+            return
     _buckets_found.add(root)
 
 

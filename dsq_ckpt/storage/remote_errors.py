@@ -131,13 +131,14 @@ def translate_error(error: Exception, path: Path) -> Exception:
     if is_denied(error):
         hint = f"check the credentials, such as {settings.credentials}, and what they may do with the bucket"
         return RemoteError(errno.EACCES, f"access is denied ({text}): {hint}", url)
-    if "region" in low or getattr(error, "errno", None) == _MOVED_ERRNO:
+    if settings is _AWS and ("region" in low or getattr(error, "errno", None) == _MOVED_ERRNO):
         hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
         return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
     if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK_ERRORS:
         hint = f"check the network and the endpoint, such as {settings.endpoint}"
         return RemoteError(errno.ETIMEDOUT, f"the object store does not answer ({text}): {hint}", url)
-    hint = "check credentials, region and endpoint, and try again"
+    region = ", region" if settings is _AWS else ""
+    hint = f"check credentials{region} and endpoint, and try again"
     return RemoteError(errno.EIO, f"a request to the object store failed ({type(error).__name__}: {text}): {hint}", url)
 
 

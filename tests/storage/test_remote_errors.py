@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 import weakref
@@ -84,6 +85,19 @@ def test_who_may_not_ask_for_the_bucket_has_a_new_run(url, cloud, protocol):
     cloud.fault = staticmethod(fault)
     assert get_storage(directory).list_entries(directory) == []
     assert len(cloud.asked) == 2
+    assert get_storage(directory).list_entries(directory) == []
+    assert len(cloud.asked) == 3, "it is not asked again"
+
+
+def test_an_error_whose_text_has_a_region_names_no_settings_of_aws(url, cloud):
+    def fault(_: str) -> None:
+        raise OSError(errno.EINVAL, "no such kind of storage in b/o/region-1")
+
+    cloud.fault = staticmethod(fault)
+    directory = resolve_checkpoint_path(f"{url}/run")
+    with pytest.raises(OSError, match=r"no such kind of storage.*check credentials and endpoint") as caught:
+        get_storage(directory).list_entries(directory)
+    assert "AWS" not in str(caught.value)
 
 
 def _denied(protocol: str, status: int) -> Exception:
