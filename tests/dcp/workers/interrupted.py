@@ -22,6 +22,7 @@ import torch.distributed as dist
 from harness import done, normal, world
 
 import dsq_ckpt
+from dsq_ckpt.core import interrupts
 from dsq_ckpt.distributed.comm import TorchCommunicator
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerWriter
@@ -44,6 +45,7 @@ class Saves:
     def __init__(self, run: Path, culprit: int) -> None:
         self.run, self.culprit, self.count = run, culprit, 0
         self.rank = dist.get_rank()
+        self.ended = threading.Event()
         torch.manual_seed(0)
         self.model = torch.nn.Linear(96, 64)
         self.during_evaluation: Callable[[], None] = lambda: None
@@ -71,10 +73,14 @@ class Saves:
     def attempt(self, how: str, number: signal.Signals, always: bool, before: Callable[[], Any] = lambda: None) -> bool:
         """One save that may be interrupted on the culprit; returns whether it was."""
         self.count += 1
+        self.ended.clear()
         weights, caught, waiting = self.model.weight.detach().clone(), None, None
         try:
             waiting = before()
-            self.save(how)
+            try:
+                self.save(how)
+            finally:
+                self.ended.set()
             if waiting is not None:
                 waiting.join()
         except (dsq_ckpt.SaveFailed, KeyboardInterrupt, SystemExit, Preempted) as error:
@@ -234,6 +240,12 @@ def in_the_background(saves: Saves) -> None:
     done("in the background")
 
 
+def is_held() -> bool:
+    """Signals wait, since a save of this rank has begun."""
+    state = interrupts._state
+    return state is not None and state.holds_signals
+
+
 def at_any_time(saves: Saves) -> None:
     """The signal comes from a thread, whenever it comes."""
     chance = random.Random(5)
@@ -247,6 +259,8 @@ def at_any_time(saves: Saves) -> None:
                 return None
 
             def later() -> None:
+                while not (saves.ended.is_set() or is_held()):  # before it, the rank would not take part in the save
+                    time.sleep(0.0005)
                 time.sleep(delay)  # noqa: B023
                 os.kill(os.getpid(), number)  # noqa: B023
 
