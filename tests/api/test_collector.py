@@ -83,7 +83,7 @@ def test_the_program_has_it_while_it_evaluates(tmp_path, seen):
 
 
 def test_the_program_has_it_in_on_save(tmp_path, seen):
-    """It may evaluate or upload for long there, save again, fail, or turn the collector off for good."""
+    """`on_save` may evaluate or upload for long, save again, fail, or turn the collector off for good."""
     state, enabled, path = {"w": torch.randn(64, 64)}, [], iter(range(9))
 
     def on_save(result):

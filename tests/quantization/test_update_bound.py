@@ -33,7 +33,7 @@ def test_each_tensor_keeps_the_bound(tmp_path, second) -> None:
 @pytest.mark.parametrize("kept", [0.3, 0.1, 0.03])
 @pytest.mark.parametrize("kind", ["update", "relative"])
 def test_a_dense_tensor_beside_sparse_ones(tmp_path, kept, kind) -> None:
-    """Of most tensors few elements have gradients, as of pruned layers and of a table whose rows are rarely used.
+    """Few elements of most tensors have gradients, as of pruned layers and of a table whose rows are rarely used.
 
     Scaled by all elements, with zeros, these had large values, which alone decided how coarse parts could be: all first
     moments of the dense tensor came back as zeros.
