@@ -150,7 +150,7 @@ def save_with_writer(
         state_dict = writer.stage(state_dict)
     with (
         unwrap_dcp_errors(SaveFailed, comm.rank, writer.discard), no_single_process_warning(no_dist),
-        no_garbage_collection(),  # after `stage`, which calls the program's `evaluate`
+        no_garbage_collection(),
     ):
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist

@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from dsq_ckpt.core.collector import garbage_collection_of_program
+
 # Handlers of other signals, such as the alarm of a watchdog, run at once.
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
             if hasattr(signal, name)]
@@ -188,7 +190,8 @@ def defer_handler_errors(shield: bool = True) -> Iterator[None]:
 def in_user_code(loads_module: bool = False) -> Iterator[None]:
     """Raise exceptions of handlers of signals that are not held at once, in a function of the user.
 
-    The function may expect one, such as that of an alarm that ends a long evaluation. The caller does not get an
+    The function may expect one, such as that of an alarm that ends a long evaluation. It has the garbage collector as
+    the program has it, too. The caller does not get an
     exception that the function has caught or converted. Enter it around each call of a function of the user, with no
     `except` of the package in between.
 
@@ -199,11 +202,12 @@ def in_user_code(loads_module: bool = False) -> Iterator[None]:
     """
     state = _state
     if state is None or threading.current_thread() is not threading.main_thread():
-        yield
+        with garbage_collection_of_program():
+            yield
         return
     before = state.error, state.error_is_pending
     try:
-        with defer_handler_errors(False):
+        with defer_handler_errors(False), garbage_collection_of_program():
             yield
     except BaseException as error:
         if error is not state.error and not (loads_module and state.error not in _collect_contexts(error)):

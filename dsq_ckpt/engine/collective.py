@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured
+from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.storage import attachment_files, gc
 from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.container import FileInfo, checksum_file
@@ -66,8 +66,7 @@ def save_collectively(
     Raises:
         DSQError: on all ranks, if any rank failed; earlier checkpoints are untouched.
     """
-    searches = options.policy is not plan_as_configured  # it calls the program, which may need its collector
-    with nullcontext() if searches else no_garbage_collection():
+    with no_garbage_collection():
         return _CollectiveSave(path, options, comm).run(state)
 
 

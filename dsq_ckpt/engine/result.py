@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.core.collector import garbage_collection_of_program
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
@@ -121,7 +120,7 @@ def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | 
         if on_save is not None:
             token = _in_on_save.set(True)
             try:
-                with in_user_code(), garbage_collection_of_program():
+                with in_user_code():
                     on_save(result)
             finally:
                 _in_on_save.reset(token)

@@ -40,7 +40,7 @@ class Faults(Campaign):
 
     name = "faults"
     full = 1500
-    few = 10
+    few = 20
     preload = True
 
     def prepare(self) -> None:

@@ -80,6 +80,10 @@ def test_the_program_has_it_while_it_evaluates(tmp_path, seen):
     compressor = dsq_ckpt.Compressor(model, torch.optim.AdamW(model.parameters()), evaluate=evaluate)
     compressor.save(tmp_path / "a")
     assert len(evaluations) > 1 and all(evaluations) and seen == [False]
+    seen.clear(), evaluations.clear()
+    dsq_ckpt.compress(model, tmp_path / "b", evaluate=evaluate, max_degradation=0.5)
+    assert len(evaluations) > 1 and all(evaluations) and False in seen
+    assert gc.isenabled()
 
 
 def test_the_program_has_it_in_on_save(tmp_path, seen):
