@@ -16,7 +16,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxpr
 
 venv: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/coding/native/*)
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan spmd_types

@@ -35,9 +35,9 @@ if (ROOT / "configs").is_dir():
     package_dir["dsq_ckpt.configs"] = "configs"
     package_data["dsq_ckpt.configs"] = ["**/*.json", "**/*.yaml"]
 
-# A plain library without Python's headers, which dsq_ckpt/coding/_native.py loads. Where there is no C compiler, Numba
+# A plain library without Python's headers, which dsq_ckpt/native/__init__.py loads. Where there is no C compiler, Numba
 # does the same, more slowly.
-native = "dsq_ckpt/coding/native"
+native = "dsq_ckpt/native"
 texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 _NAMES = (
@@ -45,10 +45,10 @@ _NAMES = (
     "scales", "quantize",
 )
 coder = Extension(
-    "dsq_ckpt.coding._lanes",
+    "dsq_ckpt.native._compiled",
     [f"{native}/{name}.c" for name in _NAMES],
     depends=[f"{native}/{name}.h" for name in ("lanes", "changes", "changes_x86")],
-    define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which _native.py knows a library of other sources
+    define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which native/__init__.py knows a library of other sources
     extra_compile_args=["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off"],
     py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),  # one library for all versions
     optional=True,

@@ -189,12 +189,12 @@ def main() -> None:
     arguments = parser.parse_args()
     from evaluation.report import document
 
+    from dsq_ckpt import native
     from dsq_ckpt.cli import json_files
     from dsq_ckpt.cli.bench_coding import STREAMS, stream
-    from dsq_ckpt.coding import _native
 
     own = Path(__file__).resolve().parent.parent
-    paths = arguments.paths or [name for name in _native.available() if name != "numba"] or ["numba"]
+    paths = arguments.paths or [name for name in native.available() if name != "numba"] or ["numba"]
     streams = [(f"synthetic, {name}", *stream(moved)) for name, moved in STREAMS.items()]
     with tempfile.TemporaryDirectory() as scratch:
         streams += recorded(arguments.workload, arguments.saves, Path(scratch) / "run")
@@ -207,7 +207,7 @@ def main() -> None:
         timings: dict[tuple[str, str], list[dict[str, float]]] = {}
         library = ctypes.CDLL(arguments.htscodecs) if arguments.htscodecs else None
         for _ in range(_ROUNDS):
-            measurements = {path: _run(own, file, {_native.VARIABLE: path}) for path in paths}
+            measurements = {path: _run(own, file, {native.VARIABLE: path}) for path in paths}
             if arguments.former:
                 measurements["former"] = _run(arguments.former, file, {})
             if library is not None:

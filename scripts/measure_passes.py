@@ -44,19 +44,19 @@ PASSES: dict[str, tuple[str, ...]] = {
         "kernels/cpu.py:joint_sketch",
     ),
     "codes and their refinement": (
-        "coding/codes.py:", "coding/_native.py:quantize", "kernels/cpu.py:_look_up", "kernels/cpu.py:quantize",
+        "coding/codes.py:", "native/__init__.py:quantize", "kernels/cpu.py:_look_up", "kernels/cpu.py:quantize",
         "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine",
         "kernels/cpu_pack.py:_pack", "kernels/cpu_pack.py:pack", "kernels/cpu.py:gather_protected",
     ),
     "looks at refinement": (
-        "kernels/cpu_pack.py:", "coding/pairs.py:", "coding/refinement_blocks.py:", "coding/_native.py:unpack",
+        "kernels/cpu_pack.py:", "coding/pairs.py:", "coding/refinement_blocks.py:", "native/__init__.py:unpack",
         "coding/values.py:unpack",
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
-        "coding/scales.py:", "coding/_native.py:scale",
+        "coding/scales.py:", "native/__init__.py:scale",
     ),
-    "values": ("coding/values.py:", "coding/_native.py:look_up_values", "kernels/cpu_decode.py:"),
+    "values": ("coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:"),
     "entropy coding": ("coding/",),
     "looks at tensors": (
         "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",

@@ -26,7 +26,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 PROGRAM = """
 import torch
 import dsq_ckpt
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 
 state = {"w": torch.arange(4096.0).reshape(64, 64) / 4096, "step": 1}
 for config in ("exact", "default"):
@@ -34,7 +34,7 @@ for config in ("exact", "default"):
     target = {"w": torch.zeros(64, 64), "step": 0}
     dsq_ckpt.load(target, f"run/{config}")
     assert target["step"] == 1 and torch.allclose(target["w"], state["w"], atol=0 if config == "exact" else 0.02)
-print(dsq_ckpt.__file__, *_native.available())
+print(dsq_ckpt.__file__, *native.available())
 """
 
 
@@ -99,7 +99,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
     assert {name.split("/")[0] for name in names} == {"dsq_ckpt", f"dsq_ckpt-{__version__}.dist-info"}
     assert not [name for name in names if name.endswith((".c", ".h"))]
     if shutil.which("gcc"):
-        assert len([name for name in names if name.startswith("dsq_ckpt/coding/_lanes.")]) == 1
+        assert len([name for name in names if name.startswith("dsq_ckpt/native/_compiled.")]) == 1
         assert "-abi3-" in wheel.name
 
 

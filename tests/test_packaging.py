@@ -58,8 +58,8 @@ def test_a_compiler_is_optional(unpacked, tmp_path):
     environment = {**os.environ, "CC": "/bin/false"}
     subprocess.run([sys.executable, "setup.py", "-q", "build"], cwd=source, env=environment, check=True)
     (built,) = source.glob("build/lib*")
-    assert not list((built / "dsq_ckpt" / "coding").glob("_lanes*"))
-    code = "from dsq_ckpt.coding import _native; print(*_native.available())"
+    assert not list((built / "dsq_ckpt" / "native").glob("_compiled*"))
+    code = "from dsq_ckpt import native; print(*native.available())"
     ran = subprocess.run([sys.executable, "-c", code], cwd=built, env={**environment, "PYTHONPATH": str(built)},
                          capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["numba"]

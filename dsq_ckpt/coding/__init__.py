@@ -7,13 +7,13 @@ the coder of the papers, with the same interface.
 
 from __future__ import annotations
 
-from dsq_ckpt.coding._native import path as coder_path
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.changes import ChangesCoder, fit_fastest
 from dsq_ckpt.coding.huffman import HuffmanCoder, huffman_bits
 from dsq_ckpt.coding.lossless import shuffle_compress, shuffle_decompress
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.errors import CodingError
+from dsq_ckpt.native import path as coder_path
 
 __all__ = [
     "ChangesCoder",

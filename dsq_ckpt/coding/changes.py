@@ -19,7 +19,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from dsq_ckpt.coding import _change_loops, _native
+from dsq_ckpt import native
+from dsq_ckpt.coding import _change_loops
 from dsq_ckpt.coding._lane_loops import BAD_TABLES, NO_MEMORY, UNKNOWN
 from dsq_ckpt.coding._lane_model import MAX_BITS, MAX_LEFT, MIN_BITS
 from dsq_ckpt.coding.base import Coder, check_counts, check_vector
@@ -155,8 +156,8 @@ class ChangesCoder(Coder):
         arguments = *self._encoder_tables, self._kinds, self._limits, parent, codes, buffer
         if self.contexts > self.symbols and int(codes.max()) >= self.symbols:
             raise CodingError(f"code {int(codes.max())}, but the model has {self.symbols} symbols")
-        path = _native.path_index()
-        size = _change_loops.encode(*arguments) if path < 0 else _native.encode_changes(path, *arguments)
+        path = native.path_index()
+        size = _change_loops.encode(*arguments) if path < 0 else native.encode_changes(path, *arguments)
         if size == NO_MEMORY:
             raise MemoryError(f"no memory to code {codes.size} codes")
         if size < 0:
@@ -192,10 +193,10 @@ class ChangesCoder(Coder):
         np.copyto(codes, decoded)
 
     def _decode_into(self, data: U8, codes: U8) -> None:
-        path, data = _native.path_index(), np.ascontiguousarray(data)
+        path, data = native.path_index(), np.ascontiguousarray(data)
         error = BAD_TABLES
         if path >= 0:  # the compiled path checks all codes itself
-            error = _native.decode_changes(path, self._native_tables, codes, data)
+            error = native.decode_changes(path, self._native_tables, codes, data)
         if error == BAD_TABLES and int(codes.max()) >= self.contexts:
             raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
         if path < 0:
@@ -232,8 +233,8 @@ class ChangesCoder(Coder):
         return make_decoder_tables(self._table_rows)
 
     @cached_property
-    def _native_tables(self) -> _native.Tables:
-        return _native.Tables(*self._decoder_tables, self._kinds, self._limits)
+    def _native_tables(self) -> native.Tables:
+        return native.Tables(*self._decoder_tables, self._kinds, self._limits)
 
     @cached_property
     def _encoder_tables(self) -> EncoderTables:
@@ -301,7 +302,7 @@ def _log2(numbers: I64) -> F64:
     mantissas, exponents = np.frexp(np.maximum(numbers, 1).astype(np.float64))
     scaled = mantissas * (1 << 15)
     places = scaled.astype(np.int64)
-    rest: F64 = _native.LOG2[places] / (1 << 24) + (scaled - places) / places * 1.4426950408889634
+    rest: F64 = native.LOG2[places] / (1 << 24) + (scaled - places) / places * 1.4426950408889634
     return rest + (exponents - 15)
 
 

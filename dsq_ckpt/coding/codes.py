@@ -7,8 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dsq_ckpt import kernels
-from dsq_ckpt.coding import _native
+from dsq_ckpt import kernels, native
 from dsq_ckpt.core.arrays import F32, F64, U8
 from dsq_ckpt.kernels.checks import check_array, check_output, scale_factor
 from dsq_ckpt.kernels.cpu import parts_of_cells
@@ -73,13 +72,13 @@ def quantize(
     check_output("codes", codes, np.uint8, (x.size,))
     if parent is not None:
         check_array("parent", parent, np.uint8, (x.size,))
-    path, factor = _native.path_index(), scale_factor(inv_scale)
+    path, factor = native.path_index(), scale_factor(inv_scale)
     if path >= 0:
         parts, n_cells, bits, log = (None, 0, 0, False) if cells is None else (
             cells.parts, min(cells.low.size, cells.inv_width.size), cells.bits, cells.log_domain
         )
         packed = np.empty((x.size * bits + 7) // 8, np.uint8)
-        if _native.quantize(
+        if native.quantize(
             path, x, factor, window.lo, window.hi, table, parent, context, codes, bits, log, parts, n_cells, packed
         ):
             return None if cells is None else packed

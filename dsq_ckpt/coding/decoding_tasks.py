@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.core.arrays import U8
@@ -71,12 +71,12 @@ def run_tasks(tasks: list[DecodingTask]) -> list[BaseException | None]:
 
 def decode_blocks(blocks: list[BlockRequest]) -> list[BaseException | None]:
     """Decode up to two blocks; return the exception of each, or None."""
-    errors, path = [-1] * len(blocks), _native.path_index()
-    if len(blocks) == 2 and _native.supports_pairs(path):
+    errors, path = [-1] * len(blocks), native.path_index()
+    if len(blocks) == 2 and native.supports_pairs(path):
         first = _lane_arguments(blocks[0])
         second = None if first is None else _lane_arguments(blocks[1])
         if first is not None and second is not None:
-            errors = _native.decode_pair(path, first, second)
+            errors = native.decode_pair(path, first, second)
     return [_decode_alone(block) if error else None for block, error in zip(blocks, errors, strict=True)]
 
 
@@ -89,7 +89,7 @@ def _decode_alone(block: BlockRequest) -> BaseException | None:
     return None
 
 
-def _lane_arguments(block: BlockRequest) -> _native.BlockArguments | None:
+def _lane_arguments(block: BlockRequest) -> native.BlockArguments | None:
     """Return the arguments of a 32-lane block; None for other or invalid blocks."""
     coder, data, parent, out, in_place = block
     lanes = None if in_place else coder.lane_coder(parent)
@@ -100,4 +100,4 @@ def _lane_arguments(block: BlockRequest) -> _native.BlockArguments | None:
             return None
     if not out.flags.writeable or (parent is not None and np.may_share_memory(parent, out)):
         return None
-    return _native.BlockArguments(lanes.native_tables(parent), parent, out, np.frombuffer(data, np.uint8))
+    return native.BlockArguments(lanes.native_tables(parent), parent, out, np.frombuffer(data, np.uint8))

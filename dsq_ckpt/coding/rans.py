@@ -18,7 +18,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from dsq_ckpt.coding import _lane_loops, _lane_model, _native
+from dsq_ckpt import native
+from dsq_ckpt.coding import _lane_loops, _lane_model
 from dsq_ckpt.coding._lane_loops import BAD_SIZE, EMPTY, IMPOSSIBLE, LEFT, TRUNCATED, UNKNOWN
 from dsq_ckpt.coding._lane_model import ESCAPE, MIN_BITS
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Coder, check_counts
@@ -81,7 +82,7 @@ class RansCoder(Coder):
         """
         counts = check_counts(counts)
         model = Model.empty(*counts.shape)
-        (_lane_model if _native.path() == "numba" else _native).fit(counts, _native.LOG2, *model)
+        (_lane_model if native.path() == "numba" else native).fit(counts, native.LOG2, *model)
         return cls(model)
 
     def expected_bits(self, counts: Array) -> float:
@@ -92,7 +93,7 @@ class RansCoder(Coder):
             return float("inf")
         escaped, slots = freqs < 0, (1 << row_bits.astype(np.int64))
         shares = slots // np.maximum(escaped.sum(axis=1), 1)
-        logs = _native.LOG2 / (1 << 24)  # logarithms of the fit, the same on every machine
+        logs = native.LOG2 / (1 << 24)  # logarithms of the fit, the same on every machine
         bits = (counts * (row_bits[:, None] - logs[np.maximum(freqs, 0)]))[~escaped].sum()
         escape_bits = 2 * row_bits - logs[escape_freqs] - logs[shares]
         return float(bits + (np.where(escaped, counts, 0).sum(axis=1) * escape_bits).sum())
@@ -100,11 +101,11 @@ class RansCoder(Coder):
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         tables = self._keyframe_encoder_tables if parent is None else self._encoder_tables
         buffer = np.empty(4 * codes.size + 1024, np.uint8)  # filled from its end, so that most pages are never touched
-        path = _native.path_index()
+        path = native.path_index()
         if path < 0:
             size = _lane_loops.encode(*tables, parent, codes, buffer)
         else:
-            size = _native.encode(path, *tables, parent, codes, buffer)
+            size = native.encode(path, *tables, parent, codes, buffer)
         if size < 0:
             raise CodingError(
                 self.missing_count_message(codes, parent) if size == UNKNOWN else "tables are inconsistent"
@@ -116,11 +117,11 @@ class RansCoder(Coder):
         if data.size == 0:
             error = _decode_empty_block(tables, self._model.firsts, parent, out)
         else:
-            path, data = _native.path_index(), np.ascontiguousarray(data)
+            path, data = native.path_index(), np.ascontiguousarray(data)
             if path < 0:
                 error = _lane_loops.decode(*tables, parent, out, data)
             else:
-                error = _native.decode(path, self.native_tables(parent), parent, out, data)
+                error = native.decode(path, self.native_tables(parent), parent, out, data)
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "
@@ -131,7 +132,7 @@ class RansCoder(Coder):
         """See `Coder.lane_coder`."""
         return self
 
-    def native_tables(self, parent: U8 | None) -> _native.Tables:
+    def native_tables(self, parent: U8 | None) -> native.Tables:
         """Return the tables of a decoder of codes with or without previous codes."""
         return self._keyframe_native_tables if parent is None else self._native_tables
 
@@ -149,7 +150,7 @@ class RansCoder(Coder):
         freqs = self._model.freqs
         # 3 bytes hold a symbol (at most 15 + 7 bits), 6 the number of symbols (17 bits), the row's bits and the escape
         data = np.zeros(6 * freqs.shape[0] + 3 * int(np.count_nonzero(freqs)) + 2, np.uint8)
-        size = (_lane_model if _native.path() == "numba" else _native).write_rows(*self._model, data)
+        size = (_lane_model if native.path() == "numba" else native).write_rows(*self._model, data)
         return _HEADER.pack(_VERSION, self.contexts, self.symbols) + data[:size].tobytes()
 
     @classmethod
@@ -164,7 +165,7 @@ class RansCoder(Coder):
             raise CodingError(f"no rANS model: version {version}, {contexts} contexts, {symbols} symbols")
         model = Model.empty(contexts + 1, symbols)
         rows = np.frombuffer(data, np.uint8)[_HEADER.size :]
-        if not (_lane_model if _native.path() == "numba" else _native).read_rows(rows, *model):
+        if not (_lane_model if native.path() == "numba" else native).read_rows(rows, *model):
             raise CodingError(f"damaged rANS model of {len(data)} bytes")
         return cls(model)
 
@@ -177,12 +178,12 @@ class RansCoder(Coder):
         return make_decoder_tables(Model(*(array[self.contexts :] for array in self._model)))
 
     @cached_property
-    def _native_tables(self) -> _native.Tables:
-        return _native.Tables(*self._decoder_tables)
+    def _native_tables(self) -> native.Tables:
+        return native.Tables(*self._decoder_tables)
 
     @cached_property
-    def _keyframe_native_tables(self) -> _native.Tables:
-        return _native.Tables(*self._keyframe_decoder_tables)
+    def _keyframe_native_tables(self) -> native.Tables:
+        return native.Tables(*self._keyframe_decoder_tables)
 
     @cached_property
     def _encoder_tables(self) -> EncoderTables:

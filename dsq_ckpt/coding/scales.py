@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, I16
 from dsq_ckpt.errors import CodingError
 from dsq_ckpt.kernels.checks import check_array
@@ -52,10 +52,10 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
         ValueError: the values are not flat float32, or reach past the matrix.
     """
     check_array("values", values, np.float32, (len(values),))
-    path = _native.path_index()
+    path = native.path_index()
     if path < 0:
         _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
-    elif _native.scale(path, values, start, columns, by_row, by_column, FACTORS):
+    elif native.scale(path, values, start, columns, by_row, by_column, FACTORS):
         raise ValueError(f"{len(values)} values from {start} on are not all of {len(by_row)} rows")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsq_ckpt import kernels
-from dsq_ckpt.coding import _native
+from dsq_ckpt import kernels, native
 from dsq_ckpt.core.arrays import F32, U8
 from dsq_ckpt.kernels.checks import check_array, check_below, check_output
 from dsq_ckpt.kernels.cpu_decode import count_code, look_up, look_up_refined
@@ -38,9 +37,9 @@ def look_up_values(
         raise ValueError(f"a table of {1 << bits} entries for each code, {kind}, and the code {counted} to be counted")
     if symbols is not None:
         check_array("symbols", symbols, np.uint8, (size,))
-    path = _native.path_index()
+    path = native.path_index()
     if path >= 0:
-        n_counted = _native.look_up_values(path, table, rows, bits, codes, symbols, packed, counted, out, last)
+        n_counted = native.look_up_values(path, table, rows, bits, codes, symbols, packed, counted, out, last)
         if n_counted >= 0:
             return n_counted
     check_below("codes", codes, rows)
@@ -59,6 +58,6 @@ def unpack(packed: U8, bits: int, out: U8) -> None:
     """Unpack symbols as `kernels.unpack` does: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_array("packed", packed, np.uint8, (packed.size,))
     check_output("out", out, np.uint8, (out.size,))
-    path = _native.path_index()
-    if path < 0 or not _native.unpack(path, packed, bits, out):
+    path = native.path_index()
+    if path < 0 or not native.unpack(path, packed, bits, out):
         kernels.unpack(packed, bits, out)

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt import kernels
+from dsq_ckpt import kernels, native
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
-from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, _native, huffman_bits
+from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.kernels import jit
@@ -40,7 +40,7 @@ from dsq_ckpt.storage.atomic_io import AtomicFile
 logger = logging.getLogger(__name__)
 KernelGroup = Literal["save", "load", "more"]
 
-_IN_C = _native.path() != "numba"
+_IN_C = native.path() != "numba"
 """Whether most of what kernels do to codes is done by the compiled library."""
 SECONDS = 10 if _IN_C else 20
 """Approximate time to compile the kernels of a save."""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dsq_ckpt.coding import Coder, CodingError, _native
+from dsq_ckpt import native
+from dsq_ckpt.coding import Coder, CodingError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -91,8 +92,8 @@ def check_round_trip(coder: Coder, codes, parent) -> bytes:
 def on_every_path(kind, counts, codes, parent, check=lambda coder: None):
     """Return the coder and the block, which all paths write alike, and read; `check` is called on each path, too."""
     blocks, models = set(), set()
-    for name in _native.available():
-        _native.force(name)
+    for name in native.available():
+        native.force(name)
         coder = kind.fit(counts)
         blocks.add(check_round_trip(coder, codes, parent))
         models.add(coder.to_bytes())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 from tests.helpers.coder_paths import path as path
 
 
 @pytest.fixture(autouse=True)
 def _path():
     yield
-    _native.force(None)
+    native.force(None)

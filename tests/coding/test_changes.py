@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dsq_ckpt.coding import ChangesCoder, CodingError, RansCoder, _native, changes, coder_class, fit_fastest
+from dsq_ckpt import native
+from dsq_ckpt.coding import ChangesCoder, CodingError, RansCoder, changes, coder_class, fit_fastest
 from tests.coding import common
 from tests.helpers.independent_coders import Changes, Refused, token_row
 
-PATHS = _native.available()
+PATHS = native.available()
 
 
 def updated(coder, data, parent):
@@ -240,7 +241,7 @@ def test_blocks_that_the_page_refuses_are_refused_on_every_path():
             damaged[at] ^= 1 << rng.integers(0, 8)
             results = set()
             for name in PATHS:
-                _native.force(name)
+                native.force(name)
                 try:
                     results.add(updated(coder, bytes(damaged), parent).tobytes())
                 except CodingError:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 from dsq_ckpt.coding.codes import RefinedCells, quantize
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, FULL, NON_FINITE, KeyWindow
 from tests.helpers import reference_kernels
@@ -156,10 +156,10 @@ def test_arguments_that_do_not_fit(path):
 
 
 def test_passes_use_no_instructions_that_a_path_does_not_ask_for():
-    native = Path(_native.__file__).with_name("native")
-    asked = (native / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
+    sources = Path(native.__file__).parent
+    asked = (sources / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
     known = set(re.findall(r'cpu_supports\("(\w+)"\)', asked))
-    code = (native / "quantize.c").read_text()
+    code = (sources / "quantize.c").read_text()
     (wide,) = re.findall(r'#define WIDE "(.+)"', code)
     targets = set(re.findall(r'target\("(.+)"\)', code))
     assert set(wide.split(",")) == {name for name in known if name.startswith("avx512")}

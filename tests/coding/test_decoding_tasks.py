@@ -7,17 +7,18 @@ import itertools
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import ChangesCoder, CodingError, HuffmanCoder, RansCoder, _native, decoding_tasks
+from dsq_ckpt import native
+from dsq_ckpt.coding import ChangesCoder, CodingError, HuffmanCoder, RansCoder, decoding_tasks
 from dsq_ckpt.coding.decoding_tasks import BlockRequest
 from tests.coding import common
 
 
-@pytest.fixture(params=_native.available(), autouse=True)
+@pytest.fixture(params=native.available(), autouse=True)
 def path(request):
     """Each path in turn."""
-    _native.force(request.param)
+    native.force(request.param)
     yield request.param
-    _native.force(None)
+    native.force(None)
 
 
 def block(cls, codes, parent, contexts, symbols, added=0):

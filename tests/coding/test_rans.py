@@ -1,26 +1,21 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 
-import dsq_ckpt
-from dsq_ckpt.coding import CodingError, HuffmanCoder, RansCoder, _native, coder_class
+from dsq_ckpt import native
+from dsq_ckpt.coding import CodingError, HuffmanCoder, RansCoder, coder_class
 from dsq_ckpt.coding.rans1 import Rans1Coder
-from dsq_ckpt.errors import ConfigError
 from tests.coding import common
 from tests.helpers.independent_coders import Rans, Refused
 
-PATHS = _native.available()
+PATHS = native.available()
 
 
 def on_every_path(counts, codes, parent) -> bytes:
@@ -135,50 +130,6 @@ def test_models_of_many_symbols_in_few_slots():
             on_every_path(counts, codes, np.zeros(codes.size, np.uint8))
 
 
-def test_a_path_is_chosen_by_name(monkeypatch):
-    for name in PATHS:
-        _native.force(name)
-        assert _native.path() == name
-    _native.force(None)
-    assert _native.path() == os.environ.get(_native.VARIABLE, PATHS[-1])
-    monkeypatch.setenv(_native.VARIABLE, "numba")
-    _native.force(None)
-    assert _native.path() == "numba"
-    with pytest.raises(ConfigError):
-        _native.force("mmx")
-    assert _native.path() == "numba"
-
-
-def test_a_path_that_does_not_exist_is_refused_before_a_file_is_read(tmp_path):
-    """Later its error would be taken for one of the file."""
-    dsq_ckpt.save({"weight": torch.zeros(3)}, tmp_path / "0")
-    ran = subprocess.run(
-        [sys.executable, "-m", "dsq_ckpt.cli", "verify", str(tmp_path)], capture_output=True, text=True,
-        env={**os.environ, _native.VARIABLE: "mmx"},
-    )
-    assert ran.returncode != 0 and "Traceback" not in ran.stderr
-    assert "DSQ_CODER asks for the coder's path 'mmx', expected one of" in " ".join(ran.stderr.split())
-    assert "damaged" not in ran.stdout + ran.stderr
-
-
-def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
-    """A warning of one line says so; without a library there is none."""
-    if len(PATHS) == 1:
-        pytest.skip("there is no compiled library")
-    monkeypatch.setattr(_native, "_hash_sources", lambda: "another")
-    _native._library.cache_clear()
-    try:
-        assert _native.available() == _native.available() == ("numba",)
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "built from other sources" in caplog.text and "pip install -e ." in caplog.text
-        caplog.clear()
-        monkeypatch.setattr(_native, "EXTENSION_SUFFIXES", [])
-        _native._library.cache_clear()
-        assert _native.available() == ("numba",) and not caplog.records
-    finally:
-        _native._library.cache_clear()
-
-
 def test_a_small_block_costs_little_more_than_its_entropy():
     codes, parent = common.migrating(2_000_000, 64, 0.94, 5)
     coder = RansCoder.fit(common.count(codes, parent, 64, 64))
@@ -266,7 +217,7 @@ def test_blocks_that_the_page_refuses_are_refused_on_every_path():
         damaged[rng.integers(0, 200) if rng.random() < 0.7 else rng.integers(0, len(data))] ^= 1 << rng.integers(0, 8)
         results = set()
         for name in PATHS:
-            _native.force(name)
+            native.force(name)
             try:
                 results.add(common.decode(coder, bytes(damaged), parent, codes.size).tobytes())
             except CodingError:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt import native
 
 
-@pytest.fixture(params=_native.PATHS)
+@pytest.fixture(params=native.PATHS)
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every path in turn, forced."""
-    known = _native.available()
+    known = native.available()
     if request.param not in known:
         pytest.skip(f"this machine has only {known}: no compiled library, or a processor without {request.param}")
-    _native.force(request.param)
+    native.force(request.param)
     yield request.param
-    _native.force(None)
+    native.force(None)

@@ -1,7 +1,8 @@
-"""Compiled paths of the 32-lane coder, of codes and of values, and the choice between them and the Numba path.
+"""Passes over data in C: the 32-lane coder, codes, values; and the choice between these paths and the Numba path.
 
-`setup.py` builds the C sources in `native/`. They need no Python headers, so any C compiler can build them, one library
-serves all versions of Python, and a fuzzer can be linked with the same files. Calls through `ctypes` release the GIL.
+`setup.py` builds the C sources beside this file. They need no Python headers, so any C compiler can build them, one
+library serves all versions of Python, and a fuzzer can be linked with the same files. Calls through `ctypes` release
+the GIL.
 
 Every path writes the same bytes. The environment variable DSQ_CODER forces one, by a name in `PATHS`.
 """
@@ -58,7 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 def _hash_sources() -> str | None:
     """Return the hash of the C sources next to this file, as in setup.py; None if there are none."""
-    files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))
+    files = sorted(Path(__file__).parent.glob("*.[ch]"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
 
@@ -74,11 +75,11 @@ def _load_library(file: Path) -> Any:
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """Return the compiled library, or None if there is none that can be used; log if a library cannot be used."""
     problem = None
     for suffix in EXTENSION_SUFFIXES:
-        file = Path(__file__).with_name(f"_lanes{suffix}")
+        file = Path(__file__).with_name(f"_compiled{suffix}")
         if file.exists():
             try:
                 return _load_library(file)
@@ -91,8 +92,8 @@ def _library() -> Any:
 
 def available() -> tuple[str, ...]:
     """Return the names of the paths that work here, from slow to fast."""
-    library = _library()
-    return PATHS[:1] if library is None else PATHS[: 2 + library.dsq_best_path()]
+    compiled = library()
+    return PATHS[:1] if compiled is None else PATHS[: 2 + compiled.dsq_best_path()]
 
 
 def _check_path(name: str) -> str:
@@ -121,7 +122,8 @@ def path_index() -> int:
     return PATHS.index(_path) - 1
 
 
-def _address(array: Array | None) -> int | None:
+def address(array: Array | None) -> int | None:
+    """Return the address of an array's first element, as C functions take it; None, a null pointer, for None."""
     if array is None:
         return None
     if array.size and array.flags.writeable:  # a fifth of the time of the other, and a small block takes ten of these
@@ -136,10 +138,10 @@ class Tables:
         """Make tables; for lists of changes, `classes` are kinds and limits."""
         self._arrays: tuple[Array, ...] = (rows, counts, escaped, entries, *classes)
         self.arguments: tuple[int | None, ...] = (
-            _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
+            address(rows), address(counts), address(escaped), rows.size, address(entries), entries.size,
         )
         for array in classes:
-            self.arguments += _address(array), array.size
+            self.arguments += address(array), array.size
 
     def __reduce__(self) -> tuple[type[Tables], tuple[Array, ...]]:
         """Return the constructor and its arguments, so that a copy in any process looks up its own addresses."""
@@ -147,9 +149,9 @@ class Tables:
 
 
 def decode(path: int, tables: Tables, parent: U8 | None, out: U8, block: U8) -> int:
-    """Decode a block; see `dsq_decode` in native/lanes.c."""
-    result: int = _library().dsq_decode(
-        path, *tables.arguments, _address(parent), _address(out), out.size, _address(block), block.size
+    """Decode a block; see `dsq_decode` in lanes.c."""
+    result: int = library().dsq_decode(
+        path, *tables.arguments, address(parent), address(out), out.size, address(block), block.size
     )
     return result
 
@@ -166,37 +168,37 @@ class BlockArguments(NamedTuple):
 @cache
 def supports_pairs(path: int) -> bool:
     """Return whether a path decodes two blocks faster in turns than one after the other."""
-    return path >= 0 and bool(_library().dsq_takes_two(path))
+    return path >= 0 and bool(library().dsq_takes_two(path))
 
 
 def decode_pair(path: int, *blocks: BlockArguments) -> list[int]:
-    """Decode two blocks, and return the error of each; see `dsq_decode_two` in native/lanes.c."""
+    """Decode two blocks, and return the error of each; see `dsq_decode_two` in lanes.c."""
     arguments = (ctypes.c_size_t * 22)(*(
         value or 0 for block in blocks for value in (
-            *block.tables.arguments, _address(block.parent), _address(block.out), block.out.size,
-            _address(block.block), block.block.size,
+            *block.tables.arguments, address(block.parent), address(block.out), block.out.size,
+            address(block.block), block.block.size,
         )
     ))
     errors = (_I * 2)()
-    _library().dsq_decode_two(path, arguments, errors)
+    library().dsq_decode_two(path, arguments, errors)
     return list(errors)
 
 
 def encode(
     path: int, table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
 ) -> int:
-    """Encode a block; see `dsq_encode` in native/lanes.c."""
-    result: int = _library().dsq_encode(
-        path, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
-        _address(codes), codes.size, _address(buffer), buffer.size,
+    """Encode a block; see `dsq_encode` in lanes.c."""
+    result: int = library().dsq_encode(
+        path, address(table), address(escapes), address(counts), escapes.size, shift, address(parent),
+        address(codes), codes.size, address(buffer), buffer.size,
     )
     return result
 
 
 def decode_changes(path: int, tables: Tables, codes: U8, block: U8) -> int:
-    """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
-    result: int = _library().dsq_decode_changes(
-        path, *tables.arguments, _address(codes), codes.size, _address(block), block.size
+    """Decode a block in place of its previous codes; see `dsq_decode_changes` in changes.c."""
+    result: int = library().dsq_decode_changes(
+        path, *tables.arguments, address(codes), codes.size, address(block), block.size
     )
     return result
 
@@ -205,10 +207,10 @@ def encode_changes(
     path: int, table: U32, escapes: U32, counts: U16, shift: int, kinds: U8, limits: U8, parent: U8, codes: U8,
     buffer: U8,
 ) -> int:
-    """Encode a block given previous codes; see `dsq_encode_changes` in native/changes.c."""
-    result: int = _library().dsq_encode_changes(
-        path, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(kinds), kinds.size,
-        _address(limits), limits.size, _address(parent), _address(codes), codes.size, _address(buffer), buffer.size,
+    """Encode a block given previous codes; see `dsq_encode_changes` in changes.c."""
+    result: int = library().dsq_encode_changes(
+        path, address(table), address(escapes), address(counts), escapes.size, shift, address(kinds), kinds.size,
+        address(limits), limits.size, address(parent), address(codes), codes.size, address(buffer), buffer.size,
     )
     return result
 
@@ -217,17 +219,17 @@ def look_up_values(
     path: int, table: F32, rows: int, bits: int, codes: U8, symbols: U8 | None, packed: bool, counted: int, out: F32,
     last: bool,
 ) -> int:
-    """Look up the values of codes; see `dsq_values` in native/values.c."""
-    result: int = _library().dsq_values(
-        path, _address(table), rows, bits, _address(codes), codes.size, _address(symbols),
-        0 if symbols is None else symbols.size, packed, counted, _address(out), last,
+    """Look up the values of codes; see `dsq_values` in values.c."""
+    result: int = library().dsq_values(
+        path, address(table), rows, bits, address(codes), codes.size, address(symbols),
+        0 if symbols is None else symbols.size, packed, counted, address(out), last,
     )
     return result
 
 
 def unpack(path: int, packed: U8, bits: int, out: U8) -> bool:
-    """Unpack symbols; see `dsq_unpack` in native/values.c."""
-    error: int = _library().dsq_unpack(path, _address(packed), packed.size, bits, _address(out), out.size)
+    """Unpack symbols; see `dsq_unpack` in values.c."""
+    error: int = library().dsq_unpack(path, address(packed), packed.size, bits, address(out), out.size)
     return error == 0
 
 
@@ -235,10 +237,10 @@ def quantize(
     path: int, x: F32, inv_scale: np.float32, lo: int, hi: int, table: U8, parent: U8 | None, row: int, codes: U8,
     bits: int, of_bits: bool, cells: F64 | None, n_cells: int, packed: U8,
 ) -> bool:
-    """Set the codes of values and pack their refinement symbols; see `dsq_quantize` in native/quantize.c."""
-    error: int = _library().dsq_quantize(
-        path, _address(x), x.size, inv_scale, lo, hi, _address(table), len(table), _address(parent), row,
-        _address(codes), bits, of_bits, _address(cells), n_cells, _address(packed),
+    """Set the codes of values and pack their refinement symbols; see `dsq_quantize` in quantize.c."""
+    error: int = library().dsq_quantize(
+        path, address(x), x.size, inv_scale, lo, hi, address(table), len(table), address(parent), row,
+        address(codes), bits, of_bits, address(cells), n_cells, address(packed),
     )
     return error == 0
 
@@ -246,35 +248,35 @@ def quantize(
 def scale(
     path: int, values: F32, start: int, columns: int, by_row: I16, by_column: I16, scales: F32
 ) -> int:
-    """Multiply elements of a matrix by scales of rows and columns; see `dsq_scale` in native/scales.c."""
-    result: int = _library().dsq_scale(
-        path, _address(values), values.size, start, columns, _address(by_row), by_row.size, _address(by_column),
-        by_column.size, _address(scales),
+    """Multiply elements of a matrix by scales of rows and columns; see `dsq_scale` in scales.c."""
+    result: int = library().dsq_scale(
+        path, address(values), values.size, start, columns, address(by_row), by_row.size, address(by_column),
+        by_column.size, address(scales),
     )
     return result
 
 
 def fit(counts: I64, log2s: I64, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> None:
-    """Fit a model; see `dsq_fit` in native/model.c."""
-    _library().dsq_fit(
-        _address(counts), *counts.shape, _address(log2s), _address(freqs), _address(firsts), _address(escape_freqs),
-        _address(bits),
+    """Fit a model; see `dsq_fit` in model.c."""
+    library().dsq_fit(
+        address(counts), *counts.shape, address(log2s), address(freqs), address(firsts), address(escape_freqs),
+        address(bits),
     )
 
 
 def write_rows(freqs: I32, firsts: I32, escape_freqs: I32, bits: I32, data: U8) -> int:
-    """Write the rows of a model; see `dsq_write_rows` in native/model.c."""
-    result: int = _library().dsq_write_rows(
-        _address(freqs), _address(firsts), _address(escape_freqs), _address(bits), *freqs.shape, _address(data)
+    """Write the rows of a model; see `dsq_write_rows` in model.c."""
+    result: int = library().dsq_write_rows(
+        address(freqs), address(firsts), address(escape_freqs), address(bits), *freqs.shape, address(data)
     )
     return result
 
 
 def read_rows(data: U8, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> bool:
-    """Read the rows of a model; see `dsq_read_rows` in native/model.c."""
+    """Read the rows of a model; see `dsq_read_rows` in model.c."""
     return bool(
-        _library().dsq_read_rows(
-            _address(data), data.size, _address(freqs), _address(firsts), _address(escape_freqs), _address(bits),
+        library().dsq_read_rows(
+            address(data), data.size, address(freqs), address(firsts), address(escape_freqs), address(bits),
             *freqs.shape,
         )
     )

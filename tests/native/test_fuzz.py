@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import ChangesCoder, RansCoder, _native, rans
+from dsq_ckpt import native
+from dsq_ckpt.coding import ChangesCoder, RansCoder
 from tests.coding import common, test_changes
 
-NATIVE = Path(rans.__file__).parent / "native"
+NATIVE = Path(native.__file__).parent
 FLAGS = ["-g1", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ROUNDS = 40_000
 
@@ -69,18 +70,18 @@ def write_case(file, cls, codes, parent, contexts, symbols, added):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _native.PATHS[1:])
+@pytest.mark.parametrize("name", native.PATHS[1:])
 def test_nothing_is_read_or_written_outside(driver, tmp_path, name):
     files = []
     for number, case in enumerate(cases()):
         files.append(str(tmp_path / str(number)))
         write_case(files[-1], *case)
-    if name not in _native.available() and name != "c":
-        pytest.skip(f"this machine has only {_native.available()}")
+    if name not in native.available() and name != "c":
+        pytest.skip(f"this machine has only {native.available()}")
     short, long = files[: len(files) // 2], files[len(files) // 2 :]
     for chosen, rounds in ((short, ROUNDS * 9 // 10), (long, ROUNDS // 10)):
         ran = subprocess.run(
-            [str(driver), str(_native.PATHS.index(name) - 1), str(rounds), "1", *chosen], capture_output=True, text=True
+            [str(driver), str(native.PATHS.index(name) - 1), str(rounds), "1", *chosen], capture_output=True, text=True
         )
         assert ran.returncode == 0, ran.stderr[-4000:]
         passed, refused = map(int, ran.stdout.split())
