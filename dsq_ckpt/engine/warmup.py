@@ -343,7 +343,7 @@ def _copy_shipped_cache() -> None:
 
     Numba reads only caches that it can write, so it would compile again the kernels that an image was built with.
     """
-    for kernel in jit.KERNELS:
+    for kernel in jit.dispatchers():
         shipped, cache_path = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
         if not cache_path or shipped == Path(cache_path) or not shipped.is_dir() or os.access(shipped, os.W_OK):
             continue

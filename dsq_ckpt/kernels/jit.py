@@ -1,48 +1,57 @@
-"""Numba's compiler for kernels; machine code is cached in files if a directory for them is writable."""
+"""Kernels in Numba, which is imported when the first of them is called.
+
+Its import, its registries and the machine code that it reads from files take half a second, and saves and loads with
+the compiled library (`native`) call no kernel.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import update_wrapper
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from numba import njit, types
-from numba.core.caching import IndexDataCacheFile
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
-from numba.core.registry import CPUDispatcher, cpu_target
-
-from dsq_ckpt.core.collector import no_garbage_collection
-
-KERNELS: list[Dispatcher] = []
-"""All kernels of the package that were imported."""
+_KERNELS: list[Kernel] = []
+_import_lock = threading.RLock()
 
 
-class _Kernel(CPUDispatcher):
-    """Kernel that is compiled once for all values of an integer argument.
+class Kernel:
+    """Function that Numba compiles when it is first called.
 
-    Where one kernel calls another with a literal, Numba would compile it for this value too: a sixth of the time.
+    Args:
+        function: the kernel. Kernels that it calls are global names of its module.
+        options: options of Numba's `njit`.
     """
 
-    def get_call_template(self, args: Any, kws: Any) -> Any:
-        named = {name: types.unliteral(argument) for name, argument in dict(kws).items()}
-        return super().get_call_template(tuple(types.unliteral(argument) for argument in args), named)
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._compiled: Any = None
+        update_wrapper(self, function)
+        _KERNELS.append(self)
 
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled kernel."""
+        return (self.compiled() if self._compiled is None else self._compiled)(*args)
 
-class _TolerantIndex(IndexDataCacheFile):
-    """Index of cached machine code that counts as empty if it cannot be read.
-
-    Numba unpickles the signatures in an index before it compares the source's time stamp. An index of an older version
-    of this package may name classes that are gone, and then every call of the kernel would fail.
-    """
-
-    def _load_index(self) -> Any:
-        try:
-            return super()._load_index()
-        except Exception:
-            return {}
+    def compiled(self) -> Any:
+        """Return Numba's function. It takes the place of this object among the names of the module, and so do those of
+        the kernels that it calls, as Numba calls nothing else.
+        """
+        compiler = _compiler()
+        with compiler.global_compiler_lock:
+            if self._compiled is None:
+                own, names = self._function.__name__, self._function.__globals__
+                for name in self._function.__code__.co_names:
+                    if isinstance(called := names.get(name), Kernel):
+                        names[name] = called.compiled()
+                self._compiled = compiler.make(self._function, self._options)
+                if names.get(own) is self:
+                    names[own] = self._compiled
+        return self._compiled
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -56,49 +65,46 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         options: options of Numba's `njit`.
     """
     if function is None:
-        return lambda decorated: jit(decorated, **options)
-    try:
-        kernel = njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # no cache directory is writable: every process compiles the kernel
-        kernel = njit(nogil=True, **options)(function)
-    if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
-        kernel.__class__ = _Kernel
-        KERNELS.append(kernel)
-        cache_file = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
-        if type(cache_file) is IndexDataCacheFile:
-            cache_file.__class__ = _TolerantIndex
-    return kernel
+        return lambda decorated: Kernel(decorated, options)
+    return Kernel(function, options)
+
+
+def _compiler() -> ModuleType:
+    """Return the module that imports Numba; a fork waits, since a child would not release the locks of imports."""
+    with _import_lock:
+        from dsq_ckpt.kernels import compiler
+    return compiler
 
 
 def count_compilations() -> int:
     """Return the number of kernels that this process compiled instead of reading their machine code from a file."""
-    return sum(
-        sum(kernel.stats.cache_misses.values()) if kernel.stats.cache_path else len(kernel.signatures)
-        for kernel in KERNELS
-    )
+    return _compiler().count_compilations() if any(kernel._compiled is not None for kernel in _KERNELS) else 0
+
+
+def dispatchers() -> list[Any]:
+    """Return Numba's functions of all kernels that were imported; empty if NUMBA_DISABLE_JIT is set."""
+    for kernel in _KERNELS:
+        kernel.compiled()
+    kernels: list[Any] = _compiler().KERNELS
+    return kernels
 
 
 def cache_directories() -> list[Path]:
     """Return the directories of cached machine code; empty if none is writable."""
-    return sorted({Path(kernel.stats.cache_path) for kernel in KERNELS if kernel.stats.cache_path})
+    return sorted({Path(kernel.stats.cache_path) for kernel in dispatchers() if kernel.stats.cache_path})
 
 
 def load_registries() -> None:
     """Make Numba load its own functions, as before the first kernel is compiled or read from a file."""
-    if KERNELS:  # else NUMBA_DISABLE_JIT is set
-        with block_forks(), no_garbage_collection():
-            cpu_target.target_context.refresh()
+    _compiler().load_registries()
 
 
 def block_forks() -> AbstractContextManager[Any]:
     """Return a context during which forks and count_compilations of other threads wait."""
-    lock: AbstractContextManager[Any] = global_compiler_lock
+    lock: AbstractContextManager[Any] = _compiler().global_compiler_lock
     return lock
 
 
-# A fork while another thread compiles would leave the child with locks that no thread releases: of Numba, LLVM and the
-# modules that Numba imports as it compiles. So a fork waits until the kernel that is being compiled is done.
 os.register_at_fork(
-    before=global_compiler_lock.acquire, after_in_parent=global_compiler_lock.release,
-    after_in_child=global_compiler_lock.release,
+    before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
 )

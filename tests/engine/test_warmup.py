@@ -39,7 +39,7 @@ def use(run, config=None):
 """
 USE_ALL = SAVE + """
 def compiled():
-    return {(kernel.py_func.__qualname__, signature) for kernel in jit.KERNELS for signature in kernel.signatures}
+    return {(kernel.py_func.__qualname__, signature) for kernel in jit.dispatchers() for signature in kernel.signatures}
 
 for group in warmup.ALL:
     assert warmup.compile_group(group) == []
@@ -120,7 +120,7 @@ def warmed(tmp_path):
     caches = tmp_path / "caches"
     places = {
         kernel.stats.cache_path: _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
-        for kernel in jit.KERNELS
+        for kernel in jit.dispatchers()
     }
     for directory, below in places.items():
         (caches / below).mkdir(parents=True)

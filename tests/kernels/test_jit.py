@@ -65,7 +65,8 @@ def call(value):
 
 def test_literals_are_values_like_others(monkeypatch):
     """Numba compiles a function once more for each literal that another one gives it."""
-    monkeypatch.setattr("dsq_ckpt.kernels.jit.KERNELS", [])  # those of the package stay as they are
+    monkeypatch.setattr("dsq_ckpt.kernels.jit._KERNELS", [])  # those of the package stay as they are
+    monkeypatch.setattr("dsq_ckpt.kernels.compiler.KERNELS", [])
     kernels = {"jit": jit}
     exec(CALLS, kernels)  # machine code of what has no file is not kept
     assert kernels["call"](10) == 11 + 12 + 13 + 6
