@@ -64,3 +64,37 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
         assert native.available() == ("numba",) and not caplog.records
     finally:
         native.library.cache_clear()
+
+
+WITHOUT_NUMBA = """
+import sys, torch, dsq_ckpt
+
+def state(number, dtype):
+    noise = torch.Generator().manual_seed(number)
+    weight = torch.randn(400, 300, generator=torch.Generator().manual_seed(99)) / 20
+    weight += torch.randn(400, 300, generator=noise) / 1000
+    first = torch.randn(400, 300, generator=noise) / 1000
+    moments = {"exp_avg": first, "exp_avg_sq": first**2, "step": torch.tensor(1.0)}
+    return {"model": {"w": weight.to(dtype), "b": torch.ones(9)}, "optimizer": {"state": {"w": moments}}}
+
+for dtype in (torch.float32, torch.bfloat16):
+    run = f"{sys.argv[1]}/{dtype}"
+    for number in range(4):
+        dsq_ckpt.save(state(number, dtype), f"{run}/{number}")
+    for refinement in (False, "auto"):
+        for number in (0, 3):
+            dsq_ckpt.load(loaded := state(9, dtype), f"{run}/{number}", refinement=refinement)
+            error = loaded["model"]["w"].float() - state(number, dtype)["model"]["w"].float()
+            assert 0 < error.abs().max() < 0.1
+print("numba" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(len(PATHS) == 1, reason="there is no compiled library")
+def test_saves_and_loads_import_numba_on_its_own_path_alone(tmp_path):
+    for path in ("numba", PATHS[-1]):
+        ran = subprocess.run(
+            [sys.executable, "-c", WITHOUT_NUMBA, str(tmp_path / path)], capture_output=True, text=True,
+            env={**os.environ, native.VARIABLE: path},
+        )
+        assert ran.stdout.strip() == str(path == "numba"), ran.stderr[-3000:]
