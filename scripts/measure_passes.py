@@ -54,14 +54,15 @@ PASSES: dict[str, tuple[str, ...]] = {
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
-        "coding/scales.py:", "native/__init__.py:scale",
+        "coding/scales.py:", "native/__init__.py:scale", "native/moments.py:divide_", "native/moments.py:multiply_",
+        "native/moments.py:add_",
     ),
     "values": ("coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:"),
     "entropy coding": ("coding/",),
     "looks at tensors": (
         "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",
         "quantization/weight_averages.py:", "quantization/untrained_weights.py:", "quantization/frozen_tensors.py:",
-        "quantization/nan_check.py:", "quantization/restored_values.py:",
+        "quantization/nan_check.py:", "quantization/restored_values.py:", "native/moments.py:sum_part_waves",
     ),
     "checksums": ("~:<method 'update' of 'xxhash", "~:<method 'digest' of 'xxhash", "~:<built-in method xxhash"),
     "files": ("~:<method 'write' of '_io", "~:<method 'readinto' of '_io", "~:<built-in method posix."),

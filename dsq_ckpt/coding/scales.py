@@ -14,6 +14,7 @@ from dsq_ckpt.core.arrays import F32, I16
 from dsq_ckpt.errors import CodingError
 from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import moments as compiled
 
 ONE = 127 << 3
 """Index of the scale 1.0 in `FACTORS`."""
@@ -36,9 +37,16 @@ def divide(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -
         columns: elements of a row.
         by_row: int16[rows], or int16[1] for all rows.
         by_column: int16[columns], or int16[1] for all columns.
+
+    Raises:
+        ValueError: the values are not flat float32, or reach past the matrix.
     """
-    out = np.empty(len(values), np.float32)
-    _scale(values, start, columns, by_row, by_column, FACTORS, True, out)
+    check_array("values", values, np.float32, (len(values),))
+    path, out = native.path_index(), np.empty(len(values), np.float32)
+    if path < 0:
+        _scale(values, start, columns, by_row, by_column, FACTORS, True, out)
+    elif not compiled.divide_by_scales(path, values, start, columns, by_row, by_column, FACTORS, out):
+        raise ValueError(_past_rows(values, start, by_row))
     return out
 
 
@@ -56,7 +64,11 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
     if path < 0:
         _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
     elif native.scale(path, values, start, columns, by_row, by_column, FACTORS):
-        raise ValueError(f"{len(values)} values from {start} on are not all of {len(by_row)} rows")
+        raise ValueError(_past_rows(values, start, by_row))
+
+
+def _past_rows(values: F32, start: int, by_row: I16) -> str:
+    return f"{len(values)} values from {start} on are not all of {len(by_row)} rows"
 
 
 def pack_scales(numbers: I16) -> bytes:

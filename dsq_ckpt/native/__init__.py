@@ -29,7 +29,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 6
+_INTERFACE = 7
 """Version of the interface of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -51,6 +51,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _S, _P, _S, _P, ctypes.c_uint, _I, _P, _S, _P]
     ),
     "dsq_scale": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P]),
+    "dsq_divide": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P, _P]),
+    "dsq_over_roots": (_I, [_I, _P, _P, _S, ctypes.c_float, _P]),
+    "dsq_times_roots": (_I, [_I, _P, _P, _S, ctypes.c_float]),
+    "dsq_times_octaves": (_I, [_I, _P, _P, _S, _P]),
+    "dsq_step_lengths": (_I, [_I, _P, _P, _S, _P, _S, _S, _I, _I, _P, _S, _P, _S, _P, _S]),
+    "dsq_row_sums": (_I, [_I, _P, _S, _S, _I, _I, _P, _P, _P, _P]),
+    "dsq_part_waves": (_I, [_P, _P, _S, ctypes.c_double, _P, _P, _S, _P, _S, _P, _P]),
     "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
     "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
     "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),

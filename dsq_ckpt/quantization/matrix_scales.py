@@ -14,16 +14,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dsq_ckpt import native
 from dsq_ckpt.coding.scales import FACTORS, ONE, TINY, divide, multiply
 from dsq_ckpt.core.arrays import F32, F64, I16
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import moments as compiled
 
 SHARED = 32
 """Least number of elements of a row or column that has its own number; for fewer, its 16 bits would not pay."""
 _EIGHTH = 20  # bits of a float below an eighth of its octave
 _REACH = 120 << 3  # largest distance of a ratio from 1
 _TOGETHER = 1 << 24  # elements processed together on a device
+_LANES = 16
+_INVERSES: F64 = np.exp2((ONE - np.arange(256 << 3)) / 8)
+"""float64[2048]: one over each scale, by ONE plus its number; not a power in kernels, as compilers have their own."""
 
 
 class _Sums(NamedTuple):
@@ -112,6 +117,7 @@ class MatrixScales:
         """
         values = values.to(torch.float32)
         if values.device.type == "cpu":
+            values = values.contiguous()
             return torch.from_numpy(divide(values.numpy(), start, *self._numbers(start + len(values))))
         values = torch.where(values.abs() < TINY, 0.0, values)
         if not self.is_scaled:
@@ -166,7 +172,11 @@ def _sum_on_host(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     rows, columns = part.shape
     numbers, reach = np.zeros(rows if by_row else 1), np.zeros(2, np.int32)
     sums = np.zeros((2, columns if by_column else 1))
-    _add_sums(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, sums, reach)
+    path, values = native.path_index(), part.to(torch.float32).contiguous().numpy()
+    if path < 0:
+        _add_sums(values.view(np.int32), by_row, by_column, _INVERSES, numbers, sums, reach)
+    else:
+        compiled.add_row_sums(path, values, by_row, by_column, _INVERSES, numbers, sums, reach)
     return _Sums(numbers, sums, *(reach * 2.0**-_EIGHTH))
 
 
@@ -195,8 +205,28 @@ def _sum_on_device(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
 
 
 @jit
-def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, sums: Any, reach: Any) -> None:
+def _sum_ratios(bits: Any, values: Any, inverse: float, lanes: Any) -> float:
+    """Return the sum in fp64, in separate lanes so that no element waits for the sum before it."""
+    first, infinite_bits = np.int32(1 << 23), np.int32(255 << 23)
+    lanes[:] = 0
+    for i in range(len(bits) // _LANES):
+        for lane in range(_LANES):
+            j = i * _LANES + lane
+            counts = (bits[j] >= first) & (bits[j] < infinite_bits)
+            lanes[lane] += np.float64(values[j]) * inverse if counts else 0.0
+    total = lanes.sum()
+    for j in range(len(bits) // _LANES * _LANES, len(bits)):
+        counts = (bits[j] >= first) & (bits[j] < infinite_bits)
+        total += np.float64(values[j]) * inverse if counts else 0.0
+    return float(total)
+
+
+@jit
+def _add_sums(
+    bits: Any, by_row: bool, by_column: bool, inverses: Any, numbers: Any, sums: Any, reach: Any
+) -> None:
     rows, columns = bits.shape
+    lanes = np.empty(_LANES)
     first, infinite_bits, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
     values = bits.view(np.float32)
     for i in range(rows):
@@ -210,19 +240,17 @@ def _add_sums(bits: Any, by_row: bool, by_column: bool, numbers: Any, sums: Any,
             numbers[i] = np.rint(total * 2.0**-20 / count) - ONE if count else 0.0
         number = numbers[i] if by_row else 0.0
         less = np.int32((number + ONE) * (1 << 20))
-        inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
+        inverse, held = inverses[int(number) + ONE], 0
         for j in range(columns):
             counts = (row[j] >= first) & (row[j] < infinite_bits)
             remainder = np.int32(row[j] - less) if counts else np.int32(0)
             low, high = min(low, remainder), max(high, remainder)
-            ratio = np.float64(values[i, j]) * inverse if counts else 0.0
             if by_column:
-                sums[0, j] += ratio
+                sums[0, j] += np.float64(values[i, j]) * inverse if counts else 0.0
                 sums[1, j] += counts
             else:
-                total_left += ratio
-                held_left += counts
+                held += counts
         if not by_column:
-            sums[0, 0] += total_left
-            sums[1, 0] += held_left
+            sums[0, 0] += _sum_ratios(row, values[i], inverse, lanes)
+            sums[1, 0] += held
     reach[0], reach[1] = low, high

@@ -19,8 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32
+from dsq_ckpt.kernels.checks import check_array, check_output
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import moments as compiled
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -96,9 +99,8 @@ class UpdateFrame:
         """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN, as m is then stored exactly."""
         squares = self.squares[span].to(torch.float32)
         if flat.device.type == "cpu":
-            out = np.empty(len(flat), np.float32)
-            _divide(flat.to(torch.float32).numpy(), squares.numpy(), LEAST_ROOT, out)
-            return torch.from_numpy(out)
+            values = flat.to(torch.float32).contiguous().numpy()
+            return torch.from_numpy(_divide_by_roots(values, squares.contiguous().numpy()))
         roots = torch.where(squares < torch.finfo(torch.float32).tiny, float(LEAST_ROOT), torch.sqrt(squares))
         return flat.to(torch.float32) / torch.where((squares >= 0) & squares.isfinite(), roots, torch.nan)
 
@@ -111,13 +113,42 @@ def multiply_by_roots(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the square roots of their second moments, in place; both flat float32.
 
     Products past the largest finite number become that number.
+
+    Raises:
+        ValueError: the arrays are not flat float32 of the same length, or the first one is read-only.
     """
-    _multiply_by_roots(values, squares, LEAST_ROOT)
+    path = _check_moments(values, squares)
+    if path < 0:
+        _multiply_by_roots(values, squares, LEAST_ROOT)
+    else:
+        compiled.multiply_by_roots(path, values, squares, LEAST_ROOT)
 
 
 def multiply_by_octave_units(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the `OCTAVE_UNITS` of their second moments, like `multiply_by_roots`."""
-    _multiply_by_octaves(values, squares.view(np.uint32), OCTAVE_UNITS)
+    path = _check_moments(values, squares)
+    if path < 0:
+        _multiply_by_octaves(values, squares.view(np.uint32), OCTAVE_UNITS)
+    else:
+        compiled.multiply_by_octaves(path, values, squares, OCTAVE_UNITS)
+
+
+def _check_moments(values: F32, squares: F32) -> int:
+    """Check arrays of first moments, to be written, and of second moments; return the index of the path in use."""
+    check_output("values", values, np.float32, (values.size,))
+    check_array("squares", squares, np.float32, (values.size,))
+    return native.path_index()
+
+
+def _divide_by_roots(values: F32, squares: F32) -> F32:
+    check_array("values", values, np.float32, (values.size,))
+    check_array("squares", squares, np.float32, (values.size,))
+    path, out = native.path_index(), np.empty_like(values)
+    if path < 0:
+        _divide(values, squares, LEAST_ROOT, out)
+    else:
+        compiled.divide_by_roots(path, values, squares, LEAST_ROOT, out)
+    return out
 
 
 @jit(error_model="numpy")

@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dsq_ckpt import native
 from dsq_ckpt.coding.codes import quantize
-from dsq_ckpt.core.arrays import F32, Array, Codes
+from dsq_ckpt.core.arrays import F32, F64, Array, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import moments as compiled
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, settle_streams
 from dsq_ckpt.quantization.codebook.base import MAX_REFINEMENT_BITS
 from dsq_ckpt.quantization.codebook.fit import GroupFit
@@ -261,7 +264,7 @@ def _measure_chunk(chunk: Chunk, fitted: GroupFit, elements: int) -> Array:
     inverse, parts = 1.0 / scale_of(chunk.exponent), 1 << fitted.refinement_bits
     quantize(values, before, fitted.table.shape[0] - 1, fitted.window, inverse, fitted.table, codes)
     low, narrow = fitted.cells
-    return np.array(measure_part_waves(values, codes, inverse, low, narrow * parts, parts, _WAVES))
+    return measure_part_waves(values, codes, inverse, low, narrow * parts, parts, _WAVES)
 
 
 def _dither(sample: torch.Tensor) -> F32:
@@ -300,15 +303,36 @@ def _sample_codes(codes: Codes, elements: int) -> Codes:
     return codes[: len(codes) // _RUNS * _RUNS].reshape(_RUNS, -1)[:, : elements // _RUNS].reshape(-1)
 
 
-@jit(error_model="numpy")
-def measure_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: Any, parts: int, waves: Any) -> Any:
+def measure_part_waves(values: F32, codes: Codes, inverse: float, low: F64, steps: F64, parts: int, waves: F64) -> F64:
     """Return squared sums of waves with the length of a part, summed over parts, and numbers of pairs and elements.
 
     The squared sums equal the number of pairs for values at the same place of each part, and are about 0 for evenly
     spread values. Elements are ignored if their code has no cell, if they lie in the first or last part of a cell with
     more than two, which values may fill partly, or next to zero, where small rows and columns gather, or if they are
     zero.
+
+    Args:
+        values: float32[n].
+        codes: uint8[n].
+        inverse: factor that multiplies values before anything else.
+        low, steps: lower edge and parts per unit of the cell of each code, float64[256]; 0 parts for no cell.
+        parts: parts of a cell, at most 256.
+        waves: float64[2, places], by place in a part.
+
+    Raises:
+        ValueError: an array has another dtype, layout or shape.
     """
+    check_array("values", values, np.float32, (len(values),))
+    check_array("codes", codes, np.uint8, (len(values),))
+    for name, array, shape in (("low", low, (256,)), ("steps", steps, (256,)), ("waves", waves, (2, waves.shape[-1]))):
+        check_array(name, array, np.float64, shape)
+    if native.path_index() < 0:
+        return np.array(_sum_part_waves(values, codes, inverse, low, steps, parts, waves))
+    return compiled.sum_part_waves(values, codes, inverse, low, steps, parts, waves)
+
+
+@jit(error_model="numpy")
+def _sum_part_waves(values: Any, codes: Any, inverse: Any, low: Any, steps: Any, parts: int, waves: Any) -> Any:
     edge = 1 if parts > 2 else 0
     counts, first, second = np.zeros(256 * parts), np.zeros(256 * parts), np.zeros(256 * parts)
     for i in range(len(values)):

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, F64, I16, Codes
+from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import moments as compiled
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
 _TOGETHER = 1 << 24  # elements that are processed together on a device
@@ -62,14 +65,24 @@ def sum_step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScale
         levels: float64[k], k at most 256.
         scales: scales of the chunk.
         start: position of the block's first element in the chunk.
+
+    Raises:
+        ValueError: values are not flat float32, or codes are not as many.
     """
+    check_array("values", values, np.float32, (len(values),))
+    check_array("codes", codes, np.uint8, (len(values),))
     by_row, by_column, n = len(scales.by_row) > 0, len(scales.by_column) > 1, max(1, len(values))
     columns = scales.columns if by_row or by_column else n
     row, column = divmod(start, columns) if by_row or by_column else (0, 0)
     rows = (column + n - 1) // columns + 1 if by_row else 1
     sums = np.zeros((2, min(columns, n) if by_column else 1))  # not of all columns: a row may be longer than a block
     lengths = StepLengths(row if by_row else 0, np.zeros((2, rows)), column if columns > n and by_column else 0, sums)
-    _add_rows(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, lengths.rows, sums)
+    path, place = native.path_index(), (_inverse_roots(levels), column, columns, by_row, by_column, lengths.rows, sums)
+    if path < 0:
+        _add_rows(values, codes, *place)
+    else:
+        added = compiled.add_step_lengths(path, values, codes, *place)
+        assert added, "arrays of sums have another size"
     return lengths
 
 

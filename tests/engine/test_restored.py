@@ -311,7 +311,7 @@ def test_views_of_every_second_element_are_saved_as_their_copies_are(tmp_path, w
 
 def test_the_look_is_the_same_without_the_compiler():
     """As with NUMBA_DISABLE_JIT=1, where codes are NumPy's 8-bit numbers, by any number of parts."""
-    kernel = restored_weights.measure_part_waves
+    kernel = restored_weights._sum_part_waves
     rng = np.random.default_rng(0)
     codes, low, parts = rng.integers(100, 256, 2000, dtype=np.uint8), np.arange(256.0) - 128, 4
     values = (low[codes] + rng.random(2000)).astype(np.float32)

@@ -39,6 +39,16 @@ int dsq_unpack(int, const uint8_t *, size_t, unsigned, uint8_t *, size_t);
 int dsq_quantize(int, const void *, size_t, float, int, int, const uint8_t *, size_t, const uint8_t *, size_t,
                  uint8_t *, unsigned, int, const void *, size_t, uint8_t *);
 int dsq_scale(int, float *, size_t, size_t, size_t, const int16_t *, size_t, const int16_t *, size_t, const float *);
+int dsq_divide(int, const void *, size_t, size_t, size_t, const int16_t *, size_t, const int16_t *, size_t,
+               const float *, void *);
+int dsq_over_roots(int, const void *, const void *, size_t, float, void *);
+int dsq_times_roots(int, void *, const void *, size_t, float);
+int dsq_times_octaves(int, void *, const void *, size_t, const float *);
+int dsq_step_lengths(int, const void *, const uint8_t *, size_t, const float *, size_t, size_t, int, int, double *,
+                     size_t, double *, size_t, float *, size_t);
+int dsq_row_sums(int, const void *, size_t, size_t, int, int, const double *, double *, double *, int32_t *);
+int dsq_part_waves(const void *, const uint8_t *, size_t, double, const double *, const double *, size_t,
+                   const double *, size_t, double *, double *);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
 /* KINDS and LIMITS are of blocks that list changes, and else empty. */
@@ -150,20 +160,102 @@ static void quantize(int path)
     free(x), free(table), free(parent), free(out), free(packed), free(cells);
 }
 
-/* Multiply a part of a matrix by any numbers of rows and columns, of which there may be too few. */
+/* Multiply and divide a part of a matrix by any numbers of rows and columns, of which there may be too few. */
 static void scale(int path)
 {
     size_t columns = random_below(200), rows = random_below(20), n = random_below(columns * rows + 1);
     size_t start = random_below(columns * rows - n + 1 + (random_below(4) ? 0 : columns + 1));
     size_t n_rows = random_below(3) ? rows : 1, n_columns = random_below(3) ? columns : 1;
-    float *values = calloc(n + !n, 4), *scales = calloc(2048, 4);
+    float *values = calloc(n + !n, 4), *quotients = malloc(4 * n + !n), *scales = calloc(2048, 4);
     int16_t *by_row = malloc(2 * n_rows + !n_rows), *by_column = malloc(2 * n_columns + !n_columns);
     for (size_t i = 0; i < n_rows; i++)
         by_row[i] = (int16_t)random_below(65536);
     for (size_t i = 0; i < n_columns; i++)
         by_column[i] = (int16_t)random_below(65536);
     dsq_scale(path, values, n, start, columns, by_row, n_rows, by_column, n_columns, scales);
-    free(values), free(scales), free(by_row), free(by_column);
+    dsq_divide(path, values, n, start, columns, by_row, n_rows, by_column, n_columns, scales, quotients);
+    free(values), free(quotients), free(scales), free(by_row), free(by_column);
+}
+
+/* Return an array of any bits. */
+static void *fill(size_t size)
+{
+    uint8_t *data = malloc(size + !size);
+    for (size_t i = 0; i < size; i++)
+        data[i] = (uint8_t)random_below(256);
+    return data;
+}
+
+/* First moments and second ones, which begin at any byte. */
+static void roots(int path)
+{
+    size_t n = random_below(3000), start = random_below(4);
+    float units[2] = {0.5f, 0.7f};
+    uint8_t *values = fill(4 * n + start), *squares = fill(4 * n + start), *out = malloc(4 * n + start + 1);
+    dsq_over_roots(path, values + start, squares + start, n, 1e-20f, out + start);
+    dsq_times_roots(path, values + start, squares + start, n, 1e-20f);
+    dsq_times_octaves(path, values + start, squares + start, n, units);
+    free(values), free(squares), free(out);
+}
+
+/* Lengths of steps of a block of a matrix, for arrays of sums of the right sizes or others. */
+static void step_lengths(int path)
+{
+    size_t n = random_below(5000), columns = random_below(random_below(2) ? 40 : 3000), start = random_below(4);
+    size_t offset = random_below(columns + (random_below(9) == 0)), off = random_below(9) == 0;
+    size_t n_rows = columns ? (offset + n + columns - 1) / columns + random_below(2) - off : 1;
+    size_t width = random_below(2) ? columns : n + random_below(2) - off;
+    size_t room = (columns < n ? columns : n) - (random_below(9) == 0);
+    int by_row = (int)random_below(2), by_column = (int)random_below(2);
+    if (!by_row)
+        n_rows = 1;
+    if (!by_column)
+        width = 1;
+    if (n_rows > 9999 || width > 9999 || room > 9999)
+        return;
+    uint8_t *values = fill(4 * n + start), *codes = fill(n);
+    float *inverse = calloc(256, 4), *space = malloc(4 * room + !room);
+    for (int i = 0; i < 200; i++)
+        inverse[i] = (float)random_below(99);
+    double *rows = calloc(2 * n_rows + !n_rows, 8), *sums = calloc(2 * width + !width, 8);
+    dsq_step_lengths(path, values + start, codes, n, inverse, offset, columns, by_row, by_column, rows, n_rows, sums,
+                     width, space, room);
+    free(values), free(codes), free(inverse), free(space), free(rows), free(sums);
+}
+
+/* Sums of the rows and columns of a matrix. */
+static void row_sums(int path)
+{
+    size_t rows = random_below(20), columns = random_below(200), start = random_below(4);
+    int by_row = (int)random_below(2), by_column = (int)random_below(2);
+    size_t n_numbers = by_row ? rows : 0, width = by_column ? columns : 1;
+    uint8_t *values = fill(4 * rows * columns + start);
+    double *inverses = calloc(2048, 8), *numbers = malloc(8 * n_numbers + !n_numbers);
+    double *sums = calloc(2 * width + !width, 8);
+    int32_t *reach = malloc(8);
+    dsq_row_sums(path, values + start, rows, columns, by_row, by_column, inverses, numbers, sums, reach);
+    free(values), free(inverses), free(numbers), free(sums), free(reach);
+}
+
+/* Places of values in parts of cells of any widths. */
+static void part_waves(void)
+{
+    size_t n = random_below(2000), parts = random_below(random_below(9) ? 20 : 300), places = random_below(100);
+    size_t start = random_below(4);
+    uint8_t *values = fill(4 * n + start), *codes = fill(n);
+    double *low = fill(256 * 8), *steps = fill(256 * 8), *waves = calloc(2 * places + !places, 8);
+    double *space = calloc(768 * parts + !parts, 8), *out = malloc(24);
+    for (int i = 0; i < 200; i++) {
+        low[i] = -(double)random_below(4);
+        steps[i] = random_below(2) ? (double)parts : (double)parts / 3;
+    }
+    for (size_t i = 0; i < n; i++) {
+        float value = (float)random_below(1 << 20) / (1 << 18) - 2;
+        if (random_below(4))
+            memcpy(values + start + 4 * i, &value, 4);
+    }
+    dsq_part_waves(values + start, codes, n, 1.0, low, steps, parts, waves, places, space, out);
+    free(values), free(codes), free(low), free(steps), free(waves), free(space), free(out);
 }
 
 int main(int argc, char **argv)
@@ -249,6 +341,8 @@ int main(int argc, char **argv)
         }
         if (round % 8 == 1)
             look_up(path, p[CODES]), scale(path), quantize(path);
+        if (round % 8 == 2)
+            roots(path), step_lengths(path), row_sums(path), part_waves();
         mutate(&p[MODEL], 1);
         size_t symbols = shape[c][1], lines = rows + random_below(3);
         int32_t *freqs = calloc(lines * symbols + 1, 4), *ends = calloc(lines + 1, 4), *bits = calloc(lines + 1, 4);

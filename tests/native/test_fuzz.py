@@ -34,7 +34,8 @@ def driver(tmp_path_factory):
     sources.append(str(Path(__file__).with_name("fuzz_lanes.c")))
     # Without paths of x86, for the compiler to look at, and the driver that is used.
     for flags in (["-O1", "-DDSQ_PLAIN_ONLY"], FLAGS):
-        subprocess.run([compiler, *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(target)], check=True)
+        build_all = [compiler, *flags, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(target), "-lm"]
+        subprocess.run(build_all, check=True)
     return target
 
 
