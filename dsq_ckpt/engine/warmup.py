@@ -156,7 +156,6 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
-_MOMENT_TASKS = [_scale_moments, _run_restored, _unscale_moments]  # which no save or load needs beside the library
 _CODE_TASKS = [  # which few saves need beside the compiled library
     lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
     lambda: kernels.pack(_CODES, 2),
@@ -164,12 +163,13 @@ _CODE_TASKS = [  # which few saves need beside the compiled library
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     "save": [
         lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
-        *(() if _IN_C else (*_CODE_TASKS, *_MOMENT_TASKS[:2])), lambda: kernels.gather_protected(_X, _CODES, 3),
-        lambda: kernels.to_bf16(_X.view(np.uint32)), lambda: count_pairs(_CODES, _CODES),
+        *(() if _IN_C else _CODE_TASKS), _scale_moments, lambda: kernels.gather_protected(_X, _CODES, 3),
+        lambda: kernels.to_bf16(_X.view(np.uint32)),
+        lambda: count_pairs(_CODES, _CODES), _run_restored,
     ],
     "load": [
-        _run_decode, lambda: _run_unpack(True), _run_dequantize, _run_dequantize_refined,
-        *(() if _IN_C else _MOMENT_TASKS[2:]), lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
+        _run_decode, lambda: _run_unpack(True), _run_dequantize, _run_dequantize_refined, _unscale_moments,
+        lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
     ],
     "more": [
         _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),
@@ -288,7 +288,7 @@ def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: Fals
     if group == "save":
         with suppress(OSError):
             _copy_shipped_cache()
-    tasks = dict.fromkeys([*_CODE_TASKS, *_MOMENT_TASKS, *(task for name in ALL for task in _TASKS[name])])
+    tasks = dict.fromkeys([*_CODE_TASKS, *(task for name in ALL for task in _TASKS[name])])
     numbers = {task: number for number, task in enumerate(tasks)}  # the same with the compiled library and without
     failed: list[Exception] = []
     pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
