@@ -42,12 +42,12 @@ texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 _NAMES = (
     "lanes", "model", "plain", "avx2", "avx512", "words_avx512", "changes", "changes_avx2", "changes_avx512", "values",
-    "scales", "quantize", "moments",
+    "scales", "quantize", "moments", "sketches", "codebooks",
 )
 coder = Extension(
     "dsq_ckpt.native._compiled",
     [f"{native}/{name}.c" for name in _NAMES],
-    depends=[f"{native}/{name}.h" for name in ("lanes", "paths", "changes", "changes_x86")],
+    depends=[f"{native}/{name}.h" for name in ("lanes", "paths", "bins", "changes", "changes_x86")],
     define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which native/__init__.py knows a library of other sources
     # No result depends on the last two: without `errno` roots are instructions, not calls, and where nobody asks which
     # quotients were invalid, these may be computed before the choice between them and others.

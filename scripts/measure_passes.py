@@ -41,23 +41,28 @@ PASSES: dict[str, tuple[str, ...]] = {
     "sketches": (
         "kernels/cpu.py:_count_keys", "kernels/cpu.py:_add_key_counts", "kernels/cpu.py:_count_bins",
         "kernels/cpu.py:sketch", "kernels/cpu.py:_count_octaves", "kernels/cpu.py:count_octaves",
-        "kernels/cpu.py:joint_sketch",
+        "kernels/cpu.py:joint_sketch", "native/sketches.py:count_bins", "native/sketches.py:count_keys",
+        "native/sketches.py:count_octaves",
     ),
     "codes and their refinement": (
         "coding/codes.py:", "native/__init__.py:quantize", "kernels/cpu.py:_look_up", "kernels/cpu.py:quantize",
         "kernels/cpu.py:_refine_linear", "kernels/cpu.py:_refine_bits", "kernels/cpu.py:refine",
         "kernels/cpu_pack.py:_pack", "kernels/cpu_pack.py:pack", "kernels/cpu.py:gather_protected",
+        "native/sketches.py:refine", "native/sketches.py:pack", "native/sketches.py:find_positions",
+        "native/sketches.py:count_code", "kernels/cpu_decode.py:find_positions",
     ),
     "looks at refinement": (
         "kernels/cpu_pack.py:", "coding/pairs.py:", "coding/refinement_blocks.py:", "native/__init__.py:unpack",
-        "coding/values.py:unpack",
+        "coding/values.py:unpack", "native/sketches.py:count_pairs",
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
         "coding/scales.py:", "native/__init__.py:scale", "native/moments.py:divide_", "native/moments.py:multiply_",
         "native/moments.py:add_",
     ),
-    "values": ("coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:"),
+    "values": (
+        "coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:", "native/sketches.py:",
+    ),
     "entropy coding": ("coding/",),
     "looks at tensors": (
         "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",

@@ -33,10 +33,7 @@ class RefinedCells:
     @cached_property
     def parts(self) -> F64:
         """Lower edge and one over the width of a part, in units of one bit in the log domain: float64[256, 2]."""
-        parts = np.zeros((256, 2))
-        for column, numbers in enumerate(parts_of_cells(self.low, self.inv_width, self.bits, self.log_domain)):
-            parts[: len(numbers), column] = numbers
-        return parts
+        return parts_of_cells(self.low, self.inv_width, self.bits, self.log_domain)
 
     def refine(self, x: F32, codes: U8, inv_scale: float) -> U8:
         """Return the packed symbols of values whose codes are known, uint8[ceil(n * bits / 8)]."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import I64, Codes
+from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import sketches
 
 _TABLES = 4  # used in turn, so that a run of equal pairs does not wait for each previous increment
 _TABLE_GAP = 16  # entries between tables, so that their distances are not multiples of a page
@@ -35,10 +38,15 @@ def count_pairs(contexts: Codes, symbols: Codes) -> I64:
     """
     if contexts.shape != symbols.shape:
         raise ValueError(f"{contexts.shape} contexts and {symbols.shape} symbols, expected as many of both")
+    for name, array in (("contexts", contexts), ("symbols", symbols)):
+        check_array(name, array, np.uint8, (symbols.size,))
     bits = int(symbols.max(initial=0)).bit_length()
     rows, columns = int(contexts.max(initial=0)) + 1, 1 << bits
+    path, pair_counts = native.path_index(), np.zeros((256, 256), np.int64)
+    if path >= 0:
+        sketches.count_pairs(path, contexts, symbols, rows, bits, pair_counts)
+        return pair_counts
     counts = np.zeros((_TABLES, (rows << bits) + _TABLE_GAP), np.uint32)
     _count(contexts, symbols, np.uint32(bits), counts)
-    pair_counts = np.zeros((256, 256), np.int64)
     pair_counts[:rows, :columns] = counts[:, : rows << bits].sum(0, dtype=np.int64).reshape(rows, columns)
     return pair_counts

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of kernels, in a background thread, once for all ranks of a host.
 
-It starts when a save is prepared. Numba takes about 10 s for the kernels of a first save, and caches them in files. The
-processes of a host divide the work by locks on a file beside the cache.
+It starts when a save is prepared. Numba takes about 5 s for the kernels of a first save, 20 s without the compiled
+library, and caches them in files. The processes of a host divide the work by locks on a file beside the cache.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 KernelGroup = Literal["save", "load", "more"]
 
 _IN_C = native.path() != "numba"
-"""Whether most of what kernels do to codes is done by the compiled library."""
-SECONDS = 10 if _IN_C else 20
+"""Whether the compiled library does most of what kernels do."""
+SECONDS = 5 if _IN_C else 20
 """Approximate time to compile the kernels of a save."""
 _QUIET_SECONDS = 1.0  # of waiting without a message
 _LOCK_TIMEOUT = 120.0  # seconds to wait for kernels that another process compiles
@@ -156,24 +156,22 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
-_CODE_TASKS = [  # which few saves need beside the compiled library
+_SAVES_IN_C = [  # which the compiled library replaces
+    lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
     lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
-    lambda: kernels.pack(_CODES, 2),
+    lambda: kernels.pack(_CODES, 2), lambda: count_pairs(_CODES, _CODES),
+    lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
+]
+_LOADS_IN_C = [
+    _run_decode, lambda: _run_unpack(True), lambda: _run_unpack(False), _run_dequantize, _run_dequantize_refined,
+    lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
 ]
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
-    "save": [
-        lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
-        *(() if _IN_C else _CODE_TASKS), _scale_moments, lambda: kernels.gather_protected(_X, _CODES, 3),
-        lambda: kernels.to_bf16(_X.view(np.uint32)),
-        lambda: count_pairs(_CODES, _CODES), _run_restored,
-    ],
-    "load": [
-        _run_decode, lambda: _run_unpack(True), _run_dequantize, _run_dequantize_refined, _unscale_moments,
-        lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
-    ],
+    "save": [_scale_moments, _run_restored, *(() if _IN_C else _SAVES_IN_C)],
+    "load": [_unscale_moments, *(() if _IN_C else _LOADS_IN_C)],
     "more": [
         _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),
-        *(_CODE_TASKS if _IN_C else ()), _run_importance, lambda: _run_unpack(False), _run_compensate,
+        _run_importance, _run_compensate,
     ],
 }
 ALL: tuple[KernelGroup, ...] = ("save", "load", "more")
@@ -288,7 +286,7 @@ def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: Fals
     if group == "save":
         with suppress(OSError):
             _copy_shipped_cache()
-    tasks = dict.fromkeys([*_CODE_TASKS, *(task for name in ALL for task in _TASKS[name])])
+    tasks = dict.fromkeys([*_SAVES_IN_C, *_LOADS_IN_C, *(task for name in ALL for task in _TASKS[name])])
     numbers = {task: number for number, task in enumerate(tasks)}  # the same with the compiled library and without
     failed: list[Exception] = []
     pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT

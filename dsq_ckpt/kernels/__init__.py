@@ -1,6 +1,6 @@
 """Kernels: all elementwise passes over the data.
 
-This package exports the implementations for the CPU, of `cpu` (Numba), which say what each operation does. Tests
+This package exports the implementations for the CPU, of `cpu` (C or Numba), which say what each operation does. Tests
 compare every implementation, bit for bit, with one in NumPy that is close to the formulas.
 """
 

@@ -1,11 +1,11 @@
-"""Numba implementations of the kernels.
+"""Kernels on the CPU: in C (`native`) where there is a compiled library, else in Numba, with the same results.
 
 All arrays are C-contiguous, and one-dimensional unless documented otherwise; `x` is float32[n]. `inv_scale`
 multiplies `x` in fp32 before its key is taken. `parent` holds the previous codes, uint8[n]; where it is
 `None` every element uses row `context` of the table. Wrong dtypes or shapes, and codes past the end of a table,
 raise `ValueError`.
 
-Notes on speed:
+Notes on the speed of Numba's:
 
 * Data is processed in blocks of a few thousand elements. A first loop computes the table index of every
   element of the block into a small buffer; it has no branch and no lookup, so LLVM turns it into vector code.
@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, F64, I64, U8, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
 from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, find_positions, from_bf16, to_bf16
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import NON_FINITE, SHIFT, KeyWindow
+from dsq_ckpt.native import sketches
 
 __all__ = [
     "count_octaves",
@@ -149,8 +151,14 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (window.size,))
-    factor = scale_factor(inv_scale)
-    if x.size < 4 * KEYS:  # too few elements for all keys to pay off
+    path, factor, few = native.path_index(), scale_factor(inv_scale), x.size < 4 * KEYS
+    if path >= 0:
+        if few:
+            sketches.count_bins(path, x, factor, lo, hi, None, counts[None])
+        else:
+            sketches.count_keys(path, x, factor, lo, hi, counts)
+        return
+    if few:  # for all keys to pay off
         _count_bins(x, None, lo, hi, factor, counts)
         return
     first = x.ctypes.data // 4 % 2
@@ -171,10 +179,13 @@ def joint_sketch(
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
     check_rows("counts", counts, parent, context, x.size, window.size)
+    path, factor = native.path_index(), scale_factor(inv_scale)
     if parent is None:
         sketch(x, lo, hi, inv_scale, counts[context])
+    elif path >= 0:
+        sketches.count_bins(path, x, factor, lo, hi, parent, counts)
     else:
-        _count_bins(x, parent, lo, hi, scale_factor(inv_scale), counts.reshape(-1))
+        _count_bins(x, parent, lo, hi, factor, counts.reshape(-1))
 
 
 @jit
@@ -196,6 +207,9 @@ def count_octaves(x: F32, counts: I64) -> None:
     """Add the elements of `x` to `counts`, int64[512], by sign and biased exponent, the top bits of a float."""
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (512,))
+    if native.path_index() >= 0:
+        sketches.count_octaves(x, counts)
+        return
     ways = np.zeros((4, 512), np.int64)
     _count_octaves(x.view(np.uint32), ways)
     counts += ways.sum(axis=0)
@@ -232,8 +246,13 @@ def quantize(
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
     check_rows("table", table, parent, context, x.size, window.size)
+    path, factor = native.path_index(), scale_factor(inv_scale)
+    if path >= 0:
+        none = np.empty(0, np.uint8)
+        native.quantize(path, x, factor, lo, hi, table, parent, context, codes, 0, False, None, 0, none)
+        return
     rows = table[context] if parent is None else table.reshape(-1)
-    _look_up(x, parent, lo, hi, scale_factor(inv_scale), rows, codes)
+    _look_up(x, parent, lo, hi, factor, rows, codes)
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
@@ -269,7 +288,7 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
             target[i] = _cell_symbol(u, low[block[i]], steps[block[i]], top)
 
 
-def parts_of_cells(low: F64, inv_width: F64, bits: int, log_domain: bool) -> tuple[F64, F64]:
+def _lower_and_steps(low: F64, inv_width: F64, bits: int, log_domain: bool) -> tuple[F64, F64]:
     """Return the lower edges of cells, and one over the widths of their 2**bits parts, for `refine`.
 
     In the log domain they are in units of one bit of a magnitude, so that no loop scales values: multiplication by a
@@ -280,6 +299,14 @@ def parts_of_cells(low: F64, inv_width: F64, bits: int, log_domain: bool) -> tup
     lower: F64 = np.ascontiguousarray(low, np.float64) * unit
     steps: F64 = np.ascontiguousarray(inv_width, np.float64) * (2.0**bits / unit)
     return lower, steps
+
+
+def parts_of_cells(low: F64, inv_width: F64, bits: int, log_domain: bool) -> F64:
+    """Return both of up to 256 codes, as the compiled library takes them: float64[256, 2], zeros for other codes."""
+    parts = np.zeros((256, 2))
+    for column, numbers in enumerate(_lower_and_steps(low, inv_width, bits, log_domain)):
+        parts[: len(numbers), column] = numbers
+    return parts
 
 
 def refine(
@@ -301,6 +328,11 @@ def refine(
     check_array("codes", codes, np.uint8, (x.size,))
     check_array("out", out, np.uint8, (x.size,))
     check_below("codes", codes, min(low.size, inv_width.size))
-    lower, steps = parts_of_cells(low, inv_width, bits, log_domain)
+    path, factor = native.path_index(), scale_factor(inv_scale)
+    if path >= 0:
+        cells = parts_of_cells(low, inv_width, bits, log_domain)
+        sketches.refine(path, x, factor, codes, bits, log_domain, cells, min(low.size, inv_width.size), out)
+        return
+    lower, steps = _lower_and_steps(low, inv_width, bits, log_domain)
     kernel = _refine_bits if log_domain else _refine_linear
-    kernel(x, codes, scale_factor(inv_scale), lower, steps, 2.0**bits - 1, out)
+    kernel(x, codes, factor, lower, steps, 2.0**bits - 1, out)

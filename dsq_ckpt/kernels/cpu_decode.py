@@ -1,12 +1,14 @@
-"""Numba implementations of the kernels that decode codes to values; see `cpu`."""
+"""Kernels that decode codes to values; see `cpu`."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, F64, I64, U8, U16, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import sketches
 
 BLOCK = 4096
 """Elements per block."""
@@ -52,6 +54,9 @@ def find_positions(codes: U8, code: int) -> I64:
     """Return the positions of `code` in `codes`, ascending, int64[m]; none for a code outside 0..255."""
     if not 0 <= code < 256:
         return np.empty(0, np.int64)
+    path = native.path_index()
+    if path >= 0:
+        return sketches.find_positions(path, np.ascontiguousarray(codes), code)
     positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
     if positions.size:
         _write_positions(codes, np.uint8(code), positions)
@@ -90,7 +95,11 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
     check_below("codes", codes, levels.size)
-    look_up(codes, value_table(levels, scale), out)
+    path, table = native.path_index(), value_table(levels, scale)
+    if path < 0:
+        look_up(codes, table, out)
+    else:
+        native.look_up_values(path, table, table.size, 0, codes, None, False, 0, out, False)
     return _fill_protected(codes, protected_code, protected, out)
 
 
@@ -159,7 +168,11 @@ def dequantize_refined(
     check_below("refinement", refinement, 1 << bits)
     used = int(codes.max()) + 1 if codes.size else 0  # later rows are never read
     value = refined_value_table(bits, low[:used], width[:used], sign[:used], levels[:used], scale, log_domain)
-    look_up_refined(codes, refinement, bits, value.reshape(-1), out)
+    path = native.path_index()
+    if path < 0:
+        look_up_refined(codes, refinement, bits, value.reshape(-1), out)
+    else:
+        native.look_up_values(path, value, used, bits, codes, refinement, False, 0, out, False)
     return _fill_protected(codes, protected_code, protected, out)
 
 
@@ -178,8 +191,11 @@ def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
 def to_bf16(bits: U32) -> U16:
     """Round fp32 bits, uint32[m], to bf16 bits, uint16[m]: nearest, ties to even; NaN stays (quiet) NaN."""
     check_array("bits", bits, np.uint32)
-    out = np.empty(bits.shape, np.uint16)
-    _to_bf16(bits, out)
+    path, out = native.path_index(), np.empty(bits.shape, np.uint16)
+    if path < 0:
+        _to_bf16(bits, out)
+    else:
+        sketches.to_bf16(path, bits, out)
     return out
 
 
@@ -192,6 +208,9 @@ def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
 def from_bf16(halves: U16) -> F32:
     """Convert bf16 bits, uint16[m], to float32[m], exactly."""
     check_array("halves", halves, np.uint16)
-    out = np.empty(halves.shape, np.uint32)
-    _from_bf16(halves, out)
+    path, out = native.path_index(), np.empty(halves.shape, np.uint32)
+    if path < 0:
+        _from_bf16(halves, out)
+    else:
+        sketches.from_bf16(path, halves, out)
     return out.view(np.float32)

@@ -1,16 +1,18 @@
-"""Bit packing in Numba. Eight symbols of b bits are exactly b bytes.
+"""Bit packing; see `cpu`. Eight symbols of b bits are exactly b bytes.
 
-Eight symbols are read as one word. Neighbours are joined, then pairs, then fours: three steps on a whole word instead
-of one per symbol.
+In Numba eight symbols are read as one word. Neighbours are joined, then pairs, then fours: three steps on a whole word
+instead of one per symbol.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import sketches
 
 
 @jit
@@ -85,7 +87,10 @@ def pack(symbols: U8, bits: int) -> U8:
     check_array("symbols", symbols, np.uint8)
     check_below("symbols", symbols, 1 << bits)
     whole = symbols.size // 8 * 8
-    out = np.empty((symbols.size * bits + 7) // 8, np.uint8)
+    path, out = native.path_index(), np.empty((symbols.size * bits + 7) // 8, np.uint8)
+    if path >= 0:
+        sketches.pack(path, symbols, bits, out)
+        return out
     _pack(_as_words(symbols[:whole]), bits, out[: whole // 8 * bits])
     if whole < symbols.size:
         last, tail = np.zeros(8, np.uint8), np.empty(bits, np.uint8)
@@ -100,6 +105,10 @@ def unpack(packed: U8, bits: int, out: U8) -> None:
     check_bits(bits)
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))
+    path = native.path_index()
+    if path >= 0:
+        native.unpack(path, packed, bits, out)
+        return
     whole = out.size // 8 * 8
     words = _as_words(out[:whole])
     _unpack(packed[: whole // 8 * bits], bits, words)

@@ -1,4 +1,4 @@
-"""Choice of kernels by device: Numba on the CPU, Triton on a GPU.
+"""Choice of kernels by device: C or Numba on the CPU, Triton on a GPU.
 
 Triton is not imported before a CUDA device is used.
 """

@@ -50,6 +50,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_quantize": (
         _I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _S, _P, _S, _P, ctypes.c_uint, _I, _P, _S, _P]
     ),
+    "dsq_refine": (_I, [_I, _P, _S, ctypes.c_float, _P, ctypes.c_uint, _I, _P, _S, _P]),
+    "dsq_pack": (_I, [_I, _P, _S, ctypes.c_uint, _P]),
+    "dsq_count_bins": (_I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _S, _P]),
+    "dsq_count_keys": (_I, [_I, _P, _S, ctypes.c_float, _I, _I, _P, _P]),
+    "dsq_count_octaves": (None, [_P, _S, _P]),
+    "dsq_count_pairs": (_I, [_I, _P, _P, _S, _S, ctypes.c_uint, _P, _P]),
+    "dsq_find_positions": (ctypes.c_int64, [_I, _P, _S, _I, _P, _S]),
+    "dsq_to_bf16": (_I, [_I, _P, _S, _P]),
+    "dsq_from_bf16": (_I, [_I, _P, _S, _P]),
+    "dsq_kmeans": (_I, [_I, _P, _P, _S, _S, _P, _P, _P]),
+    "dsq_choose": (_I, [_P, _P, _S, _P, _P, _P, _S, _P, _P, _S, _P, _P, _S, _S, ctypes.c_double, _P]),
     "dsq_scale": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P]),
     "dsq_divide": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P, _P]),
     "dsq_over_roots": (_I, [_I, _P, _P, _S, ctypes.c_float, _P]),

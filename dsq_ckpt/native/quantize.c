@@ -1,18 +1,10 @@
 /* Codes and refinement symbols of values, tile by tile, so that nothing but the results leaves the cache. What
  * kernels/cpu.py and kernels/cpu_pack.py do in four passes, with the same results bit for bit. */
-#include "lanes.h"
+#include "bins.h"
 
-#define TILE 4096          /* values; a multiple of 8, as eight symbols of some bits are whole bytes */
-#define KEY_SHIFT 17       /* fp32 bits below a key (kernels/keys.py) */
-#define NON_FINITE 16320   /* the smallest key of a magnitude that is not finite */
-#define MAGNITUDE 0x3FFF   /* a key without its sign */
+#define TILE 4096 /* values; a multiple of 8, as eight symbols of some bits are whole bytes */
 
 enum { BAD_PARENT = -1, BAD_CELL = -2 };
-
-/* The bins of a row of a table of codes, of which each previous code has one. */
-typedef struct {
-    int32_t under, top, per_sign; /* of a window [lo, hi): lo - 1, hi - lo + 1, hi - lo + 3 */
-} bins;
 
 /* Cells of codes: refinement symbols are clip(floor((u - low) * steps), 0, top). */
 typedef struct { double low, steps; } cell;
@@ -23,8 +15,9 @@ typedef struct {
     int of_bits;          /* u is the magnitude bits of a value, not the value */
 } cells;
 
-/* index[i] = place of x[i], scaled, in the table; `parent` may be NULL. */
-typedef void find_places(const bins *t, const float *x, const uint8_t *parent, size_t n, uint32_t *index);
+typedef void scale(const uint8_t *x, size_t n, float inv_scale, float *scaled);
+typedef void find_places(const bins *t, const uint8_t *x, float inv_scale, const uint8_t *parent, size_t n,
+                         uint32_t *index);
 /* codes[i] = table[index[i]] */
 typedef void look_up(const uint8_t *table, const uint32_t *index, size_t n, uint8_t *codes);
 typedef void refine_values(const cells *t, const float *x, const uint8_t *codes, unsigned largest, size_t n,
@@ -32,22 +25,20 @@ typedef void refine_values(const cells *t, const float *x, const uint8_t *codes,
 /* Pack n symbols of `bits` bits; n is a multiple of 8, and `out` has 8 bytes more than they take. */
 typedef void pack_symbols(const uint8_t *symbols, unsigned bits, size_t n, uint8_t *out);
 
-static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-
-static inline __attribute__((always_inline)) void find_places_body(const bins *t, const float *x,
+static inline __attribute__((always_inline)) void find_places_body(const bins *t, const uint8_t *x, float inv_scale,
                                                                    const uint8_t *parent, size_t n, uint32_t *index)
 {
     const int32_t under = t->under, top = t->top, per_sign = t->per_sign, size = 2 * per_sign;
     for (size_t i = 0; i < n; i++) {
-        int32_t key = (int32_t)(bits_of(x[i]) >> KEY_SHIFT), magnitude = key & MAGNITUDE, inside = magnitude - under;
+        uint32_t own = load32(x + 4 * i);
+        if (inv_scale != 1)  /* as flushed subnormal numbers would differ */
+            own = bits_of(float_of(own) * inv_scale);
+        int32_t key = (int32_t)(own >> KEY_SHIFT), magnitude = key & MAGNITUDE, inside = magnitude - under;
         inside = inside < 0 ? 0 : inside;
         inside = inside > top ? top : inside;
         inside += (magnitude >= NON_FINITE) + (key > MAGNITUDE ? per_sign : 0);
-        index[i] = (uint32_t)inside;
+        index[i] = (uint32_t)(parent ? inside + parent[i] * size : inside);
     }
-    if (parent)
-        for (size_t i = 0; i < n; i++)
-            index[i] += (uint32_t)(parent[i] * size);
 }
 
 static inline __attribute__((always_inline)) void refine_body(const cells *t, const float *x,
@@ -70,9 +61,24 @@ static inline __attribute__((always_inline)) void refine_body(const cells *t, co
     }
 }
 
-static void find_places_plain(const bins *t, const float *x, const uint8_t *parent, size_t n, uint32_t *index)
+static inline __attribute__((always_inline)) void scale_body(const uint8_t *x, size_t n, float inv_scale, float *scaled)
 {
-    find_places_body(t, x, parent, n, index);
+    for (size_t i = 0; i < n; i++) {
+        float own;
+        memcpy(&own, x + i * sizeof own, sizeof own);
+        scaled[i] = own * inv_scale;
+    }
+}
+
+static void scale_plain(const uint8_t *x, size_t n, float inv_scale, float *scaled)
+{
+    scale_body(x, n, inv_scale, scaled);
+}
+
+static void find_places_plain(const bins *t, const uint8_t *x, float inv_scale, const uint8_t *parent, size_t n,
+                              uint32_t *index)
+{
+    find_places_body(t, x, inv_scale, parent, n, index);
 }
 
 static void look_up_plain(const uint8_t *table, const uint32_t *index, size_t n, uint8_t *codes)
@@ -116,22 +122,52 @@ static void pack_plain(const uint8_t *symbols, unsigned bits, size_t n, uint8_t 
 
 #define WIDE "avx512f,avx512bw,avx512vl,avx512dq" /* all that dsq_best_path asks for: compilers use what is named */
 
-__attribute__((target("avx2"))) static void find_places_avx2(const bins *t, const float *x,
-                                                             const uint8_t *parent, size_t n, uint32_t *index)
+__attribute__((target("avx2"))) static void scale_avx2(const uint8_t *x, size_t n, float inv_scale, float *scaled)
 {
-    find_places_body(t, x, parent, n, index);
+    scale_body(x, n, inv_scale, scaled);
 }
 
-__attribute__((target(WIDE))) static void find_places_avx512(const bins *t, const float *x,
+/* Rows have fewer than 2**15 places, so that a product of halves is the whole one. */
+__attribute__((target("avx2"))) static void find_places_avx2(const bins *t, const uint8_t *x, float inv_scale,
+                                                             const uint8_t *parent, size_t n, uint32_t *index)
+{
+    const __m256i under = _mm256_set1_epi32(t->under), top = _mm256_set1_epi32(t->top);
+    const __m256i per_sign = _mm256_set1_epi32(t->per_sign), size = _mm256_set1_epi32(2 * t->per_sign);
+    const __m256i magnitude_bits = _mm256_set1_epi32(MAGNITUDE), finite = _mm256_set1_epi32(NON_FINITE - 1);
+    const __m256 factor = _mm256_set1_ps(inv_scale);
+    const int scales = inv_scale != 1;
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i own = _mm256_loadu_si256((const __m256i *)(x + 4 * i));
+        if (scales)
+            own = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(own), factor));
+        __m256i magnitude = _mm256_and_si256(_mm256_srli_epi32(own, KEY_SHIFT), magnitude_bits);
+        __m256i place = _mm256_max_epi32(_mm256_sub_epi32(magnitude, under), _mm256_setzero_si256());
+        place = _mm256_sub_epi32(_mm256_min_epi32(place, top), _mm256_cmpgt_epi32(magnitude, finite));
+        place = _mm256_add_epi32(place, _mm256_and_si256(_mm256_srai_epi32(own, 31), per_sign));
+        if (parent) {
+            __m256i row = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(parent + i)));
+            place = _mm256_add_epi32(place, _mm256_madd_epi16(row, size));
+        }
+        _mm256_storeu_si256((__m256i *)(index + i), place);
+    }
+    find_places_body(t, x + 4 * i, inv_scale, parent ? parent + i : NULL, n - i, index + i);
+}
+
+__attribute__((target(WIDE))) static void find_places_avx512(const bins *t, const uint8_t *x, float inv_scale,
                                                              const uint8_t *parent, size_t n, uint32_t *index)
 {
     const __m512i under = _mm512_set1_epi32(t->under), top = _mm512_set1_epi32(t->top);
     const __m512i per_sign = _mm512_set1_epi32(t->per_sign), size = _mm512_set1_epi32(2 * t->per_sign);
     const __m512i magnitude_bits = _mm512_set1_epi32(MAGNITUDE), one = _mm512_set1_epi32(1);
     const __m512i non_finite = _mm512_set1_epi32(NON_FINITE);
+    const __m512 factor = _mm512_set1_ps(inv_scale);
+    const int scales = inv_scale != 1;
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        __m512i own = _mm512_loadu_si512(x + i);
+        __m512i own = _mm512_loadu_si512(x + 4 * i);
+        if (scales)
+            own = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(own), factor));
         __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(own, KEY_SHIFT), magnitude_bits);
         __m512i place = _mm512_max_epi32(_mm512_sub_epi32(magnitude, under), _mm512_setzero_si512());
         place = _mm512_min_epi32(place, top);
@@ -143,7 +179,7 @@ __attribute__((target(WIDE))) static void find_places_avx512(const bins *t, cons
         }
         _mm512_storeu_si512(index + i, place);
     }
-    find_places_body(t, x + i, parent ? parent + i : NULL, n - i, index + i);
+    find_places_body(t, x + 4 * i, inv_scale, parent ? parent + i : NULL, n - i, index + i);
 }
 
 /* A code moves from memory to its place in a vector in one instruction, with which stores of single codes go. */
@@ -243,17 +279,33 @@ __attribute__((target("avx2,bmi2"))) static void pack_bmi2(const uint8_t *symbol
     }
 }
 
+static scale *const scales[] = {scale_plain, scale_avx2, scale_avx2};
 static find_places *const finds[] = {find_places_plain, find_places_avx2, find_places_avx512};
 static look_up *const look_ups[] = {look_up_plain, look_up_avx2, look_up_avx2};
 static refine_values *const refines[] = {refine_plain, refine_avx2, refine_avx512};
 static pack_symbols *const packs[] = {pack_plain, pack_bmi2, pack_bmi2};
 
 #else
+static scale *const scales[] = {scale_plain};
 static find_places *const finds[] = {find_places_plain};
 static look_up *const look_ups[] = {look_up_plain};
 static refine_values *const refines[] = {refine_plain};
 static pack_symbols *const packs[] = {pack_plain};
 #endif
+
+const float *dsq_scale_values(int path, const void *given, size_t n, float inv_scale, float *scaled)
+{
+    if (inv_scale == 1 && (uintptr_t)given % sizeof(float) == 0)
+        return given;
+    scales[path](given, n, inv_scale, scaled);
+    return scaled;
+}
+
+void dsq_find_places(int path, const bins *t, const void *x, float inv_scale, const uint8_t *parent, size_t n,
+                     uint32_t *index)
+{
+    finds[path](t, x, inv_scale, parent, n, index);
+}
 
 /* Set the codes of n values and, if bits is not 0, pack their refinement symbols; return 0 or an error: a previous code
  * is no row of the table, or a code has no cell.
@@ -270,31 +322,25 @@ int dsq_quantize(int path, const void *x, size_t n, float inv_scale, int lo, int
     uint32_t index[TILE];
     float scaled[TILE];
     uint8_t symbols[TILE], stream[TILE + 8];
-    if (!dsq_has_path(path) || lo < 1 || hi <= lo || hi > NON_FINITE || (!parent && row >= rows))
+    if (!dsq_has_path(path) || !is_window(lo, hi) || (!parent && row >= rows))
         return BAD_PARENT;
     if (bits > 8 || n_cells > 256)
         return BAD_CELL;
-    const bins of_row = {.under = lo - 1, .top = hi - lo + 1, .per_sign = hi - lo + 3};
+    const bins of_row = bins_of(lo, hi);
     const cells own_cells = {cells_of, (double)((1u << bits) - 1), of_bits};
     const int packing = dsq_fast_bits() ? path : 0;
-    const int aligned = (uintptr_t)x % sizeof(float) == 0;
     const uint8_t *first = table + (parent ? 0 : row * 2 * (size_t)of_row.per_sign);
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE;
         const uint8_t *before = parent ? parent + at : NULL;
         if (before && largest_of(before, count) >= rows)
             return BAD_PARENT;
-        const void *given = (const uint8_t *)x + at * sizeof(float);
-        const float *own = aligned ? given : memcpy(scaled, given, count * sizeof(float));
-        if (inv_scale != 1) {
-            for (size_t i = 0; i < count; i++)
-                scaled[i] = own[i] * inv_scale;
-            own = scaled;
-        }
-        finds[path](&of_row, own, before, count, index);
+        const uint8_t *given = (const uint8_t *)x + at * sizeof(float);
+        finds[path](&of_row, given, inv_scale, before, count, index);
         look_ups[path](first, index, count, codes + at);
         if (!bits)
             continue;
+        const float *own = dsq_scale_values(path, given, count, inv_scale, scaled);
         unsigned largest = largest_of(codes + at, count);
         if (largest >= n_cells)
             return BAD_CELL;
@@ -303,6 +349,47 @@ int dsq_quantize(int path, const void *x, size_t n, float inv_scale, int lo, int
         memset(symbols + count, 0, padded - count);
         packs[packing](symbols, bits, padded, stream);
         memcpy(packed + at / 8 * bits, stream, size);
+    }
+    return 0;
+}
+
+/* Set the refinement symbols of n values, float32 at any address, whose codes are known; BAD_CELL if one has no cell.
+ * The arguments are those of dsq_quantize. */
+int dsq_refine(int path, const void *x, size_t n, float inv_scale, const uint8_t *codes, unsigned bits, int of_bits,
+               const cell *cells_of, size_t n_cells, uint8_t *symbols)
+{
+    float scaled[TILE];
+    if (!dsq_has_path(path) || !bits || bits > 8 || n_cells > 256)
+        return BAD_CELL;
+    const cells own_cells = {cells_of, (double)((1u << bits) - 1), of_bits};
+    for (size_t at = 0; at < n; at += TILE) {
+        size_t count = n - at < TILE ? n - at : TILE;
+        unsigned largest = largest_of(codes + at, count);
+        if (largest >= n_cells)
+            return BAD_CELL;
+        const float *own = dsq_scale_values(path, (const uint8_t *)x + at * sizeof(float), count, inv_scale, scaled);
+        refines[path](&own_cells, own, codes + at, largest, count, symbols + at);
+    }
+    return 0;
+}
+
+/* Pack the low `bits` bits, 1 to 8, of n symbols into (n * bits + 7) / 8 bytes. */
+int dsq_pack(int path, const uint8_t *symbols, size_t n, unsigned bits, uint8_t *packed)
+{
+    uint8_t last[TILE], stream[TILE + 8];
+    if (!dsq_has_path(path) || !bits || bits > 8)
+        return BAD_CELL;
+    const int packing = dsq_fast_bits() ? path : 0;
+    for (size_t at = 0; at < n; at += TILE) {
+        size_t count = n - at < TILE ? n - at : TILE, padded = (count + 7) / 8 * 8;
+        const uint8_t *own = symbols + at;
+        if (padded > count) {
+            memcpy(last, own, count);
+            memset(last + count, 0, padded - count);
+            own = last;
+        }
+        packs[packing](own, bits, padded, stream);
+        memcpy(packed + at / 8 * bits, stream, (count * bits + 7) / 8);
     }
     return 0;
 }

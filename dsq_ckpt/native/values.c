@@ -56,6 +56,12 @@ static void look_up_plain(const float *table, size_t entries, unsigned bits, con
     size_t i = 0;
     (void)entries, (void)last;
     if (!symbols) {
+        for (; i + 8 <= n; i += 8) {
+            uint64_t word;
+            memcpy(&word, codes + i, 8);
+            for (int j = 0; j < 8; j++)
+                out[i + j] = table[word >> 8 * j & 0xFF];
+        }
         for (; i < n; i++)
             out[i] = table[codes[i]];
         return;

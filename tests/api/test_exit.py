@@ -25,8 +25,11 @@ dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[2])
 AT_EXIT = """
 import atexit, sys, torch, dsq_ckpt
 from numba.core.caching import NullCache
+from dsq_ckpt import native
 from dsq_ckpt.kernels import cpu, jit
 
+native.force("numba")
+dsq_ckpt.save({"w": torch.randn(200, 200)}, sys.argv[1] + "-before")  # compiles the others
 cpu._count_bins._reset_overloads()
 cpu._count_bins._cache = NullCache()  # a kernel that is still to be compiled
 compiled = jit.count_compilations()

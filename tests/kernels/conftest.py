@@ -12,6 +12,6 @@ from tests.kernels.subjects import NAMES, Subject, subject_of
 
 @pytest.fixture(params=NAMES)
 def subject(request, monkeypatch) -> Iterator[Subject]:
-    """NumPy, Numba, and Triton with its own tiles and with tiny ones."""
+    """NumPy, Numba, C, and Triton with its own tiles and with tiny ones."""
     with np.errstate(all="ignore"):  # of the interpreter
         yield subject_of(request.param, monkeypatch)

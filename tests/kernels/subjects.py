@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from dsq_ckpt import native
 from dsq_ckpt.kernels import host
 from dsq_ckpt.kernels.backend import Backend
 from dsq_ckpt.kernels.keys import KeyWindow
 from tests.helpers import reference_kernels
 
-NAMES = ["reference", "numba", "triton", "triton-tiny"]
+NAMES = ["reference", *native.PATHS, "triton", "triton-tiny"]
+"""NumPy, the CPU's own by Numba and by each path in C, and Triton."""
 LARGE = "triton-large"
 """For tensors of many millions of elements, which the interpreter works on in large tiles."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,6 +50,10 @@ class Subject:
 def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     """The subject of this name; Triton's is interpreted where there is no GPU."""
     if not name.startswith("triton"):
+        if name != "reference":
+            if name not in native.available():
+                pytest.skip(f"no compiled library, or a processor without {name}")
+            monkeypatch.setattr(native, "_path", name)
         backend = host.HostBackend(name, reference_kernels) if name == "reference" else host.numba_backend()
         return Subject(name, backend, "cpu", (0, 1, 300, 4097, 5 * 123 * 123))
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

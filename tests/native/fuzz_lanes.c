@@ -49,6 +49,19 @@ int dsq_step_lengths(int, const void *, const uint8_t *, size_t, const float *, 
 int dsq_row_sums(int, const void *, size_t, size_t, int, int, const double *, double *, double *, int32_t *);
 int dsq_part_waves(const void *, const uint8_t *, size_t, double, const double *, const double *, size_t,
                    const double *, size_t, double *, double *);
+int dsq_refine(int, const void *, size_t, float, const uint8_t *, unsigned, int, const void *, size_t, uint8_t *);
+int dsq_pack(int, const uint8_t *, size_t, unsigned, uint8_t *);
+int dsq_count_bins(int, const void *, size_t, float, int, int, const uint8_t *, size_t, int64_t *);
+int dsq_count_keys(int, const void *, size_t, float, int, int, uint32_t *, int64_t *);
+void dsq_count_octaves(const void *, size_t, int64_t *);
+int dsq_count_pairs(int, const uint8_t *, const uint8_t *, size_t, size_t, unsigned, uint32_t *, int64_t *);
+int64_t dsq_find_positions(int, const uint8_t *, size_t, int, int64_t *, size_t);
+int dsq_to_bf16(int, const void *, size_t, uint16_t *);
+int dsq_from_bf16(int, const void *, size_t, uint32_t *);
+int dsq_kmeans(int, const double *, const double *, size_t, size_t, double *, double *, int32_t *);
+int dsq_choose(const int64_t *, const int64_t *, size_t, const double *, const uint8_t *, const uint8_t *, size_t,
+               const double *, const uint8_t *, size_t, const int64_t *, const double *, size_t, size_t, double,
+               uint8_t *);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
 /* KINDS and LIMITS are of blocks that list changes, and else empty. */
@@ -157,7 +170,83 @@ static void quantize(int path)
         cells[i] = (double)random_below(999) - 500;
     dsq_quantize(path, x + start, n, random_below(2) ? 1 : 0.25f, lo, hi, table, rows, random_below(2) ? parent : NULL,
                  row, out, (unsigned)bits, (int)random_below(2), cells, n_cells, packed);
+    dsq_refine(path, x + start, n, random_below(2) ? 1 : 0.25f, out, (unsigned)bits, (int)random_below(2), cells,
+               n_cells, parent);
+    if (bits)
+        dsq_pack(path, out, n, (unsigned)bits, packed);
     free(x), free(table), free(parent), free(out), free(packed), free(cells);
+}
+
+/* Count any values, which begin at any byte, in a window that may be none, and any codes; return whether all that was
+   not refused is counted. */
+static int count(int path)
+{
+    size_t n = random_below(5000), rows = random_below(5), start = random_below(4), bits = random_below(10);
+    int lo = (int)random_below(16400), hi = lo - 1 + (int)random_below(300), code = (int)random_below(258) - 1;
+    size_t size = hi > lo ? 2 * (size_t)(hi - lo + 3) : 1, capacity = random_below(n + 1);
+    uint8_t *x = malloc(4 * n + start + !n), *parent = malloc(n + !n), *symbols = malloc(n + !n);
+    int64_t *counts = calloc(rows * size + 1, 8), *octaves = calloc(512, 8), *pairs = calloc(65536, 8);
+    int64_t *positions = malloc(8 * capacity + !capacity), sum = 0, counted = 0;
+    uint32_t *ways = malloc(4 << 16), *tables = calloc(4 * ((rows << bits) + 16), 4), *wide = malloc(4 * n + !n);
+    uint16_t *halves = malloc(2 * n + !n);
+    for (size_t i = 0; i < n; i++) {
+        uint32_t pattern = (uint32_t)random_below(1ull << 32);
+        memcpy(x + start + 4 * i, &pattern, 4);
+        parent[i] = (uint8_t)random_below(rows + (random_below(9999) == 0));
+        symbols[i] = (uint8_t)(random_below(1u << (bits < 8 ? bits : 8)) ^ (random_below(9999) == 0) << 7);
+    }
+    float by = random_below(2) ? 1 : 0.25f;
+    if (!dsq_count_bins(path, x + start, n, by, lo, hi, random_below(2) ? parent : NULL, rows, counts))
+        counted += (int64_t)n;
+    if (rows && !dsq_count_keys(path, x + start, n, by, lo, hi, ways, counts))
+        counted += (int64_t)n;
+    dsq_count_octaves(x + start, n, octaves);
+    if (!dsq_count_pairs(path, parent, symbols, n, rows, (unsigned)bits, tables, pairs))
+        counted += (int64_t)n;
+    for (size_t i = 0; i < rows * size; i++)
+        sum += counts[i];
+    for (size_t i = 0; i < 65536; i++)
+        sum += pairs[i] + (i < 512 ? octaves[i] : 0);
+    int64_t found = dsq_find_positions(path, symbols, n, code, positions, capacity);
+    for (int64_t i = 0; i < found && i < (int64_t)capacity; i++)
+        sum += symbols[positions[i]] == code ? 0 : 5 * (int64_t)n;
+    dsq_to_bf16(path, x + start, n, halves);
+    dsq_from_bf16(path, x + start, n, wide);
+    free(x), free(parent), free(symbols), free(counts), free(octaves), free(pairs), free(positions), free(ways);
+    free(tables), free(wide), free(halves);
+    /* A count that was refused may have begun. */
+    return sum >= counted + (int64_t)n && sum <= 4 * (int64_t)n;
+}
+
+/* Cluster points in any order, and choose codes of entries, a few of which are outside the tables. */
+static void make_codebook(int path)
+{
+    size_t n = random_below(1200), k = random_below(9), rows = random_below(5), columns = random_below(300);
+    size_t levels = random_below(258), symbols = random_below(257);
+    double *points = malloc(8 * n + !n), *weights = malloc(8 * n + !n), *sums = malloc(24 * (n + 1));
+    double *pending = malloc(16 * n + !n), *bits = calloc(rows * symbols + 1, 8), *positions = calloc(levels + 1, 8);
+    int32_t *starts = calloc(n * k + 1, 4);
+    for (size_t i = 0; i < n; i++)
+        points[i] = (double)random_below(99) / 99, weights[i] = (double)random_below(9);
+    dsq_kmeans(path, points, weights, n, k, sums, pending, starts);
+    int64_t *own_rows = malloc(8 * n + !n), *own_columns = malloc(8 * n + !n), *ranks = malloc(8 * 256);
+    uint8_t *codes = malloc(levels + 1), *base = malloc(columns + 1), *movable = malloc(columns + 1);
+    uint8_t *table = calloc(rows * columns + 1, 1);
+    double *places = malloc(8 * columns + 8);
+    for (size_t i = 0; i < n; i++) {
+        own_rows[i] = (int64_t)random_below(rows) - (random_below(9999) == 0);
+        own_columns[i] = (int64_t)random_below(columns + (random_below(9999) == 0));
+    }
+    for (size_t i = 0; i < 256; i++)
+        ranks[i] = (int64_t)random_below(levels) - (random_below(9999) == 0);
+    for (size_t i = 0; i < levels; i++)
+        codes[i] = (uint8_t)random_below(symbols), positions[i] = (double)i;
+    for (size_t i = 0; i < columns; i++)
+        base[i] = (uint8_t)random_below(256), movable[i] = random_below(4) > 0, places[i] = (double)random_below(300);
+    dsq_choose(own_rows, own_columns, n, places, base, movable, columns, positions, codes, levels, ranks, bits, rows,
+               symbols, 0.5, table);
+    free(points), free(weights), free(sums), free(pending), free(bits), free(positions), free(starts), free(own_rows);
+    free(own_columns), free(ranks), free(codes), free(base), free(movable), free(table), free(places);
 }
 
 /* Multiply and divide a part of a matrix by any numbers of rows and columns, of which there may be too few. */
@@ -340,9 +429,11 @@ int main(int argc, char **argv)
             free(buffer);
         }
         if (round % 8 == 1)
-            look_up(path, p[CODES]), scale(path), quantize(path);
+            look_up(path, p[CODES]), scale(path), quantize(path), make_codebook(path);
         if (round % 8 == 2)
             roots(path), step_lengths(path), row_sums(path), part_waves();
+        if (round % 8 == 1 && !count(path))
+            return 7;
         mutate(&p[MODEL], 1);
         size_t symbols = shape[c][1], lines = rows + random_below(3);
         int32_t *freqs = calloc(lines * symbols + 1, 4), *ends = calloc(lines + 1, 4), *bits = calloc(lines + 1, 4);

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F64, I32, I64
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import codebooks
 
 
 @jit(error_model="numpy")
@@ -152,5 +154,6 @@ def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> K
     # squares may overflow fp64: center the points, and normalize points and weights.
     centred = p - np.average(p, weights=w / w.max())
     unit = np.abs(centred).max()
-    k = min(k_max, p.size)
-    return KMeansPath(p, w, k, _solve(centred / unit if unit > 0 else centred, w / w.max(), k))
+    k, path = min(k_max, p.size), native.path_index()
+    x, y = centred / unit if unit > 0 else centred, w / w.max()
+    return KMeansPath(p, w, k, _solve(x, y, k) if path < 0 else codebooks.solve_kmeans(path, x, y, k))

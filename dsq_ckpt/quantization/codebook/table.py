@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.native import codebooks
 
 
 class OccupiedBins(NamedTuple):
@@ -90,9 +92,14 @@ def rate_distortion_table(
     points = points.copy()  # those of a window are read-only, for which Numba would compile the loop anew
     rank_of = np.zeros(256, np.int64)
     rank_of[codes] = np.arange(len(codes))
+    path = native.path_index()
     for _ in range(iterations):
         bits = code_bits(code_counts(occupied, table, symbols))
-        _choose(occupied.rows, occupied.bins, points, base, movable, positions, codes, rank_of, bits, price, table)
+        arguments = occupied.rows, occupied.bins, points, base, movable, positions, codes, rank_of, bits, price, table
+        if path < 0:
+            _choose(*arguments)
+        else:
+            codebooks.choose(*arguments)
     return table
 
 
