@@ -61,8 +61,10 @@ def check_below(name: str, symbols: Array, limit: int) -> None:
         raise ValueError(f"{name}: found {int(symbols.max())}, expected values below {limit}")
 
 
-def check_rows(table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int) -> None:
-    """Require a table with rows of `size` bins and with the row of every element.
+def check_rows(
+    table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int, below: bool = True
+) -> None:
+    """Require a table with rows of `size` bins and, unless `below` is False, with the row of every element.
 
     Raises:
         ValueError: the shape of the table is wrong, or it has no row for a parent code or `context`.
@@ -74,7 +76,8 @@ def check_rows(table_name: str, table: Array, parent: Array | None, context: int
             raise ValueError(f"row {context} is outside {table_name}, which has {table.shape[0]} rows")
     else:
         check_array("parent", parent, np.uint8, (n,))
-        check_below("parent", parent, table.shape[0])
+        if below:
+            check_below("parent", parent, table.shape[0])
 
 
 def check_bits(bits: int) -> None:

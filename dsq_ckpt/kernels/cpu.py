@@ -174,16 +174,20 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 def joint_sketch(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
-    """Add the pairs (parent code, bin) to `counts`, int64[rows, size]."""
+    """Add the pairs (parent code, bin) to `counts`, int64[rows, size]; undefined after an error."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
-    check_rows("counts", counts, parent, context, x.size, window.size)
     path, factor = native.path_index(), scale_factor(inv_scale)
+    check_rows("counts", counts, parent, context, x.size, window.size, below=path < 0)
     if parent is None:
         sketch(x, lo, hi, inv_scale, counts[context])
     elif path >= 0:
-        sketches.count_bins(path, x, factor, lo, hi, parent, counts)
+        try:
+            sketches.count_bins(path, x, factor, lo, hi, parent, counts)
+        except ValueError:  # C looks at the codes while they are in the cache
+            check_below("parent", parent, len(counts))
+            raise
     else:
         _count_bins(x, parent, lo, hi, factor, counts.reshape(-1))
 

@@ -7,7 +7,7 @@
  */
 #include "bins.h"
 
-#define TILE 1024             /* elements whose places wait to be counted */
+#define TILE 4096             /* elements whose places wait to be counted */
 #define KEYS (1u << 15)       /* keys with a sign */
 #define OCTAVES 512
 #define PIECE ((size_t)1 << 31) /* elements counted before counters of 32 bits are emptied */

@@ -17,7 +17,7 @@ from dsq_ckpt.native import sketches
 from tests.helpers.coder_paths import by_numba_and
 from tests.helpers.coder_paths import compiled_path as compiled_path
 
-SIZES = (0, 1, 3, 7, 8, 9, 31, 63, 64, 65, 1023, 1024, 1025, 4 * cpu.KEYS - 1, 4 * cpu.KEYS + 5)
+SIZES = (0, 1, 3, 7, 8, 9, 31, 63, 64, 65, 4095, 4096, 4097, 4 * cpu.KEYS - 1, 4 * cpu.KEYS + 5)
 WINDOWS = (
     FULL, KeyWindow(FIRST_NORMAL, FIRST_NORMAL + 1), KeyWindow(8000, 8200), KeyWindow(FIRST_NORMAL, 8100),
     KeyWindow(8100, NON_FINITE),
