@@ -25,10 +25,10 @@ from dsq_ckpt.coding.decoding_tasks import BlockRequest, DecodingTask, run_task
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
-from dsq_ckpt.coding.values import unpack
 from dsq_ckpt.core.arrays import Array, Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
+from dsq_ckpt.kernels import unpack
 
 _RANS, _DIFFERENCES = 1, 2
 _HEADER = struct.Struct("<BI")

@@ -52,12 +52,3 @@ def look_up_values(
         check_below("refinement", symbols, 1 << bits)
         look_up_refined(codes, symbols, bits, table.reshape(-1), out)
     return int(count_code(codes, np.uint8(counted)))
-
-
-def unpack(packed: U8, bits: int, out: U8) -> None:
-    """Unpack symbols as `kernels.unpack` does: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
-    check_array("packed", packed, np.uint8, (packed.size,))
-    check_output("out", out, np.uint8, (out.size,))
-    path = native.path_index()
-    if path < 0 or not native.unpack(path, packed, bits, out):
-        kernels.unpack(packed, bits, out)

@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of kernels, in a background thread, once for all ranks of a host.
+"""Ahead-of-time compilation of Numba's kernels, in a background thread, once for all ranks of a host.
 
-It starts when a save is prepared. Numba takes about 5 s for the kernels of a first save, 20 s without the compiled
-library, and caches them in files. The processes of a host divide the work by locks on a file beside the cache.
+Saves and loads need them where there is no compiled library (`native`). Compilation starts when a save is prepared. It
+takes about 20 s for the kernels of a first save, and they are cached in files. The processes of a host divide the work
+by locks on a file beside the cache.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import atexit
 import fcntl
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -35,14 +34,11 @@ from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
 from dsq_ckpt.quantization.moments import UpdateFrame, multiply_by_octave_units, multiply_by_roots
 from dsq_ckpt.quantization.restored_values import measure_part_waves
 from dsq_ckpt.quantization.step_lengths import sum_step_lengths
-from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
 KernelGroup = Literal["save", "load", "more"]
 
-_IN_C = native.path() != "numba"
-"""Whether the compiled library does most of what kernels do."""
-SECONDS = 5 if _IN_C else 20
+SECONDS = 20
 """Approximate time to compile the kernels of a save."""
 _QUIET_SECONDS = 1.0  # of waiting without a message
 _LOCK_TIMEOUT = 120.0  # seconds to wait for kernels that another process compiles
@@ -156,25 +152,25 @@ def _run_scan() -> None:
     scan.Samples([ones], 2).take()
 
 
-_SAVES_IN_C = [  # which the compiled library replaces
-    lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
-    lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
-    lambda: kernels.pack(_CODES, 2), lambda: count_pairs(_CODES, _CODES),
-    lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
-]
-_LOADS_IN_C = [
-    _run_decode, lambda: _run_unpack(True), lambda: _run_unpack(False), _run_dequantize, _run_dequantize_refined,
-    lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
-]
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
-    "save": [_scale_moments, _run_restored, *(() if _IN_C else _SAVES_IN_C)],
-    "load": [_unscale_moments, *(() if _IN_C else _LOADS_IN_C)],
+    "save": [
+        lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
+        lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
+        lambda: kernels.pack(_CODES, 2), lambda: count_pairs(_CODES, _CODES), _scale_moments, _run_restored,
+        lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
+    ],
+    "load": [
+        _run_decode, lambda: _run_unpack(True), lambda: _run_unpack(False), _run_dequantize, _run_dequantize_refined,
+        _unscale_moments, lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
+    ],
     "more": [
         _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),
         _run_importance, _run_compensate,
     ],
 }
 ALL: tuple[KernelGroup, ...] = ("save", "load", "more")
+if native.path() != "numba":  # the compiled library has what saves and loads need
+    _TASKS["save"], _TASKS["load"] = [], []
 
 
 class _Background:
@@ -239,6 +235,8 @@ def start() -> None:
     The first call takes a tenth of a second, or waits until another thread has compiled with Numba, since Numba's
     registries are loaded here: they consist of many objects, and a thread must not pause the garbage collector.
     """
+    if not _TASKS["save"]:
+        return
     if not _background.begun:
         _background.begun = True
         with suppress(Exception):  # the thread raises it too
@@ -251,7 +249,7 @@ def wait(group: KernelGroup) -> None:
 
     Exceptions of a signal handler are raised here.
     """
-    if group in _background.done:
+    if group in _background.done or not _TASKS[group]:
         return
     with suppress(Exception):  # other kernels are compiled when they are called
         _background.enqueue((group,))
@@ -283,11 +281,7 @@ def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: Fals
     Returns:
         The exceptions of failed kernels; the call that needs such a kernel raises them again.
     """
-    if group == "save":
-        with suppress(OSError):
-            _copy_shipped_cache()
-    tasks = dict.fromkeys([*_SAVES_IN_C, *_LOADS_IN_C, *(task for name in ALL for task in _TASKS[name])])
-    numbers = {task: number for number, task in enumerate(tasks)}  # the same with the compiled library and without
+    numbers = {task: number for number, task in enumerate(task for name in reversed(ALL) for task in _TASKS[name])}
     failed: list[Exception] = []
     pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
     while pending and not stopped():
@@ -334,23 +328,6 @@ def _try_lock(number: int) -> Iterator[bool]:
         yield acquired
     finally:
         os.close(file)
-
-
-def _copy_shipped_cache() -> None:
-    """Copy machine code shipped beside a read-only package to this user's cache.
-
-    Numba reads only caches that it can write, so it would compile again the kernels that an image was built with.
-    """
-    for kernel in jit.dispatchers():
-        shipped, cache_path = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
-        if not cache_path or shipped == Path(cache_path) or not shipped.is_dir() or os.access(shipped, os.W_OK):
-            continue
-        for file in shipped.glob("*.nb[ci]"):
-            target = Path(cache_path) / file.name
-            if not target.exists():
-                with open(file, "rb") as origin, AtomicFile(target, fsync=False) as copy:
-                    shutil.copyfileobj(origin, copy.stream)
-                    copy.publish()
 
 
 def _reset_after_fork() -> None:

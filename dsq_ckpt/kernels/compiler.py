@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from numba import config, njit, types
@@ -58,12 +61,31 @@ def make(function: Callable[..., Any], options: dict[str, Any]) -> Any:
     except RuntimeError:  # no cache directory is writable: every process compiles the kernel
         kernel = njit(nogil=True, **options)(function)
     if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
+        with suppress(OSError):
+            _copy_shipped_cache(kernel)
         kernel.__class__ = _Kernel
         KERNELS.append(kernel)
         cache_file = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
         if type(cache_file) is IndexDataCacheFile:
             cache_file.__class__ = _TolerantIndex
     return kernel
+
+
+def _copy_shipped_cache(kernel: Dispatcher) -> None:
+    """Copy machine code shipped beside a read-only package to this user's cache.
+
+    Numba reads only caches that it can write, so it would compile again the kernels that an image was built with.
+    """
+    source, directory = Path(kernel.py_func.__code__.co_filename), kernel.stats.cache_path
+    shipped = source.parent / "__pycache__"
+    if not directory or shipped == Path(directory) or os.access(shipped, os.W_OK):
+        return
+    for file in shipped.glob(f"{source.stem}.{kernel.py_func.__qualname__}-*.nb[ci]"):
+        target = Path(directory) / file.name
+        if not target.exists():
+            copy = target.with_name(f".{file.name}.{os.getpid()}")
+            shutil.copyfile(file, copy)
+            copy.replace(target)  # so that no other process reads a part of it
 
 
 def count_compilations() -> int:

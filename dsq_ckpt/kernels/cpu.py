@@ -25,7 +25,7 @@ import numpy as np
 
 from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, F64, I64, U8, U32
-from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_output, check_rows, scale_factor
 from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, find_positions, from_bf16, to_bf16
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import NON_FINITE, SHIFT, KeyWindow
@@ -150,7 +150,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
     """Add the elements of `x` to `counts`, int64[size], of the window `[lo, hi)`."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
-    check_array("counts", counts, np.int64, (window.size,))
+    check_output("counts", counts, np.int64, (window.size,))
     path, factor, few = native.path_index(), scale_factor(inv_scale), x.size < 4 * KEYS
     if path >= 0:
         if few:
@@ -177,7 +177,7 @@ def joint_sketch(
     """Add the pairs (parent code, bin) to `counts`, int64[rows, size]; undefined after an error."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
-    check_array("counts", counts, np.int64)
+    check_output("counts", counts, np.int64, counts.shape)
     path, factor = native.path_index(), scale_factor(inv_scale)
     check_rows("counts", counts, parent, context, x.size, window.size, below=path < 0)
     if parent is None:
@@ -210,7 +210,7 @@ def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
 def count_octaves(x: F32, counts: I64) -> None:
     """Add the elements of `x` to `counts`, int64[512], by sign and biased exponent, the top bits of a float."""
     check_array("x", x, np.float32, (x.size,))
-    check_array("counts", counts, np.int64, (512,))
+    check_output("counts", counts, np.int64, (512,))
     if native.path_index() >= 0:
         sketches.count_octaves(x, counts)
         return
@@ -248,12 +248,14 @@ def quantize(
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8)
-    check_array("codes", codes, np.uint8, (x.size,))
+    check_output("codes", codes, np.uint8, (x.size,))
     check_rows("table", table, parent, context, x.size, window.size)
     path, factor = native.path_index(), scale_factor(inv_scale)
     if path >= 0:
         none = np.empty(0, np.uint8)
-        native.quantize(path, x, factor, lo, hi, table, parent, context, codes, 0, False, None, 0, none)
+        native.raise_error(
+            not native.quantize(path, x, factor, lo, hi, table, parent, context, codes, 0, False, None, 0, none)
+        )
         return
     rows = table[context] if parent is None else table.reshape(-1)
     _look_up(x, parent, lo, hi, factor, rows, codes)
@@ -330,7 +332,7 @@ def refine(
     """
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
-    check_array("out", out, np.uint8, (x.size,))
+    check_output("out", out, np.uint8, (x.size,))
     check_below("codes", codes, min(low.size, inv_width.size))
     path, factor = native.path_index(), scale_factor(inv_scale)
     if path >= 0:

@@ -6,7 +6,7 @@ import numpy as np
 
 from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, F64, I64, U8, U16, U32
-from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_output
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.native import sketches
 
@@ -93,13 +93,13 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
     """
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
-    check_array("out", out, np.float32, codes.shape)
+    check_output("out", out, np.float32, codes.shape)
     check_below("codes", codes, levels.size)
     path, table = native.path_index(), value_table(levels, scale)
     if path < 0:
         look_up(codes, table, out)
     else:
-        native.look_up_values(path, table, table.size, 0, codes, None, False, 0, out, False)
+        native.raise_error(min(native.look_up_values(path, table, table.size, 0, codes, None, False, 0, out, False), 0))
     return _fill_protected(codes, protected_code, protected, out)
 
 
@@ -163,7 +163,7 @@ def dequantize_refined(
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
     check_array("protected", protected, np.float32)
-    check_array("out", out, np.float32, codes.shape)
+    check_output("out", out, np.float32, codes.shape)
     check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
     check_below("refinement", refinement, 1 << bits)
     used = int(codes.max()) + 1 if codes.size else 0  # later rows are never read
@@ -172,7 +172,8 @@ def dequantize_refined(
     if path < 0:
         look_up_refined(codes, refinement, bits, value.reshape(-1), out)
     else:
-        native.look_up_values(path, value, used, bits, codes, refinement, False, 0, out, False)
+        counted = native.look_up_values(path, value, used, bits, codes, refinement, False, 0, out, False)
+        native.raise_error(min(counted, 0))
     return _fill_protected(codes, protected_code, protected, out)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsq_ckpt import native
 from dsq_ckpt.core.arrays import U8, Array
-from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_output
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.native import sketches
 
@@ -103,11 +103,11 @@ def pack(symbols: U8, bits: int) -> U8:
 def unpack(packed: U8, bits: int, out: U8) -> None:
     """Invert `pack`: fill `out`, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
-    check_array("out", out, np.uint8)
+    check_output("out", out, np.uint8, (out.size,))
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))
     path = native.path_index()
     if path >= 0:
-        native.unpack(path, packed, bits, out)
+        native.raise_error(not native.unpack(path, packed, bits, out))
         return
     whole = out.size // 8 * 8
     words = _as_words(out[:whole])

@@ -149,6 +149,16 @@ def address(array: Array | None) -> int | None:
     return array.ctypes.data
 
 
+def raise_error(error: int) -> None:
+    """Raise an error that a C function returned, and that checks of its arguments should have found.
+
+    Raises:
+        ValueError: the error is not 0.
+    """
+    if error:
+        raise ValueError(f"arguments of a kernel do not fit each other (error {error})")
+
+
 class Tables:
     """Tables of a decoder. Their addresses are looked up once: nine look-ups take as long as decoding 10,000 codes."""
 

@@ -2,7 +2,7 @@
 #ifndef DSQ_BINS_H
 #define DSQ_BINS_H
 
-#include "lanes.h"
+#include "paths.h"
 
 #define KEY_SHIFT 17       /* fp32 bits below a key */
 #define NON_FINITE 16320   /* the smallest key of a magnitude that is not finite */
@@ -19,9 +19,6 @@ static inline bins bins_of(int lo, int hi)
 {
     return (bins){.under = lo - 1, .top = hi - lo + 1, .per_sign = hi - lo + 3};
 }
-
-static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 
 /* Return n values times inv_scale: in `scaled`, or where they are if that changes nothing; `given` may be anywhere.
  * (quantize.c) */

@@ -2,7 +2,7 @@
  * the operations of Numba's kernels, in their order. */
 #include <math.h>
 
-#include "lanes.h"
+#include "paths.h"
 
 #define TILE 512   /* candidates whose costs are computed at once */
 #define PENDING 128 /* ranges that wait: at most two for each time that a range is halved */
@@ -11,10 +11,8 @@
 typedef struct { const double *w, *wx, *wxx; } sums;
 
 /* candidates[i] = before[i] + weighted sum of squared distances of points from + i .. last to their mean */
-typedef void find_costs(const sums *s, const double *before, size_t from, size_t last, size_t n, double *candidates);
-
-static inline __attribute__((always_inline)) void find_costs_body(const sums *s, const double *before, size_t from,
-                                                                  size_t last, size_t n, double *candidates)
+static INLINE void find_costs_body(const sums *s, const double *before, size_t from, size_t last, size_t n,
+                                   double *candidates)
 {
     const double *w = s->w + from, *wx = s->wx + from, *wxx = s->wxx + from;
     const double end = s->w[last + 1], end_x = s->wx[last + 1], end_xx = s->wxx[last + 1];
@@ -25,33 +23,12 @@ static inline __attribute__((always_inline)) void find_costs_body(const sums *s,
     }
 }
 
-static void find_costs_plain(const sums *s, const double *before, size_t from, size_t last, size_t n,
-                             double *candidates)
-{
-    find_costs_body(s, before, from, last, n, candidates);
-}
-
-#ifdef DSQ_X86
-__attribute__((target("avx2"))) static void find_costs_avx2(const sums *s, const double *before, size_t from,
-                                                            size_t last, size_t n, double *candidates)
-{
-    find_costs_body(s, before, from, last, n, candidates);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void find_costs_avx512(
-    const sums *s, const double *before, size_t from, size_t last, size_t n, double *candidates)
-{
-    find_costs_body(s, before, from, last, n, candidates);
-}
-
-static find_costs *const costs_of[] = {find_costs_plain, find_costs_avx2, find_costs_avx512};
-#else
-static find_costs *const costs_of[] = {find_costs_plain};
-#endif
+#define PARAMETERS (const sums *s, const double *before, size_t from, size_t last, size_t n, double *candidates)
+ON_EACH_PATH(void, find_costs, PARAMETERS, (s, before, from, last, n, candidates))
+#undef PARAMETERS
 
 /* Fill row k (of k + 1 clusters) of the program, and the starts of its last clusters. */
-static void fill_row(find_costs *costs, const sums *s, size_t n, size_t k, const double *before, double *row,
-                     int32_t *starts)
+static void fill_row(int path, const sums *s, size_t n, size_t k, const double *before, double *row, int32_t *starts)
 {
     struct { size_t left, right, low, high; } stack[PENDING];
     double candidates[TILE];
@@ -64,7 +41,7 @@ static void fill_row(find_costs *costs, const sums *s, size_t n, size_t k, const
         size_t best_i = low;
         for (size_t from = low; from < stop; from += TILE) {
             size_t count = stop - from < TILE ? stop - from : TILE;
-            costs(s, before + from - 1, from, j, count, candidates);
+            find_costs_paths[path](s, before + from - 1, from, j, count, candidates);
             for (size_t i = 0; i < count; i++)
                 if (candidates[i] < best)
                     best = candidates[i], best_i = from + i;
@@ -99,7 +76,7 @@ int dsq_kmeans(int path, const double *points, const double *weights, size_t n, 
     for (size_t j = 0; j < n; j++)
         find_costs_plain(&all, &nothing, 0, j, 1, before + j);
     for (size_t k = 1; k < k_max; k++) {
-        fill_row(costs_of[path], &all, n, k, before, row, starts + k * n);
+        fill_row(path, &all, n, k, before, row, starts + k * n);
         double *other = before;
         before = row, row = other;
     }

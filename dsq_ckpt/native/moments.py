@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsq_ckpt.core.arrays import F32, F64, I16, I32, U8
-from dsq_ckpt.native import address, library
+from dsq_ckpt.native import address, library, raise_error
 
 
 def divide_by_scales(
@@ -24,17 +24,17 @@ def divide_by_scales(
 
 def divide_by_roots(path: int, values: F32, squares: F32, least: np.float32, out: F32) -> None:
     """Divide first moments by the roots of second moments, as many; see `dsq_over_roots`."""
-    library().dsq_over_roots(path, address(values), address(squares), values.size, least, address(out))
+    raise_error(library().dsq_over_roots(path, address(values), address(squares), values.size, least, address(out)))
 
 
 def multiply_by_roots(path: int, values: F32, squares: F32, least: np.float32) -> None:
     """Multiply first moments by the roots of second moments, as many, in place; see `dsq_times_roots`."""
-    library().dsq_times_roots(path, address(values), address(squares), values.size, least)
+    raise_error(library().dsq_times_roots(path, address(values), address(squares), values.size, least))
 
 
 def multiply_by_octaves(path: int, values: F32, squares: F32, units: F32) -> None:
     """Multiply first moments by units, float32[256], of octaves, in place; see `dsq_times_octaves`."""
-    library().dsq_times_octaves(path, address(values), address(squares), values.size, address(units))
+    raise_error(library().dsq_times_octaves(path, address(values), address(squares), values.size, address(units)))
 
 
 def add_step_lengths(
@@ -72,10 +72,10 @@ def add_row_sums(
         sums: float64[2, columns], or float64[2, 1].
         reach: int32[2].
     """
-    library().dsq_row_sums(
+    raise_error(library().dsq_row_sums(
         path, address(values), *values.shape, by_row, by_column, address(inverses), address(numbers), address(sums),
         address(reach),
-    )
+    ))
 
 
 def sum_part_waves(values: F32, codes: U8, inverse: float, low: F64, steps: F64, parts: int, waves: F64) -> F64:

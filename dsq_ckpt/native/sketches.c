@@ -14,8 +14,6 @@
 #define TABLES 4              /* of pairs */
 #define TABLE_GAP 16          /* entries between them, so that their distance is no multiple of a page */
 
-#define INLINE static inline __attribute__((always_inline))
-
 static inline uint64_t load64(const void *p) { uint64_t v; memcpy(&v, p, 8); return v; }
 
 /* Add values to the bins of a window, int64[rows * size]; BAD_TABLES if a previous code has no row, or the window is
@@ -124,17 +122,7 @@ void dsq_count_octaves(const void *x, size_t n, int64_t *counts)
 }
 
 /* places[i] = context << bits | symbol; return whether all contexts are below `rows`, and symbols have no more bits. */
-typedef int place_pairs(const uint8_t *contexts, const uint8_t *symbols, size_t n, size_t rows, unsigned bits,
-                        uint16_t *places);
-/* Return how many codes are `code`. */
-typedef size_t count_code(const uint8_t *codes, size_t n, uint8_t code);
-/* flags[i] = whether codes[i] is `code` */
-typedef void flag_code(const uint8_t *codes, size_t n, uint8_t code, uint8_t *flags);
-/* Round fp32 bits to bf16 bits: nearest, ties to even; NaN stays (quiet) NaN. */
-typedef void round_bits(const uint8_t *bits, size_t n, uint16_t *out);
-typedef void widen_halves(const uint8_t *halves, size_t n, uint32_t *out);
-
-INLINE int place_pairs_body(const uint8_t *contexts, const uint8_t *symbols, size_t n, size_t rows, unsigned bits,
+static INLINE int place_pairs_body(const uint8_t *contexts, const uint8_t *symbols, size_t n, size_t rows, unsigned bits,
                             uint16_t *places)
 {
     for (size_t i = 0; i < n; i++)
@@ -142,7 +130,8 @@ INLINE int place_pairs_body(const uint8_t *contexts, const uint8_t *symbols, siz
     return largest_of(contexts, n) < rows && !(largest_of(symbols, n) >> bits);
 }
 
-INLINE size_t count_code_body(const uint8_t *codes, size_t n, uint8_t code)
+/* Return how many codes are `code`. */
+static INLINE size_t count_code_body(const uint8_t *codes, size_t n, uint8_t code)
 {
     size_t found = 0, i = 0;
     while (n - i >= 64) {  /* counters of eight bits fill vectors, and 255 rounds cannot overflow them */
@@ -159,13 +148,15 @@ INLINE size_t count_code_body(const uint8_t *codes, size_t n, uint8_t code)
     return found;
 }
 
-INLINE void flag_code_body(const uint8_t *codes, size_t n, uint8_t code, uint8_t *flags)
+/* flags[i] = whether codes[i] is `code` */
+static INLINE void flag_code_body(const uint8_t *codes, size_t n, uint8_t code, uint8_t *flags)
 {
     for (size_t i = 0; i < n; i++)
         flags[i] = codes[i] == code;
 }
 
-INLINE void round_bits_body(const uint8_t *bits, size_t n, uint16_t *out)
+/* Round fp32 bits to bf16 bits: nearest, ties to even; NaN stays (quiet) NaN. */
+static INLINE void round_bits_body(const uint8_t *bits, size_t n, uint16_t *out)
 {
     for (size_t i = 0; i < n; i++) {
         uint32_t own = load32(bits + 4 * i), high = own >> 16;
@@ -174,43 +165,19 @@ INLINE void round_bits_body(const uint8_t *bits, size_t n, uint16_t *out)
     }
 }
 
-INLINE void widen_halves_body(const uint8_t *halves, size_t n, uint32_t *out)
+static INLINE void widen_halves_body(const uint8_t *halves, size_t n, uint32_t *out)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = load16(halves + 2 * i) << 16;
 }
 
-/* The loops, in the vectors of a path. */
-typedef struct {
-    place_pairs *place;
-    count_code *count;
-    flag_code *flag;
-    round_bits *round;
-    widen_halves *widen;
-} loops;
-
-#define LOOPS(name, attribute) \
-    attribute static int place_##name(const uint8_t *contexts, const uint8_t *symbols, size_t n, size_t rows, \
-                                      unsigned bits, uint16_t *places) \
-    { return place_pairs_body(contexts, symbols, n, rows, bits, places); } \
-    attribute static size_t count_##name(const uint8_t *codes, size_t n, uint8_t code) \
-    { return count_code_body(codes, n, code); } \
-    attribute static void flag_##name(const uint8_t *codes, size_t n, uint8_t code, uint8_t *flags) \
-    { flag_code_body(codes, n, code, flags); } \
-    attribute static void round_##name(const uint8_t *bits, size_t n, uint16_t *out) \
-    { round_bits_body(bits, n, out); } \
-    attribute static void widen_##name(const uint8_t *halves, size_t n, uint32_t *out) \
-    { widen_halves_body(halves, n, out); }
-#define OF(name) {place_##name, count_##name, flag_##name, round_##name, widen_##name}
-
-LOOPS(plain, )
-#ifdef DSQ_X86
-LOOPS(avx2, __attribute__((target("avx2"))))
-LOOPS(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))))
-static const loops loops_of[] = {OF(plain), OF(avx2), OF(avx512)};
-#else
-static const loops loops_of[] = {OF(plain)};
-#endif
+#define PARAMETERS (const uint8_t *contexts, const uint8_t *symbols, size_t n, size_t rows, unsigned bits, uint16_t *places)
+ON_EACH_PATH(int, place_pairs, PARAMETERS, (contexts, symbols, n, rows, bits, places))
+#undef PARAMETERS
+ON_EACH_PATH(size_t, count_code, (const uint8_t *codes, size_t n, uint8_t code), (codes, n, code))
+ON_EACH_PATH(void, flag_code, (const uint8_t *codes, size_t n, uint8_t code, uint8_t *flags), (codes, n, code, flags))
+ON_EACH_PATH(void, round_bits, (const uint8_t *bits, size_t n, uint16_t *out), (bits, n, out))
+ON_EACH_PATH(void, widen_halves, (const uint8_t *halves, size_t n, uint32_t *out), (halves, n, out))
 
 /* Add pairs to int64[256][256]; BAD_TABLES if a context is none of `rows`, or a symbol has more than `bits` bits.
  * tables: zeros, uint32[4][(rows << bits) + 16]. */
@@ -224,7 +191,7 @@ int dsq_count_pairs(int path, const uint8_t *contexts, const uint8_t *symbols, s
     uint32_t *first = tables, *second = first + gap, *third = second + gap, *fourth = third + gap;
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE, i = 0;
-        if (!loops_of[path].place(contexts + at, symbols + at, count, rows, bits, places))
+        if (!place_pairs_paths[path](contexts + at, symbols + at, count, rows, bits, places))
             return BAD_TABLES;
         for (; i + 4 <= count; i += 4)
             first[places[i]]++, second[places[i + 1]]++, third[places[i + 2]]++, fourth[places[i + 3]]++;
@@ -244,12 +211,11 @@ int64_t dsq_find_positions(int path, const uint8_t *codes, size_t n, int code, i
     size_t found = 0;
     if (!dsq_has_path(path) || code < 0 || code > 255)
         return 0;
-    const loops *own = loops_of + path;
     if (!capacity)
-        return (int64_t)own->count(codes, n, (uint8_t)code);
+        return (int64_t)count_code_paths[path](codes, n, (uint8_t)code);
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE;
-        own->flag(codes + at, count, (uint8_t)code, flags);
+        flag_code_paths[path](codes + at, count, (uint8_t)code, flags);
         memset(flags + count, 0, 8);
         for (size_t i = 0; i < count; i += 8)  /* they are rare: most words are zero */
             if (load64(flags + i))
@@ -268,7 +234,7 @@ int dsq_to_bf16(int path, const void *bits, size_t n, uint16_t *out)
 {
     if (!dsq_has_path(path))
         return BAD_TABLES;
-    loops_of[path].round(bits, n, out);
+    round_bits_paths[path](bits, n, out);
     return 0;
 }
 
@@ -277,6 +243,6 @@ int dsq_from_bf16(int path, const void *halves, size_t n, uint32_t *out)
 {
     if (!dsq_has_path(path))
         return BAD_TABLES;
-    loops_of[path].widen(halves, n, out);
+    widen_halves_paths[path](halves, n, out);
     return 0;
 }

@@ -16,14 +16,9 @@ KEYS = 1 << 15
 _TABLES, _TABLE_GAP = 4, 16  # of pairs: see sketches.c
 
 
-def _raise_error(error: int) -> None:
-    if error:
-        raise ValueError(f"arguments of a kernel do not fit each other (error {error})")
-
-
 def count_bins(path: int, x: F32, inv_scale: np.float32, lo: int, hi: int, parent: U8 | None, counts: I64) -> None:
     """Add values to the bins of a window, int64[rows, size]; see `dsq_count_bins`."""
-    _raise_error(native.library().dsq_count_bins(
+    native.raise_error(native.library().dsq_count_bins(
         path, native.address(x), x.size, inv_scale, lo, hi, native.address(parent), len(counts), native.address(counts)
     ))
 
@@ -31,7 +26,7 @@ def count_bins(path: int, x: F32, inv_scale: np.float32, lo: int, hi: int, paren
 def count_keys(path: int, x: F32, inv_scale: np.float32, lo: int, hi: int, counts: I64) -> None:
     """Add many values to the bins of a window, int64[size]; see `dsq_count_keys`."""
     ways = np.empty(2 * KEYS, np.uint32)
-    _raise_error(native.library().dsq_count_keys(
+    native.raise_error(native.library().dsq_count_keys(
         path, native.address(x), x.size, inv_scale, lo, hi, native.address(ways), native.address(counts)
     ))
 
@@ -44,7 +39,7 @@ def count_octaves(x: F32, counts: I64) -> None:
 def count_pairs(path: int, contexts: U8, symbols: U8, rows: int, bits: int, counts: I64) -> None:
     """Add pairs to int64[256, 256]; see `dsq_count_pairs`."""
     tables = np.zeros(_TABLES * ((rows << bits) + _TABLE_GAP), np.uint32)
-    _raise_error(native.library().dsq_count_pairs(
+    native.raise_error(native.library().dsq_count_pairs(
         path, native.address(contexts), native.address(symbols), symbols.size, rows, bits, native.address(tables),
         native.address(counts),
     ))
@@ -58,7 +53,7 @@ def find_positions(path: int, codes: U8, code: int) -> I64:
         found = native.library().dsq_find_positions(
             path, native.address(codes), codes.size, code, native.address(positions), positions.size
         )
-    _raise_error(found - positions.size)
+    native.raise_error(found - positions.size)
     return positions
 
 
@@ -70,19 +65,19 @@ def count_code(path: int, codes: U8, code: int) -> int:
 
 def to_bf16(path: int, bits: U32, out: U16) -> None:
     """Round fp32 bits to bf16; see `dsq_to_bf16`."""
-    _raise_error(native.library().dsq_to_bf16(path, native.address(bits), bits.size, native.address(out)))
+    native.raise_error(native.library().dsq_to_bf16(path, native.address(bits), bits.size, native.address(out)))
 
 
 def from_bf16(path: int, halves: U16, out: U32) -> None:
     """Convert bf16 to fp32 bits; see `dsq_from_bf16`."""
-    _raise_error(native.library().dsq_from_bf16(path, native.address(halves), halves.size, native.address(out)))
+    native.raise_error(native.library().dsq_from_bf16(path, native.address(halves), halves.size, native.address(out)))
 
 
 def refine(
     path: int, x: F32, inv_scale: np.float32, codes: U8, bits: int, of_bits: bool, cells: F64, n_cells: int, out: U8
 ) -> None:
     """Set the refinement symbols of values whose codes are known; see `dsq_refine`."""
-    _raise_error(native.library().dsq_refine(
+    native.raise_error(native.library().dsq_refine(
         path, native.address(x), x.size, inv_scale, native.address(codes), bits, of_bits, native.address(cells),
         n_cells, native.address(out),
     ))
@@ -90,4 +85,6 @@ def refine(
 
 def pack(path: int, symbols: U8, bits: int, out: U8) -> None:
     """Pack symbols; see `dsq_pack`."""
-    _raise_error(native.library().dsq_pack(path, native.address(symbols), symbols.size, bits, native.address(out)))
+    native.raise_error(
+        native.library().dsq_pack(path, native.address(symbols), symbols.size, bits, native.address(out))
+    )

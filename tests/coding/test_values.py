@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding.values import look_up_values, unpack
+from dsq_ckpt.coding.values import look_up_values
+from dsq_ckpt.kernels import unpack
 from tests.helpers import reference_kernels
 
 SIZES = (0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 20_003)
