@@ -32,6 +32,7 @@ from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.core.nesting import Nesting, Path, set_entry
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.tensor_subclasses import find_class_key
+from dsq_ckpt.core.wrappers import strip_wrappers
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.chain import describe_base_loss
 from dsq_ckpt.errors import LoadFailed
@@ -82,7 +83,7 @@ class TrainingState:
     @property
     def model(self) -> nn.Module | None:
         """All models as one module, with the parameter names of the optimizers' state."""
-        models = [(_get_name_prefix(key), model) for key, model in self._models.items()]
+        models = [(self._get_name_prefix(key), model) for key, model in self._models.items()]
         return join_models(models) if models else None
 
     def collect(self) -> dict[str, Any]:
@@ -230,10 +231,20 @@ class TrainingState:
         """Return the parameters of all models by unique names; a tied parameter has several names."""
         parameters: dict[str, nn.Parameter] = {}
         for key, model in self._models.items():
-            prefix = _get_name_prefix(key)
+            prefix = self._get_name_prefix(key)
             for name, parameter in get_named_parameters(model).items():
                 parameters[f"{prefix}.{name}" if prefix else name] = parameter
         return parameters
+
+    def _get_name_prefix(self, key: str) -> str:
+        """Return the prefix of the names of a model's parameters.
+
+        The first model has none, unless a module of it has the name of another model.
+        """
+        if key != "model":
+            return key
+        names = (strip_wrappers(name) for name, _ in self._models[key].named_modules())
+        return key if any(name in self._models for name in names) else ""
 
     def _reshard(self) -> None:
         """Reshard parameters, since FSDP2 keeps the root gathered after an evaluation under `no_grad`."""
@@ -245,11 +256,6 @@ class TrainingState:
 
 def _create_key(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
-
-
-def _get_name_prefix(key: str) -> str:
-    """Return the prefix of the names of a model's parameters."""
-    return "" if key == "model" else key
 
 
 def _collect_subclass_tensors(

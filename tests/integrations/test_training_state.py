@@ -202,6 +202,26 @@ def test_several_models_are_known_by_the_names_of_their_tensors(tmp_path):
     assert TrainingState([models[1]]).model is models[1] and TrainingState([]).model is None
 
 
+def test_a_module_may_have_the_name_of_another_model(tmp_path):
+    """The save failed, as if the optimizer had parameters of no model."""
+    def make_training(steps):
+        models = [nn.Sequential(), nn.Linear(64, 64)]
+        models[0].add_module("model_1", nn.Linear(64, 64))
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+        for _ in range(steps):
+            models[1](models[0](torch.randn(4, 64))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return models, optimizers
+
+    trained, fresh = make_training(2), make_training(0)
+    state = TrainingState(*trained)
+    dsq_ckpt.save(state.collect(), tmp_path / "a", config="exact", model=state.model)
+    TrainingState(*fresh).restore(tmp_path / "a")
+    for old, new in zip([*trained[0], *trained[1]], [*fresh[0], *fresh[1]], strict=True):
+        assert not find_differences(old.state_dict(), new.state_dict())
+
+
 class SignedMomentum(torch.optim.Optimizer):
     """One with an option of its own, and a part of the state that Adam has, as Lion."""
 
