@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dsq_ckpt.core.tensor_subclasses import get_inner_tensors
 
@@ -17,6 +18,8 @@ _T = TypeVar("_T")
 
 class EvaluationState:
     """Buffers, training flags, flags and gradients of parameters, and the random state of torch, NumPy and Python.
+
+    Includes whether the next forward pass of DDP copies the buffers of rank 0 to the other ranks.
 
     Args:
         model: the model; a copy of its local buffers is kept.
@@ -34,6 +37,7 @@ class EvaluationState:
         ]
         self._flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
         self._training = [(module, module.training) for module in model.modules()]
+        self._synchronizing = [(module, module.require_forward_param_sync) for module in _find_ddp(model)]
         self._random = torch.get_rng_state()
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._random_others = random.getstate(), np.random.get_state()
@@ -52,6 +56,8 @@ class EvaluationState:
                 parameter.grad = gradient
         for module, training in self._training:
             module.training = training
+        for ddp, synchronizes in self._synchronizing:
+            ddp.require_forward_param_sync = synchronizes
         torch.set_rng_state(self._random)
         if self._random_cuda:
             torch.cuda.set_rng_state_all(self._random_cuda)
@@ -65,6 +71,33 @@ class EvaluationState:
             torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
         random.seed(random.getrandbits(32))
         np.random.seed(np.random.randint(1 << 32, dtype=np.uint32))
+
+
+def synchronize_buffers(model: nn.Module, ranks: int) -> bool:
+    """Copy the buffers that DDP's next forward pass would copy from rank 0, which then does not; collective.
+
+    Without gradients DDP copies them in the first forward pass only, so that later ones would evaluate other buffers.
+
+    Args:
+        model: the model.
+        ranks: number of ranks that evaluate; modules on more ranks are left as they are.
+
+    Returns:
+        Whether there were any.
+    """
+    modules = [
+        module for module in _find_ddp(model)
+        if module._check_sync_bufs_pre_fwd() and module.process_group.size() <= ranks
+    ]
+    for module in modules:
+        with torch.no_grad():
+            module._sync_buffers()
+        module.require_forward_param_sync = False
+    return bool(modules)
+
+
+def _find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def restore_registry(registry: dict[str, _T], entries: dict[str, _T]) -> None:
@@ -107,6 +140,11 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
         if target.shape[dim] > 1 and not stride:
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     target.copy_(values)
+
+
+def get_versions(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the versions of a tensor and of the tensors that hold its values; FSDP2 adds gradients to these alone."""
+    return tensor._version, *(inner._version for inner in get_local_tensors(tensor))
 
 
 def get_storage_addresses(*tensors: torch.Tensor) -> set[int]:

@@ -32,7 +32,9 @@ from dsq_ckpt.search.evaluation_state import (
     get_local_tensors,
     get_place,
     get_storage_addresses,
+    get_versions,
     restore_registry,
+    synchronize_buffers,
     write,
 )
 from dsq_ckpt.search.input_recording import record_inputs
@@ -122,7 +124,7 @@ class TrialModel:
         self._registered = [
             (m, dict(m._parameters.items()), dict(m._modules.items())) for m in self._model.modules()  # of scripts too
         ]
-        self._state = EvaluationState(self._model)
+        self._entry_state = self._state = EvaluationState(self._model)
         self._chunks = [replace(chunk, tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
         return self
 
@@ -140,7 +142,7 @@ class TrialModel:
                 for part, original in zip(_get_parts(parameter), originals, strict=False):
                     if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
                         part.copy_(original)
-        self._state.restore()
+        self._entry_state.restore()
 
     def evaluate(
         self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refined: bool = False,
@@ -158,6 +160,8 @@ class TrialModel:
             EvaluationRaised: `evaluate` raised an error or returned no number.
             ModelChanged: `evaluate` changed values, memory or gradients of parameters, even if it raised an error.
         """
+        if synchronize_buffers(self._model, self._comm.size):  # all ranks evaluate together at first
+            self._state = EvaluationState(self._model)
         self._write_trial(trial, refined)
         before = self._fingerprint()
         if trial is Probe.AGAIN:
@@ -244,7 +248,7 @@ class TrialModel:
             memory = None if _is_partitioned(p) else (id(p), get_place(p))
             marks[name] = marks[name], memory
             if p.grad is not None:
-                marks[f"{name}.grad"] = get_place(p.grad), p.grad._version
+                marks[f"{name}.grad"] = get_place(p.grad), get_versions(p.grad)
         return marks
 
     def _write_trial(self, trial: Analysis | Probe | None, refined: bool) -> None:

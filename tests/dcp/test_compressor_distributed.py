@@ -11,4 +11,4 @@ pytestmark = pytest.mark.slow
 
 def test_ranks_choose_together(tmp_path):
     output = torchrun("compressor", 2, tmp_path)
-    assert sum(line.startswith("ok ") for line in output.splitlines()) == 11, output
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 13, output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import done, fails_everywhere, whole, world
+from harness import done, equal_everywhere, fails_everywhere, whole, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -152,6 +152,30 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
     done("check fails on one rank")
 
 
+def buffers_that_differ(parallel: bool, path: Path, rank: int, size: int) -> None:
+    """DDP gives all ranks the buffers of rank 0, without gradients in the first forward pass alone."""
+    model = wrapped("ddp", size)
+    inner = model.module
+    assert isinstance(inner, Net)
+    train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), 0, 5, rank)
+    own, seen = inner.norm.running_mean.clone(), list[torch.Tensor]()
+    assert not equal_everywhere(own)
+
+    def evaluate() -> float:
+        loss = compute_loss(model)
+        seen.append(inner.norm.running_mean.clone())
+        return loss
+
+    config = {"search": {"parallel_trials": parallel}}
+    quality = dsq_ckpt.Compressor(model, None, config, evaluate).save(path).quality
+    assert quality is not None and "noise" not in quality, quality
+    assert len(seen) > 2 and all(mean.equal(seen[0]) for mean in seen) and equal_everywhere(seen[0])
+    assert inner.norm.running_mean.equal(own)
+    compute_loss(model)
+    assert equal_everywhere(inner.norm.running_mean)
+    done("buffers that differ")
+
+
 def group_left_out(path: Path, rank: int, size: int) -> None:
     """The state of sharded parameters that the optimizer no longer has is not asked for."""
     def make_training(*layers: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -229,5 +253,7 @@ if __name__ == "__main__":
             changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)
         functions_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
         check_that_fails_on_one_rank(Path(sys.argv[1]) / "fails" / "a", rank, size)
+        for parallel in (False, True):
+            buffers_that_differ(parallel, Path(sys.argv[1]) / f"buffers-{parallel}" / "a", rank, size)
         group_left_out(Path(sys.argv[1]) / "left" / "a", rank, size)
         frozen_layers(Path(sys.argv[1]) / "frozen", rank, size)
