@@ -169,8 +169,11 @@ _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     ],
 }
 ALL: tuple[KernelGroup, ...] = ("save", "load", "more")
-if native.path() != "numba":  # the compiled library has what saves and loads need
-    _TASKS["save"], _TASKS["load"] = [], []
+
+
+def _tasks(group: KernelGroup) -> list[Callable[[], object]]:
+    """Return what compiles the kernels of a group; nothing where the compiled library has all that the group needs."""
+    return _TASKS[group] if group == "more" or native.path() == "numba" else []
 
 
 class _Background:
@@ -235,7 +238,7 @@ def start() -> None:
     The first call takes a tenth of a second, or waits until another thread has compiled with Numba, since Numba's
     registries are loaded here: they consist of many objects, and a thread must not pause the garbage collector.
     """
-    if not _TASKS["save"]:
+    if not _tasks("save"):
         return
     if not _background.begun:
         _background.begun = True
@@ -249,7 +252,7 @@ def wait(group: KernelGroup) -> None:
 
     Exceptions of a signal handler are raised here.
     """
-    if group in _background.done or not _TASKS[group]:
+    if group in _background.done or not _tasks(group):
         return
     with suppress(Exception):  # other kernels are compiled when they are called
         _background.enqueue((group,))
@@ -281,9 +284,9 @@ def compile_group(group: KernelGroup, stopped: Callable[[], bool] = lambda: Fals
     Returns:
         The exceptions of failed kernels; the call that needs such a kernel raises them again.
     """
-    numbers = {task: number for number, task in enumerate(task for name in reversed(ALL) for task in _TASKS[name])}
+    numbers = {task: number for number, task in enumerate(task for name in ALL for task in _TASKS[name])}
     failed: list[Exception] = []
-    pending, deadline = list(_TASKS[group]), time.monotonic() + _LOCK_TIMEOUT
+    pending, deadline = list(_tasks(group)), time.monotonic() + _LOCK_TIMEOUT
     while pending and not stopped():
         remaining = []
         for task in pending:

@@ -187,6 +187,7 @@ def test_a_save_does_not_wait_for_kernels(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         compiled.wait(60)
 
+    monkeypatch.setattr(warmup.native, "path", lambda: "numba")
     monkeypatch.setattr(warmup, "compile_group", compiles)
     monkeypatch.setattr(warmup, "_background", background)
     gather = quantizing.drop_damaged_parent

@@ -336,6 +336,7 @@ def test_registries_are_loaded_once_and_a_failure_is_left_to_the_thread(monkeypa
         loaded.append(threading.current_thread() is threading.main_thread())
         raise RuntimeError("of Numba")
 
+    monkeypatch.setattr(warmup.native, "path", lambda: "numba")
     monkeypatch.setattr(warmup.jit, "load_registries", fails)
     monkeypatch.setattr(warmup, "_background", warmup._Background())
     monkeypatch.setattr(warmup._background, "enqueue", asked.append)
@@ -359,6 +360,7 @@ def test_nobody_waits_for_a_compile_thread_that_died(monkeypatch):
             died.wait(60)
             raise SystemExit("as where memory ran out")
 
+    monkeypatch.setattr(warmup.native, "path", lambda: "numba")
     monkeypatch.setattr(warmup, "compile_group", fails)
     monkeypatch.setattr(warmup, "_background", warmup._Background())
     warmup.start()

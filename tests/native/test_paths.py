@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +66,16 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
         assert native.available() == ("numba",) and not caplog.records
     finally:
         native.library.cache_clear()
+
+
+def test_loops_use_no_instructions_that_a_path_does_not_ask_for():
+    sources = Path(native.__file__).parent
+    asked = (sources / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
+    known = set(re.findall(r'cpu_supports\("(\w+)"\)', asked))
+    loops = (sources / "paths.h").read_text()
+    (wide,) = re.findall(r'#define ALL_OF_AVX512 "(.+)"', loops)
+    assert set(wide.split(",")) == {name for name in known if name.startswith("avx512")}
+    assert set(re.findall(r'target\((.+?)\)', loops)) == {'"avx2"', "ALL_OF_AVX512"}
 
 
 WITHOUT_NUMBA = """

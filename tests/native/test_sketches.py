@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,12 +136,3 @@ def test_what_does_not_fit_is_refused(compiled_path):
             sketches.count_pairs(number, codes, codes, rows, bits, np.zeros((256, 256), np.int64))
     with pytest.raises(ValueError, match="do not fit"):
         sketches.refine(number, x, one, codes, 4, False, np.zeros((256, 2)), 8, np.empty(9, np.uint8))
-
-
-@pytest.mark.parametrize("name", ["sketches.c", "codebooks.c"])
-def test_passes_use_no_instructions_that_a_path_does_not_ask_for(name):
-    sources = Path(native.__file__).parent
-    asked = (sources / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
-    known = set(re.findall(r'cpu_supports\("(\w+)"\)', asked))
-    targets = re.findall(r'target\("(.+?)"\)', (sources / name).read_text())
-    assert len(targets) == 2 and {part for target in targets for part in target.split(",")} <= known
