@@ -63,7 +63,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     "values": (
         "coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:", "native/sketches.py:",
     ),
-    "entropy coding": ("coding/",),
+    "entropy coding": ("coding/", "native/__init__.py:"),
     "looks at tensors": (
         "quantization/lost_rows.py:", "quantization/exact_values.py:", "quantization/manifolds.py:",
         "quantization/weight_averages.py:", "quantization/untrained_weights.py:", "quantization/frozen_tensors.py:",
