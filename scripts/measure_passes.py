@@ -53,7 +53,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     ),
     "looks at refinement": (
         "kernels/cpu_pack.py:", "coding/pairs.py:", "coding/refinement_blocks.py:", "native/__init__.py:unpack",
-        "coding/values.py:unpack", "native/sketches.py:count_pairs",
+        "native/sketches.py:count_pairs",
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
