@@ -57,8 +57,9 @@ PASSES: dict[str, tuple[str, ...]] = {
     ),
     "scales of moments, both ways": (
         "quantization/moments.py:", "quantization/matrix_scales.py:", "quantization/step_lengths.py:",
-        "coding/scales.py:", "native/__init__.py:scale", "native/moments.py:divide_", "native/moments.py:multiply_",
-        "native/moments.py:add_",
+        "coding/scales.py:", "native/__init__.py:scale", "native/moments.py:divide_by_scales",
+        "native/moments.py:divide_by_roots", "native/moments.py:multiply_by_roots",
+        "native/moments.py:multiply_by_octaves", "native/moments.py:add_step_lengths", "native/moments.py:add_row_sums",
     ),
     "values": (
         "coding/values.py:", "native/__init__.py:look_up_values", "kernels/cpu_decode.py:", "native/sketches.py:",
