@@ -16,7 +16,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxpr
 
 venv: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/native/*)
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan spmd_types
@@ -75,5 +75,5 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis
 	rm -rf docs/_build
 	rm -f demo.json demo-deepspeed.json bench.json docs/cli_options.md
-	rm -f dsq_ckpt/coding/*.so
+	rm -f dsq_ckpt/native/*.so
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

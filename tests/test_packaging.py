@@ -103,3 +103,27 @@ def test_completion_offers_public_names_and_modules_alone():
     others = set(dir(dsq_ckpt)) - set(dsq_ckpt.__all__)
     assert {"deepspeed", "integrations", "lowdiff", "report"} <= others
     assert all(isinstance(getattr(dsq_ckpt, name), ModuleType) for name in others)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_builds_anew_for_sources_alone_and_removes_what_it_built(tmp_path):
+    """Bytecode beside the sources of the library, which each run of Python may write, is none of them."""
+    for name in ("Makefile", "setup.py", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("dsq_ckpt", "scripts", "tests"):
+        (tmp_path / name).mkdir()
+    native, stamp = tmp_path / "dsq_ckpt" / "native", tmp_path / ".venv" / ".stamp"
+    bytecode, source, library = native / "__pycache__" / "a.pyc", native / "lanes.c", native / "_compiled.abi3.so"
+    for file in (stamp, bytecode, source, library):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+    def is_done(changed):
+        for file in tmp_path.rglob("*"):
+            os.utime(file, (1e9, 1e9))
+        os.utime(changed, (2e9, 2e9))
+        return subprocess.run(["make", "-q", ".venv/.stamp"], cwd=tmp_path, check=False).returncode == 0
+
+    assert is_done(stamp) and is_done(bytecode.parent) and not is_done(source)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert source.exists() and not library.exists() and not stamp.exists()
