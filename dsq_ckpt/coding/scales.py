@@ -12,7 +12,7 @@ import numpy as np
 from dsq_ckpt import native
 from dsq_ckpt.core.arrays import F32, I16
 from dsq_ckpt.errors import CodingError
-from dsq_ckpt.kernels.checks import check_array
+from dsq_ckpt.kernels.checks import check_array, check_output
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.native import moments as compiled
 
@@ -39,9 +39,10 @@ def divide(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -
         by_column: int16[columns], or int16[1] for all columns.
 
     Raises:
-        ValueError: the values are not flat float32, or reach past the matrix.
+        ValueError: the values are not flat float32, the numbers not int16, or the values reach past the matrix.
     """
     check_array("values", values, np.float32, (len(values),))
+    _check_numbers(values, start, columns, by_row, by_column)
     path, out = native.path_index(), np.empty(len(values), np.float32)
     if path < 0:
         _scale(values, start, columns, by_row, by_column, FACTORS, True, out)
@@ -57,13 +58,24 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
         values, start, columns, by_row, by_column: see `divide`.
 
     Raises:
-        ValueError: the values are not flat float32, or reach past the matrix.
+        ValueError: as in `divide`, or the values are read-only.
     """
-    check_array("values", values, np.float32, (len(values),))
+    check_output("values", values, np.float32, (len(values),))
+    _check_numbers(values, start, columns, by_row, by_column)
     path = native.path_index()
     if path < 0:
         _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
     elif native.scale(path, values, start, columns, by_row, by_column, FACTORS):
+        raise ValueError(_past_rows(values, start, by_row))
+
+
+def _check_numbers(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -> None:
+    """Require numbers for all rows and columns of the values; Numba's kernel would read past those that there are."""
+    check_array("by_row", by_row, np.int16, (len(by_row),))
+    check_array("by_column", by_column, np.int16, (len(by_column),))
+    if len(by_column) not in (1, columns):
+        raise ValueError(f"{len(by_column)} numbers of columns, expected 1 or {columns}")
+    if start < 0 or (len(by_row) != 1 and start + len(values) > len(by_row) * columns):
         raise ValueError(_past_rows(values, start, by_row))
 
 

@@ -80,9 +80,8 @@ def sum_step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScale
     path, place = native.path_index(), (_inverse_roots(levels), column, columns, by_row, by_column, lengths.rows, sums)
     if path < 0:
         _add_rows(values, codes, *place)
-    else:
-        added = compiled.add_step_lengths(path, values, codes, *place)
-        assert added, "arrays of sums have another size"
+    elif not compiled.add_step_lengths(path, values, codes, *place):
+        raise ValueError("arrays of sums have another size")
     return lengths
 
 

@@ -85,9 +85,18 @@ def test_values_past_the_last_row_have_no_scales(path):
     for values in (np.ones(100), np.ones((2, 50), np.float32), np.ones(200, np.float32)[::2]):
         with pytest.raises(ValueError, match="values: expected"):
             scales.divide(values, 0, 100, np.zeros(40, np.int16), np.zeros(100, np.int16))
-    if path != "numba":
+    read_only = np.ones(3, np.float32)
+    read_only.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        scales.multiply(read_only, 0, 3, np.zeros(1, np.int16), np.zeros(1, np.int16))
+    for work in (scales.divide, scales.multiply):
         with pytest.raises(ValueError, match="3 values from 3998 on are not all of 40 rows"):
-            scales.divide(np.ones(3, np.float32), 3998, 100, np.zeros(40, np.int16), np.zeros(100, np.int16))
+            work(np.ones(3, np.float32), 3998, 100, np.zeros(40, np.int16), np.zeros(100, np.int16))
+        with pytest.raises(ValueError, match="99 numbers of columns, expected 1 or 100"):
+            work(np.ones(3, np.float32), 0, 100, np.zeros(40, np.int16), np.zeros(99, np.int16))
+        for numbers_of in ((np.zeros(40), NONE), (np.zeros(80, np.int16)[::2], NONE)):
+            with pytest.raises(ValueError, match="by_row: expected C-contiguous int16"):
+                work(np.ones(3, np.float32), 0, 100, *numbers_of)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -154,6 +163,16 @@ def test_step_lengths_of_arrays_that_do_not_fit(path):
     for values, codes in ((np.ones(9), np.ones(9, np.uint8)), (np.ones(9, np.float32), np.ones(8, np.uint8))):
         with pytest.raises(ValueError, match=r"values|codes"):
             step_lengths.sum_step_lengths(values, codes, np.ones(4), MatrixScales(9, NONE, NONE), 0)
+
+
+def test_step_lengths_that_c_refuses_are_no_sums(monkeypatch):
+    """Nor with `python -O`, which has no assertions."""
+    if len(native.available()) == 1:
+        pytest.skip("there is no compiled library")
+    monkeypatch.setattr(native.library(), "dsq_step_lengths", lambda *arguments: -6)
+    with pytest.raises(ValueError, match="sums"):
+        step_lengths.sum_step_lengths(np.ones(9, np.float32), np.ones(9, np.uint8), np.ones(4),
+                                      MatrixScales(9, NONE, NONE), 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 15), (40, 16), (33, 33), (5, 1000), (64, 1025), (2, 70_001), (0, 5)])
