@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from numba.core.caching import _CacheLocator
 
+from dsq_ckpt import native
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.kernels import jit
 from tests.helpers import processes
@@ -38,9 +39,12 @@ def use(run, config=None):
         dsq_ckpt.load(state(0), f"{run}/2", refinement=refinement)
 """
 USE_ALL = SAVE + """
+from dsq_ckpt import native
+
 def compiled():
     return {(kernel.py_func.__qualname__, signature) for kernel in jit.dispatchers() for signature in kernel.signatures}
 
+native.force(sys.argv[2])
 for group in warmup.ALL:
     assert warmup.compile_group(group) == []
 ahead, count = compiled(), jit.count_compilations()
@@ -152,8 +156,9 @@ def test_the_command_leaves_what_it_compiles(fresh, tmp_path):
 
 
 @pytest.mark.slow
-def test_saves_and_loads_need_no_more_than_is_compiled_ahead(tmp_path):
-    assert "MISSED set() 0\n" in python(USE_ALL, tmp_path, forked=True)
+@pytest.mark.parametrize("path", dict.fromkeys(("numba", native.available()[-1])))
+def test_saves_and_loads_need_no_more_than_is_compiled_ahead(tmp_path, path):
+    assert "MISSED set() 0\n" in python(USE_ALL, tmp_path, path, forked=True)
 
 
 ONE_SAVE = FEW + SAVE + """

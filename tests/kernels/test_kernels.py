@@ -1,4 +1,4 @@
-"""Every kernel gives the same bits in NumPy and in Numba."""
+"""Every kernel gives the same bits in NumPy, in Numba and in C."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dsq_ckpt import native
 from dsq_ckpt.kernels import cpu
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from tests.helpers import reference_kernels
@@ -15,6 +16,14 @@ SIZES = [0, 1, 2, 3, 5, 63, 64, 65, 4095, 4096, 4097, 12_345, 140_003]
 WINDOWS = [FULL, KeyWindow(7300, 8200), KeyWindow(64, 65), KeyWindow(16319, 16320)]
 SCALES = [1.0, 0.3, 1e30, 1e-30]
 ROWS = 64
+
+
+@pytest.fixture(scope="module", params=dict.fromkeys(("numba", native.available()[-1])), autouse=True)
+def _path(request):
+    """Numba, and the fastest path in C."""
+    native.force(request.param)
+    yield
+    native.force(None)
 
 
 def random_floats(seed: int, n: int) -> np.ndarray:
@@ -163,7 +172,7 @@ def test_dequantize_refined(n, bits, log_domain, protected_code):
     assert_same_bits(*out)
 
 
-@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "cpu"])
 def test_too_few_protected_values_are_reported_not_read(implementation):
     codes, out = np.full(100, 5, np.uint8), np.zeros(100, np.float32)
     levels = np.full(256, 2.0, np.float32)
@@ -171,7 +180,7 @@ def test_too_few_protected_values_are_reported_not_read(implementation):
     np.testing.assert_array_equal(out, [1.0] * 70 + [2.0] * 30)
 
 
-@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "cpu"])
 @pytest.mark.parametrize("log_domain", [False, True])
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_refinement_brings_values_within_half_a_part(implementation, bits, log_domain):
@@ -218,7 +227,7 @@ def test_bf16(seed):
     assert np.isnan(cpu.from_bf16(again[~number])).all()
 
 
-@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "numba"])
+@pytest.mark.parametrize("implementation", [reference_kernels, cpu], ids=["reference", "cpu"])
 def test_bad_arguments_are_refused(implementation):
     x, codes, window = np.ones(8, np.float32), np.full(8, 9, np.uint8), WINDOWS[1]
     span = (window.lo, window.hi)
