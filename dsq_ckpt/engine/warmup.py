@@ -26,7 +26,7 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
 from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.coding.pairs import count_pairs
-from dsq_ckpt.core.interrupts import run_pending_handlers
+from dsq_ckpt.core.interrupts import hold_signals, run_pending_handlers
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import OccupiedBins, rate_distortion_table
@@ -235,14 +235,15 @@ _background = _Background()
 def start() -> None:
     """Start to compile the kernels of saves and loads in the background, unless already started.
 
-    The first call takes a tenth of a second, or waits until another thread has compiled with Numba, since Numba's
-    registries are loaded here: they consist of many objects, and a thread must not pause the garbage collector.
+    The first call takes half a second, or waits until another thread has compiled with Numba, imported here, and
+    its registries loaded: they consist of many objects, and a thread must not pause the garbage collector.
     """
     if not _tasks("save"):
         return
     if not _background.begun:
         _background.begun = True
-        with suppress(Exception):  # the thread raises it too
+        # The handler of a signal may save, and wait for the thread, which would wait for this import of Numba.
+        with hold_signals(), suppress(Exception):  # the thread raises it too
             jit.load_registries()
     _background.enqueue(("save", "load"))
 

@@ -84,8 +84,11 @@ def _copy_shipped_cache(kernel: Dispatcher) -> None:
         target = Path(directory) / file.name
         if not target.exists():
             copy = target.with_name(f".{file.name}.{os.getpid()}")
-            shutil.copyfile(file, copy)
-            copy.replace(target)  # so that no other process reads a part of it
+            try:
+                shutil.copyfile(file, copy)
+                copy.replace(target)  # so that no other process reads a part of it
+            finally:
+                copy.unlink(missing_ok=True)
 
 
 def count_compilations() -> int:
@@ -101,11 +104,3 @@ def load_registries() -> None:
     if not getattr(config, "DISABLE_JIT", False):
         with global_compiler_lock, no_garbage_collection():
             cpu_target.target_context.refresh()
-
-
-# A fork while another thread compiles would leave the child with locks that no thread releases: of Numba, LLVM and the
-# modules that Numba imports as it compiles. So a fork waits until the kernel that is being compiled is done.
-os.register_at_fork(
-    before=global_compiler_lock.acquire, after_in_parent=global_compiler_lock.release,
-    after_in_child=global_compiler_lock.release,
-)

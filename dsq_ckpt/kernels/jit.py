@@ -17,13 +17,14 @@ from typing import Any
 
 _KERNELS: list[Kernel] = []
 _import_lock = threading.RLock()
+_imported: ModuleType | None = None  # the module that imports Numba
 
 
 class Kernel:
     """Function that Numba compiles when it is first called.
 
     Args:
-        function: the kernel. Kernels that it calls are global names of its module.
+        function: the kernel. Kernels that it calls are global names of its module, or of a module that is one.
         options: options of Numba's `njit`.
     """
 
@@ -41,13 +42,18 @@ class Kernel:
         """Return Numba's function. It takes the place of this object among the names of the module, and so do those of
         the kernels that it calls, as Numba calls nothing else.
         """
+        if self._compiled is not None:  # others need not wait while a thread compiles
+            return self._compiled
         compiler = _compiler()
         with compiler.global_compiler_lock:
             if self._compiled is None:
                 own, names = self._function.__name__, self._function.__globals__
-                for name in self._function.__code__.co_names:
-                    if isinstance(called := names.get(name), Kernel):
-                        names[name] = called.compiled()
+                used = self._function.__code__.co_names
+                modules = [names[name] for name in used if isinstance(names.get(name), ModuleType)]
+                for place in (names, *map(vars, modules)):
+                    for name in used:
+                        if isinstance(kernel := place.get(name), Kernel):
+                            place[name] = kernel.compiled()
                 self._compiled = compiler.make(self._function, self._options)
                 if names.get(own) is self:
                     names[own] = self._compiled
@@ -71,9 +77,12 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 def _compiler() -> ModuleType:
     """Return the module that imports Numba; a fork waits, since a child would not release the locks of imports."""
-    with _import_lock:
-        from dsq_ckpt.kernels import compiler
-    return compiler
+    global _imported
+    if _imported is None:  # a thread that compiles never waits for the lock, so a fork may take it first
+        with _import_lock:
+            from dsq_ckpt.kernels import compiler
+            _imported = compiler
+    return _imported
 
 
 def count_compilations() -> int:
@@ -105,6 +114,20 @@ def block_forks() -> AbstractContextManager[Any]:
     return lock
 
 
-os.register_at_fork(
-    before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
-)
+def _lock_before_fork() -> None:
+    _import_lock.acquire()
+    if _imported is not None:
+        _imported.global_compiler_lock.acquire()
+
+
+def _unlock_after_fork() -> None:
+    if _imported is not None:
+        _imported.global_compiler_lock.release()
+    _import_lock.release()
+
+
+# A fork while another thread imports Numba or compiles would leave the child with locks that no thread releases: of
+# Numba, LLVM and the modules that Numba imports as it compiles. So a fork waits until the import is done, and the
+# kernel that is being compiled. One function takes both locks, as what `compiler` registered while a fork waits would
+# come too late for it.
+os.register_at_fork(before=_lock_before_fork, after_in_parent=_unlock_after_fork, after_in_child=_unlock_after_fork)
