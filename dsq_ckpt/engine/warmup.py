@@ -235,8 +235,8 @@ _background = _Background()
 def start() -> None:
     """Start to compile the kernels of saves and loads in the background, unless already started.
 
-    The first call takes half a second, or waits until another thread has compiled with Numba, imported here, and
-    its registries loaded: they consist of many objects, and a thread must not pause the garbage collector.
+    The first call takes half a second, or waits until another thread has compiled with Numba. Numba is imported
+    and its registries are loaded here: they consist of many objects, and a thread must not pause the garbage collector.
     """
     if not _tasks("save"):
         return
