@@ -50,7 +50,7 @@ class Kernel:
                 own, names = self._function.__name__, self._function.__globals__
                 used = self._function.__code__.co_names
                 modules = [names[name] for name in used if isinstance(names.get(name), ModuleType)]
-                for place in (names, *map(vars, modules)):
+                for place in (names, *(module.__dict__ for module in modules)):
                     for name in used:
                         if isinstance(kernel := place.get(name), Kernel):
                             place[name] = kernel.compiled()
