@@ -46,8 +46,9 @@ modules: $(STAMP)
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
+# By Numba's path, which tests take too: beside the C library few kernels would be compiled.
 kernels: $(STAMP)
-	$(BIN)/dsq warmup
+	DSQ_CODER=numba $(BIN)/dsq warmup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
