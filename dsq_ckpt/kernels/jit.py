@@ -52,7 +52,7 @@ class Kernel:
                 modules = [names[name] for name in used if isinstance(names.get(name), ModuleType)]
                 for place in (names, *(module.__dict__ for module in modules)):
                     for name in used:
-                        if isinstance(kernel := place.get(name), Kernel):
+                        if isinstance(kernel := place.get(name), Kernel) and kernel is not self:
                             place[name] = kernel.compiled()
                 self._compiled = compiler.make(self._function, self._options)
                 if names.get(own) is self:
