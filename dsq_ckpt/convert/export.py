@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.convert.causes import find_cause
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.core.arguments import expect_flags
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
 from dsq_ckpt.core.workers import Workers
@@ -180,7 +181,7 @@ def export_safetensors(
             for fqn in names:
                 tensor = opened.tensor(fqn)
                 if tensor.numel():
-                    stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                    stream.write(flat_bytes(tensor).numpy().data)
         result = opened.result(goal)
         result.left_out += opened.objects
         return result

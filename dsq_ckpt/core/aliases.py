@@ -35,6 +35,16 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return alias.set_(data, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, uint8.
+
+    One element counts as contiguous whatever its stride, such as a column of a matrix of one row has, and `view` alone
+    keeps the stride.
+    """
+    flat = tensor.view(-1)
+    return (flat if len(flat) > 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a uint8 tensor in the host memory of a storage, with a storage of its own."""
     return torch.from_numpy(np.asarray(_ArrayInterface(storage)))

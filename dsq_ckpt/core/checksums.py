@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.aliases import alias_of, flat_bytes
 from dsq_ckpt.core.workers import Workers
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -40,7 +40,7 @@ def checksum(tensor: torch.Tensor) -> Hashable:
         return tensor._version
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if tensor.device.type == "cpu":
-        digest = xxhash.xxh3_64_intdigest(alias_of(values).view(torch.uint8).numpy().data)
+        digest = xxhash.xxh3_64_intdigest(flat_bytes(alias_of(values)).numpy().data)
     else:
         digest = _weighted_sum(torch.view_as_real(values).view(-1) if values.is_complex() else values)
     return tensor.dtype, tensor.shape, digest

@@ -17,7 +17,7 @@ import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.aliases import alias_of, flat_bytes
 from dsq_ckpt.core.autocast import no_autocast
 from dsq_ckpt.core.checksums import quote
 from dsq_ckpt.core.nesting import Place
@@ -134,7 +134,7 @@ def _serialize(value: Any, depth: int) -> Iterator[bytes | None]:
     elif isinstance(value, np.ndarray) and value.dtype.kind in ("biu" if value.ndim == 1 else "biufc"):
         yield repr(value[_get_sample_slices(value.shape)].tolist()).encode()
     elif type(value) in _TENSOR_TYPES and _is_small(value):
-        yield alias_of(value.detach()).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield flat_bytes(alias_of(value.detach()).contiguous()).numpy().tobytes()
     elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and _is_compared(value):
         yield repr(_sample(value).tolist()).encode()
     else:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.scan import bitwise_equal
@@ -212,7 +213,7 @@ def _encode_half(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torc
 
 
 def _pack(values: torch.Tensor) -> bytes:
-    raw = values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    raw = flat_bytes(values.contiguous()).numpy().tobytes() if values.numel() else b""
     return shuffle_compress(raw, values.element_size(), _LEVEL)
 
 

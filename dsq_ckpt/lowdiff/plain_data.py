@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage.record_fields import parse_dtype
 
@@ -110,6 +111,6 @@ def _tensor_to_plain(value: torch.Tensor, label: str) -> Any:
             f"{label} is a tensor of {value.nbytes} bytes; within lists, dicts or what is logged with every step it "
             f"may have {_MAX_TENSOR_BYTES}: make it a buffer of the model, or keep it in a checkpoint of your own"
         )
-    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    raw = flat_bytes(value.detach().cpu().contiguous()).numpy().tobytes() if value.numel() else b""
     name = str(value.dtype).removeprefix("torch.")
     return {"$tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}

@@ -15,6 +15,7 @@ from dsq_ckpt.coding import coder_class, decoding_tasks
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.decoding_tasks import DecodingTask
 from dsq_ckpt.coding.scales import unpack_scales
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -173,7 +174,7 @@ class Checkpoint(CheckpointFiles):
         """Read an exactly stored chunk as a whole into a flat tensor."""
         raw = self._read_raw(ref.file, self.read_record(ref))
         if out.dtype == stored and raw:
-            out.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
+            flat_bytes(out).numpy()[:] = np.frombuffer(raw, np.uint8)
         elif raw:
             copy_clamped(torch.frombuffer(bytearray(raw), dtype=stored), out)
 

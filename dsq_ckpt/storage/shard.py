@@ -15,6 +15,7 @@ from dsq_ckpt.coding import HuffmanCoder, fit_fastest, refinement_blocks, shuffl
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.scales import pack_scales
 from dsq_ckpt.config.schema import DeltaConfig
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.core.arrays import I16, Bits, Codes
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
@@ -315,7 +316,7 @@ class ShardWriter:
         if stored is not None:
             limit = torch.finfo(stored).max
             values = torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(stored)
-        raw = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
+        raw = flat_bytes(values).numpy().data if values.numel() else memoryview(b"")
         record = {"type": "plain", **_chunk_fields(key, tensor.dtype)}
         if stored is not None and stored != tensor.dtype:
             record["stored"] = _dtype_name(stored)

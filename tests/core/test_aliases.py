@@ -12,6 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.checksums import checksum
 
 
 @pytest.mark.parametrize("dtype", [
@@ -127,3 +128,26 @@ def test_a_backward_pass_that_needs_what_a_load_replaced_is_refused(tmp_path: Pa
     dsq_ckpt.load(target, tmp_path / "0")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+ONE_ELEMENT = {
+    "of a row": lambda dtype: torch.ones(1, 5, dtype=dtype)[:, 2],
+    "of a column": lambda dtype: torch.ones(5, 2, dtype=dtype)[1:2, 1],
+    "expanded": lambda dtype: torch.ones((), dtype=dtype).as_strided((1, 1), (0, 0)),
+    "empty": lambda dtype: torch.ones(1, dtype=dtype).as_strided((0,), (0,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", ONE_ELEMENT)
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """It counts as contiguous, but torch refuses to view it as bytes unless the stride is 1."""
+    tensor = ONE_ELEMENT[name](dtype)
+    assert tensor.stride(-1) != 1 and tensor.is_contiguous()
+    checksum(tensor)
+    state = {"weight": tensor, "other": torch.randn(30, 20)}
+    dsq_ckpt.save(state, tmp_path / "run" / "0")
+    weight = torch.zeros(1, dtype=dtype).as_strided(tensor.shape, tensor.stride())
+    target = {"weight": weight, "other": state["other"] * 0}
+    dsq_ckpt.load(target, tmp_path / "run" / "0")
+    assert torch.equal(weight, tensor)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from dsq_ckpt.core.aliases import flat_bytes
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.quantization.chunk import settle_streams
@@ -96,7 +97,7 @@ class Transfer:
         target = np.empty(source.numel() * source.element_size(), np.uint8)
         if not len(target):
             return target
-        raw = source.view(-1).view(torch.uint8)
+        raw = flat_bytes(source)
         if not self._slots:
             self._slots = [self._buffer() for _ in range(2)]
         under_way: list[tuple[Callable[[], None], torch.Tensor, slice]] = []
