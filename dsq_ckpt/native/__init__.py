@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import struct
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -81,8 +82,23 @@ def _hash_sources() -> str | None:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
 
+def _is_cut_off(file: Path) -> bool:
+    """Return whether a 64-bit ELF file ends before what is mapped of it: the process that loads it would be killed."""
+    with file.open("rb") as stream:
+        head = stream.read(64)
+        if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01" or head[54] != 56:  # segments of 56 bytes
+            return False
+        stream.seek(int.from_bytes(head[32:40], "little"))
+        segments = stream.read(56 * int.from_bytes(head[56:58], "little"))
+    rows = struct.iter_unpack("<2I6Q", segments[: len(segments) // 56 * 56])
+    ends = (offset + size for kind, _, offset, _, _, size, *_ in rows if kind == 1)  # of what is mapped
+    return max(ends, default=1 << 64) > file.stat().st_size
+
+
 def _load_library(file: Path) -> Any:
-    """Load a library; raise OSError or AttributeError if it is for another system or from other sources."""
+    """Load a library; raise OSError or AttributeError if it is for another system, cut off, or from other sources."""
+    if _is_cut_off(file):
+        raise OSError("it is cut off")
     library = ctypes.CDLL(str(file))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

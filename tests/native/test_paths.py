@@ -68,6 +68,23 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
         native.library.cache_clear()
 
 
+@pytest.mark.skipif(len(PATHS) == 1 or sys.platform != "linux", reason="there is no compiled ELF library")
+@pytest.mark.parametrize("kept", [0, 60, 100, 4096, 20000])
+def test_a_library_that_is_cut_off_is_not_used(monkeypatch, caplog, tmp_path, kept):
+    """Loading one of which whole pages are missing kills the process, without a word."""
+    whole = Path(native.library()._name)
+    assert not native._is_cut_off(whole)
+    (tmp_path / whole.name).write_bytes(whole.read_bytes()[:kept])
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    native.library.cache_clear()
+    try:
+        assert native.available() == ("numba",)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert whole.name in caplog.text and ("cut off" in caplog.text or kept in (0, 60))
+    finally:
+        native.library.cache_clear()
+
+
 def test_loops_use_no_instructions_that_a_path_does_not_ask_for():
     sources = Path(native.__file__).parent
     asked = (sources / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
@@ -76,6 +93,34 @@ def test_loops_use_no_instructions_that_a_path_does_not_ask_for():
     (wide,) = re.findall(r'#define ALL_OF_AVX512 "(.+)"', loops)
     assert set(wide.split(",")) == {name for name in known if name.startswith("avx512")}
     assert set(re.findall(r'target\((.+?)\)', loops)) == {'"avx2"', "ALL_OF_AVX512"}
+
+
+NO_NUMBA = """
+import sys, torch
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numba":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Finder())
+import dsq_ckpt
+
+dsq_ckpt.save({"weight": torch.randn(400, 300)}, sys.argv[1])
+dsq_ckpt.load({"weight": torch.zeros(400, 300)}, sys.argv[1])
+"""
+
+
+def test_what_needs_numba_says_so(tmp_path):
+    for path in {"numba", PATHS[-1]}:
+        ran = subprocess.run(
+            [sys.executable, "-c", NO_NUMBA, str(tmp_path / path)], capture_output=True, text=True,
+            env={**os.environ, native.VARIABLE: path},
+        )
+        if path == "numba":
+            assert ran.returncode == 1 and "Numba is missing" in ran.stderr and "pip install numba" in ran.stderr
+        else:
+            assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 WITHOUT_NUMBA = """
