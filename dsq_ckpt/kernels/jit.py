@@ -76,11 +76,23 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def _compiler() -> ModuleType:
-    """Return the module that imports Numba; a fork waits, since a child would not release the locks of imports."""
+    """Return the module that imports Numba; a fork waits, since a child would not release the locks of imports.
+
+    Raises:
+        ModuleNotFoundError: Numba is missing.
+    """
     global _imported
     if _imported is None:  # a thread that compiles never waits for the lock, so a fork may take it first
         with _import_lock:
-            from dsq_ckpt.kernels import compiler
+            try:
+                from dsq_ckpt.kernels import compiler
+            except ModuleNotFoundError as error:
+                if str(error.name).partition(".")[0] not in ("numba", "llvmlite"):
+                    raise
+                raise ModuleNotFoundError(
+                    "Numba is missing, which does what the compiled library does not, and all of it without that "
+                    "library: pip install numba", name=error.name,
+                ) from error
             _imported = compiler
     return _imported
 
