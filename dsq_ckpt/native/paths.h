@@ -7,7 +7,8 @@
 
 #define INLINE inline __attribute__((always_inline))
 #ifdef DSQ_X86
-#define ALL_OF_AVX512 "avx512f,avx512bw,avx512vl,avx512dq" /* that dsq_best_path asks for */
+/* All that dsq_best_path asks for: compilers use what is named. */
+#define ALL_OF_AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
 #define ON_EACH_PATH(result, name, parameters, arguments) \
     static result name##_plain parameters { return name##_body arguments; } \
     __attribute__((target("avx2"))) static result name##_avx2 parameters { return name##_body arguments; } \

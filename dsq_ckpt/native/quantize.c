@@ -120,8 +120,6 @@ static void pack_plain(const uint8_t *symbols, unsigned bits, size_t n, uint8_t 
 #ifdef DSQ_X86
 #include <immintrin.h>
 
-#define WIDE "avx512f,avx512bw,avx512vl,avx512dq" /* all that dsq_best_path asks for: compilers use what is named */
-
 __attribute__((target("avx2"))) static void scale_avx2(const uint8_t *x, size_t n, float inv_scale, float *scaled)
 {
     scale_body(x, n, inv_scale, scaled);
@@ -154,7 +152,7 @@ __attribute__((target("avx2"))) static void find_places_avx2(const bins *t, cons
     find_places_body(t, x + 4 * i, inv_scale, parent ? parent + i : NULL, n - i, index + i);
 }
 
-__attribute__((target(WIDE))) static void find_places_avx512(const bins *t, const uint8_t *x, float inv_scale,
+__attribute__((target(ALL_OF_AVX512))) static void find_places_avx512(const bins *t, const uint8_t *x, float inv_scale,
                                                              const uint8_t *parent, size_t n, uint32_t *index)
 {
     const __m512i under = _mm512_set1_epi32(t->under), top = _mm512_set1_epi32(t->top);
@@ -231,7 +229,7 @@ __attribute__((target("avx2"))) static void refine_avx2(const cells *t, const fl
 }
 
 /* Up to 32 cells lie in four vectors. */
-__attribute__((target(WIDE))) static void refine_avx512(const cells *t, const float *x, const uint8_t *codes,
+__attribute__((target(ALL_OF_AVX512))) static void refine_avx512(const cells *t, const float *x, const uint8_t *codes,
                                                         unsigned largest, size_t n, uint8_t *symbols)
 {
     double lows[32], all_steps[32];

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dsq_ckpt import native
 from dsq_ckpt.coding.codes import RefinedCells, quantize
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, FULL, NON_FINITE, KeyWindow
 from tests.helpers import reference_kernels
@@ -153,15 +150,3 @@ def test_arguments_that_do_not_fit(path):
     ):
         with pytest.raises(ValueError):
             quantize(*arguments)
-
-
-def test_passes_use_no_instructions_that_a_path_does_not_ask_for():
-    sources = Path(native.__file__).parent
-    asked = (sources / "lanes.c").read_text().partition("int dsq_best_path")[2].partition("\n}")[0]
-    known = set(re.findall(r'cpu_supports\("(\w+)"\)', asked))
-    code = (sources / "quantize.c").read_text()
-    (wide,) = re.findall(r'#define WIDE "(.+)"', code)
-    targets = set(re.findall(r'target\("(.+)"\)', code))
-    assert set(wide.split(",")) == {name for name in known if name.startswith("avx512")}
-    assert targets == {"avx2", "avx2,bmi2"}
-    assert code.count('target("avx2,bmi2")') == 1 and "dsq_fast_bits()" in code  # chosen apart

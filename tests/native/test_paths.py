@@ -93,6 +93,9 @@ def test_loops_use_no_instructions_that_a_path_does_not_ask_for():
     (wide,) = re.findall(r'#define ALL_OF_AVX512 "(.+)"', loops)
     assert set(wide.split(",")) == {name for name in known if name.startswith("avx512")}
     assert set(re.findall(r'target\((.+?)\)', loops)) == {'"avx2"', "ALL_OF_AVX512"}
+    code = (sources / "quantize.c").read_text()
+    assert set(re.findall(r'target\((.+?)\)', code)) == {'"avx2"', '"avx2,bmi2"', "ALL_OF_AVX512"}
+    assert code.count('target("avx2,bmi2")') == 1 and "dsq_fast_bits()" in code  # chosen apart
 
 
 NO_NUMBA = """
