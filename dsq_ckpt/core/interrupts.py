@@ -191,9 +191,8 @@ def in_user_code(loads_module: bool = False) -> Iterator[None]:
     """Raise exceptions of handlers of signals that are not held at once, in a function of the user.
 
     The function may expect one, such as that of an alarm that ends a long evaluation. It has the garbage collector as
-    the program has it, too. The caller does not get an
-    exception that the function has caught or converted. Enter it around each call of a function of the user, with no
-    `except` of the package in between.
+    the program has it, too. The caller does not get an exception that the function has caught or converted. Enter it
+    around each call of a function of the user, with no `except` of the package in between.
 
     Args:
         loads_module: whether the function is torch's `load_state_dict` of a module. It converts an exception that

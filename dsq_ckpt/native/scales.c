@@ -35,28 +35,28 @@ static INLINE void find_scales(size_t n, int row, const int16_t *columns, const 
         out[i] = scales[places[i]];
 }
 
-static void multiply_row_plain(const any_float *values, size_t n, int row, const int16_t *columns, const float *scales,
-                               any_float *out)
+static INLINE void apply_row_body(const any_float *values, size_t n, int row, const int16_t *columns,
+                                  const float *scales, any_float *out, int divides)
 {
     float own[TILE];
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE;
         find_scales(count, row, columns + at, scales, own);
         for (size_t i = 0; i < count; i++)
-            out[at + i] = within(values[at + i] * own[i]);
+            out[at + i] = divides ? quotient_of(values[at + i], own[i]) : within(values[at + i] * own[i]);
     }
+}
+
+static void multiply_row_plain(const any_float *values, size_t n, int row, const int16_t *columns, const float *scales,
+                               any_float *out)
+{
+    apply_row_body(values, n, row, columns, scales, out, 0);
 }
 
 static void divide_row_plain(const any_float *values, size_t n, int row, const int16_t *columns, const float *scales,
                              any_float *out)
 {
-    float own[TILE];
-    for (size_t at = 0; at < n; at += TILE) {
-        size_t count = n - at < TILE ? n - at : TILE;
-        find_scales(count, row, columns + at, scales, own);
-        for (size_t i = 0; i < count; i++)
-            out[at + i] = quotient_of(values[at + i], own[i]);
-    }
+    apply_row_body(values, n, row, columns, scales, out, 1);
 }
 
 static INLINE void multiply_body(const any_float *values, size_t n, float scale, any_float *out)

@@ -141,7 +141,7 @@ ONE_ELEMENT = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("name", ONE_ELEMENT)
 def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """It counts as contiguous, but torch refuses to view it as bytes unless the stride is 1."""
+    """Such a tensor counts as contiguous, but torch refuses to view it as bytes unless the stride is 1."""
     tensor = ONE_ELEMENT[name](dtype)
     assert tensor.stride(-1) != 1 and tensor.is_contiguous()
     checksum(tensor)

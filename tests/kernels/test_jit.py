@@ -106,7 +106,7 @@ print("SAVED", len(saved))
 
 
 def test_the_handler_of_a_signal_may_save_while_numba_is_imported(tmp_path):
-    """It waits for the thread that compiles, and that one for the import."""
+    """The fork waits for the thread that compiles, and this thread for the import."""
     status, output = processes.run(["-c", SAVE_OF_A_HANDLER, str(tmp_path / "a")], timeout=200, DSQ_CODER="numba")
     assert status == 0 and "SAVED 1" in output, output
 

@@ -49,7 +49,7 @@ def same(one, other):
 
 
 def in_numba(work):
-    """What `work` returns by Numba."""
+    """Return the result of `work` by Numba."""
     used = native.path()
     native.force("numba")
     try:
