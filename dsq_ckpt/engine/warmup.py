@@ -154,14 +154,14 @@ def _run_scan() -> None:
 
 _TASKS: dict[KernelGroup, list[Callable[[], object]]] = {
     "save": [
-        lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans, _run_table, _run_encode,
-        lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False), lambda: _run_refine(True),
-        lambda: kernels.pack(_CODES, 2), lambda: count_pairs(_CODES, _CODES), _scale_moments, _run_restored,
+        _scale_moments, lambda: _run_sketch(64), lambda: _run_sketch(1 << 18), _run_joint_sketch, _run_kmeans,
+        _run_table, _run_encode, lambda: _run_quantize(1), lambda: _run_quantize(5), lambda: _run_refine(False),
+        lambda: _run_refine(True), lambda: kernels.pack(_CODES, 2), lambda: count_pairs(_CODES, _CODES), _run_restored,
         lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
     ],
     "load": [
-        _run_decode, lambda: _run_unpack(True), lambda: _run_unpack(False), _run_dequantize, _run_dequantize_refined,
-        _unscale_moments, lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
+        _run_decode, _unscale_moments, lambda: _run_unpack(True), lambda: _run_unpack(False), _run_dequantize,
+        _run_dequantize_refined, lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
     ],
     "more": [
         _run_huffman, _run_scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5),

@@ -22,7 +22,7 @@ def backend_for(device: torch.device | str) -> Backend:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return host.numba_backend()
+        return host.cpu_backend()
     if device.type == "cuda":
         try:
             module = import_module("dsq_ckpt.triton_kernels.backend")

@@ -25,7 +25,7 @@ class HostBackend:
     """Implementation of `backend.Backend` on CPU tensors.
 
     Args:
-        name: name of the backend, "numba" for this package's own.
+        name: name of the backend, "cpu" for this package's own.
         operations: module with the functions of `cpu`, for NumPy arrays.
     """
 
@@ -151,9 +151,9 @@ class HostBackend:
         return torch.from_numpy(kernels.classify(_array(importance), prune_below, protect_from))
 
 
-def numba_backend() -> HostBackend:
+def cpu_backend() -> HostBackend:
     """Return the backend that the CPU uses."""
-    return HostBackend("numba", kernels)
+    return HostBackend("cpu", kernels)
 
 
 def _array(tensor: Tensor) -> Array:

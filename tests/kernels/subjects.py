@@ -54,7 +54,7 @@ def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
             if name not in native.available():
                 pytest.skip(f"no compiled library, or a processor without {name}")
             monkeypatch.setattr(native, "_path", name)
-        backend = host.HostBackend(name, reference_kernels) if name == "reference" else host.numba_backend()
+        backend = host.HostBackend(name, reference_kernels) if name == "reference" else host.cpu_backend()
         return Subject(name, backend, "cpu", (0, 1, 300, 4097, 5 * 123 * 123))
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import backend, counting, launch

@@ -33,7 +33,7 @@ HOST: set[str] = set()
 SMALL = 8192
 
 
-@pytest.fixture(params=["numba", "triton"])
+@pytest.fixture(params=["cpu", "triton"])
 def here(request, monkeypatch):
     """Tensors of the CPU are worked on as if it were a device, by these kernels, and brought over in small pieces."""
     if request.param == "triton":
