@@ -47,7 +47,8 @@ def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
 
     Directories, and pages that the site does not have, are named instead.
     """
-    folder = docs = ROOT / "docs"
+    docs = ROOT / "docs"
+    folder = own = (docs / docname).parent
     for name, page in PAGES.items():
         if page == docname != "index":
             app.env.note_dependency(str(ROOT / name))
@@ -57,11 +58,11 @@ def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
         path = (folder / found[2]).resolve()
         if path.is_dir():
             return f"`{path.relative_to(ROOT)}/`"
-        if path.suffix == ".md" and path.parent not in (ROOT, docs):
+        if path.suffix == ".md" and path.parent != ROOT and docs not in path.parents:
             return f"{found[1]} (`{path.relative_to(ROOT)}`)"
         if path.parent == ROOT and path.name in PAGES:
             path = docs / f"{PAGES[path.name]}.md"
-        return f"[{found[1]}]({os.path.relpath(path, docs)}{found[3] or ''})"
+        return f"[{found[1]}]({os.path.relpath(path, own)}{found[3] or ''})"
 
     source[0] = re.sub(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)", link, source[0])
 

@@ -1,4 +1,4 @@
-"""Measure what docs/evaluation.md shows, or a shortened set of it, and draw the pictures.
+"""Measure what docs/evaluation.md and docs/evaluation/ show, or a shortened set of it, and draw the pictures.
 
     python scripts/evaluate_all.py --quick --directory evaluation    # less than an hour on two cores
     python scripts/evaluate_all.py --directory evaluation            # the full set, many hours

@@ -14,11 +14,13 @@ import dsq_ckpt
 from dsq_ckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 OWN_TESTS = {"deepspeed", "huggingface", "lightning", "lowdiff", "papers", "remote", "torchft", "torchtitan"}
 """Pages whose examples other tests run."""
 PAGES = {"README": README} | {
-    page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OWN_TESTS
+    str(page.relative_to(DOCS).with_suffix("")): page.read_text() for page in sorted(DOCS.glob("**/*.md"))
+    if page.stem not in OWN_TESTS
 }
 PYTHON = [(name, example) for name, text in PAGES.items() for example in re.findall(r"```python\n(.*?)```", text, re.S)]
 SHELL = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", PAGES["cli"], re.S)

@@ -112,7 +112,7 @@ _TABLE = (
     System(
         "inshrinkerator_relaxed",
         "Inshrinkerator with our search: at most two trials, and configurations may become more aggressive again",
-        "the system above; docs/evaluation.md",
+        "the system above; docs/evaluation/history.md",
         {**_INSHRINKERATOR, "search": {"bound": "relative"}},
         _INSHRINKERATOR_SPACE,
     ),

@@ -257,7 +257,7 @@ def _make_operating_points(
     points = []
     for size in sorted({min(step * factor, _MAX_STEP) for factor in _STEPS}):
         # Without rate-distortion choice: it biases values towards zero, which degrades the metric more than an
-        # unbiased error of the same size (docs/evaluation.md).
+        # unbiased error of the same size (docs/evaluation/one-checkpoint.md).
         changed = {"step": size, "rate_distortion": 0.0}
         tried = {
             group: config.model_copy(update={"codebook": config.codebook.model_copy(update=changed)})

@@ -14,6 +14,12 @@ DOCS = ROOT / "docs"
 PUBLIC = ("dsq_ckpt", "dsq_ckpt.lowdiff", "dsq_ckpt.deepspeed", "dsq_ckpt.integrations.lightning", "dsq_ckpt.mpi")
 
 
+def pages() -> list[Path]:
+    """Return the pages of the site, relative to their folder."""
+    paths = [page.relative_to(DOCS) for page in DOCS.rglob("*.md")]
+    return [path for path in paths if path.parts[0] != "_build"]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with the options of `make docs`."""
@@ -35,8 +41,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_has_every_page_and_public_name(site: Path) -> None:
-    for page in DOCS.glob("*.md"):
-        assert (site / f"{page.stem}.html").exists(), page.name
+    for page in pages():
+        assert (site / page).with_suffix(".html").exists(), page
     reference = (site / "api.html").read_text()
     for module in PUBLIC:
         for name in set(importlib.import_module(module).__all__) - {"__version__"}:
@@ -46,7 +52,7 @@ def test_it_has_every_page_and_public_name(site: Path) -> None:
 
 
 def test_it_loads_nothing_from_the_network(site: Path) -> None:
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         text = page.read_text()
         assert not re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"https?:[^\"]*", text), page.name
         assert not re.findall(r"<link[^>]*\shref=\"https?:[^\"]*", text), page.name
@@ -56,11 +62,20 @@ def test_it_loads_nothing_from_the_network(site: Path) -> None:
 
 def test_links_between_files_of_the_repository_lead_somewhere() -> None:
     """Also of pages that the site does not have, such as README."""
-    for page in [*ROOT.glob("*.md"), *DOCS.glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for page in [*ROOT.glob("*.md"), ROOT / "benchmarks" / "results" / "README.md", *(DOCS / page for page in pages())]:
+        for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as MyST and git hosting sites name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:
-    listed = re.findall(r"^([a-z_]+)$", (DOCS / "index.md").read_text(), re.M)
-    assert {page.stem for page in DOCS.glob("*.md")} - {"index", "cli_options"} <= set(listed)
+    listed = re.findall(r"^([a-z_/-]+)$", (DOCS / "index.md").read_text(), re.M)
+    assert {page.with_suffix("").as_posix() for page in pages()} - {"index", "cli_options"} <= set(listed)

@@ -1,4 +1,4 @@
-"""`make evaluate` and `make evaluate-quick`: every command parses, and the full set has the files of the page."""
+"""`make evaluate` and `make evaluate-quick`: every command parses, and the full set has the files of the pages."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def test_a_wrong_option_does_not_parse(monkeypatch) -> None:
         assert not isinstance(caught.value, Parsed)
 
 
-def test_the_full_set_makes_every_file_of_the_page() -> None:
-    page = (ROOT / "docs" / "evaluation.md").read_text()
+def test_the_full_set_makes_every_file_of_the_pages() -> None:
+    docs = ROOT / "docs"
+    page = "".join(path.read_text() for path in [docs / "evaluation.md", *docs.glob("evaluation/*.md")])
     # Not made there: what needs a GPU, or packages that no extra of this one names.
     linked = set(re.findall(r"results/([\w-]+)\.json", page)) - {
         "oneshot-torchcrepe", "gpu-h100", "gpu-h100-triton39", "online-large",

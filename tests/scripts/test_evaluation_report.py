@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.helpers.commands import unwrap_text
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "evaluate.py"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"), ROOT / "scripts" / "evaluate.py"]
 
 
 def row(name: str, bound: str, loss: float | None, weights: float | None, everything: float, seed: int = 0):
