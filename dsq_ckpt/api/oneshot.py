@@ -26,6 +26,7 @@ from dsq_ckpt.convert.mapped_files import State
 from dsq_ckpt.convert.partitioner import partition_source
 from dsq_ckpt.convert.sources import InMemory, Source, open_source, read_state_dict
 from dsq_ckpt.core.arguments import expect, expect_folds
+from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.interrupts import in_user_code, propagate_handler_errors
 from dsq_ckpt.core.tensor_subclasses import replace_subclasses
 from dsq_ckpt.core.urls import is_url
@@ -199,17 +200,17 @@ def _open_state_dict(state: State) -> InMemory:
 
     Raises:
         ConfigError: a tensor is distributed or on the meta device.
+        SaveFailed: a tensor cannot be stored for another reason.
     """
-    opened = InMemory(replace_subclasses(state))
-    for fqn in opened.tensors:
-        tensor = opened.tensor(fqn)
-        if isinstance(tensor, DTensor | ShardedTensor):
+    state = replace_subclasses(state)
+    for fqn, value in flatten(state)[0].items():
+        if isinstance(value, DTensor | ShardedTensor):
             raise ConfigError(
                 f"'{fqn}' is a part of a distributed tensor; compress takes whole ones: use dsq_ckpt.save on all ranks"
             )
-        if tensor.is_meta:
+        if isinstance(value, torch.Tensor) and value.is_meta:
             raise ConfigError(f"'{fqn}' is on the meta device: it has no values to compress")
-    return opened
+    return InMemory(state)
 
 
 def _check_ranks_agree(comm: Communicator, settings: RankSettings, arguments: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from dsq_ckpt.convert.mapped_files import (
 )
 from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.nesting import Nesting, restore_parameter_numbers
+from dsq_ckpt.core.tensor_subclasses import to_storable
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.distributed.job import get_job_rank
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, described
@@ -152,14 +153,18 @@ def read_state_dict(source: Source) -> State:
 
 
 class InMemory:
-    """A state dict in memory or in memory-mapped files."""
+    """A state dict in memory or in memory-mapped files.
+
+    Raises:
+        SaveFailed: a tensor cannot be stored; the message names it.
+    """
 
     mapped = True
 
     def __init__(self, state: State) -> None:
-        self.state = state
-        self._flat, paths = flatten(state)
-        self.nesting = Nesting.of(state, paths)
+        self.state = to_storable(state)
+        self._flat, paths = flatten(self.state)
+        self.nesting = Nesting.of(self.state, paths)
         self.tensors = {
             name: StoredTensor(tuple(value.shape), value.dtype, (_whole_chunk(value.shape),), _memory_key(value))
             for name, value in self._flat.items() if isinstance(value, torch.Tensor)

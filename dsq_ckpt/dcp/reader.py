@@ -44,7 +44,7 @@ from dsq_ckpt.dcp.load_warnings import warn_of_unloaded
 from dsq_ckpt.dcp.nested_planners import NestedLoadPlanner
 from dsq_ckpt.dcp.planner_data import decode
 from dsq_ckpt.dcp.steps import dcp_step
-from dsq_ckpt.dcp.tied_targets import TiedTargets
+from dsq_ckpt.dcp.tied_targets import TiedTargets, check_shared_elements
 from dsq_ckpt.distributed.comm import extend_group_lifetimes
 from dsq_ckpt.distributed.job import get_job_size
 from dsq_ckpt.engine import warmup
@@ -237,10 +237,12 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                     piece = piece.narrow(dim, start, length)
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
+                lossy = _is_lossy(checkpoint.read_record(ref))
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may return their own memory
-                    tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
+                    tied.add(key.fqn, ref, lossy, target, piece)
                 if load.tensor is not into:
                     target.copy_(piece)
+                    check_shared_elements(key.fqn, target, piece, lossy)
                 elif not target.is_inference():
                     increment_version(target)  # for a backward pass that needs the former values
                 planner.commit_tensor(item, target)

@@ -1,4 +1,4 @@
-"""Detection of tied targets of a load, for whose names the checkpoint has different values."""
+"""Detection of tied targets of a load, for whose names or elements the checkpoint has different values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from dsq_ckpt.core.address_ranges import AddressRanges, address_range
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.shard import RecordRef
 
 _MAX_SHOWN = 5  # in the warning
@@ -99,6 +100,28 @@ class TiedTargets:
                 f"weights ({', '.join(pairs[:_MAX_SHOWN])}{rest}): that tensor has the values of the second name. Load "
                 "into a model that is not tied, or leave one name out"
             )
+
+
+def check_shared_elements(fqn: str, target: torch.Tensor, values: torch.Tensor, lossy: bool) -> None:
+    """Check that a target holds the values that were copied to it, if its own elements may share memory.
+
+    Raises:
+        LoadFailed: elements that share memory have different values.
+    """
+    if _may_share_elements(target) and _is_different(target, values, lossy):
+        raise LoadFailed(
+            f"'{fqn}' has elements that share memory in what it is loaded into, and other values for them in the "
+            "checkpoint; load into its clone()"
+        )
+
+
+def _may_share_elements(target: torch.Tensor) -> bool:
+    reach = 0
+    for stride, length in sorted(zip(target.stride(), target.shape, strict=True)):
+        if length > 1 and stride <= reach:
+            return True
+        reach += (length - 1) * stride
+    return False
 
 
 def _get_addresses(target: torch.Tensor) -> tuple[int, int] | None:

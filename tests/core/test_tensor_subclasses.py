@@ -190,6 +190,37 @@ def test_values_that_cannot_be_stored_are_named(tmp_path, name, background):
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(("name", "in_file"), [
+    ("sparse", False), ("nested", False), ("lazy", False), ("quint8", False),
+    ("sparse", True), ("nested", True), ("quint8", True),  # a lazy parameter is more than plain data in a file
+])
+def test_compress_names_values_that_cannot_be_stored(tmp_path, name, in_file):
+    make, says = REFUSED[name]
+    source = {"good": torch.randn(80, 80), "inside": {name: make()}}
+    if in_file:
+        torch.save(source, tmp_path / "file.pt")
+        source = tmp_path / "file.pt"
+    with pytest.raises(SaveFailed, match=rf"^'inside\.{name}' .*{says}"):
+        dsq_ckpt.compress(source, tmp_path / "a")
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_compress_takes_a_jagged_tensor_in_a_file(tmp_path):
+    jagged = torch.nested.nested_tensor([torch.randn(3, 70), torch.randn(5, 70)], layout=torch.jagged)
+    torch.save({"w": jagged}, tmp_path / "file.pt")
+    dsq_ckpt.compress(tmp_path / "file.pt", tmp_path / "a")
+    target = {"w": torch.zeros_like(jagged)}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert target["w"].values().equal(jagged.values())
+
+
+def test_a_load_into_a_nested_tensor_names_it(tmp_path):
+    dsq_ckpt.save({"w": torch.randn(2, 70)}, tmp_path / "a")
+    target = {"w": torch.nested.nested_tensor([torch.zeros(70), torch.zeros(70)])}
+    with pytest.raises(LoadFailed, match=r"'w' is a nested tensor .* saved as a tensor of shape \(2, 70\): put"):
+        dsq_ckpt.load(target, tmp_path / "a")
+
+
 def test_through_dcp_a_subclass_is_refused_by_name(tmp_path):
     """Its planner takes it for a float32 tensor; two of them must not be taken for tied ones either."""
     state = {"one": scaled(0), "two": scaled(1)}

@@ -170,3 +170,22 @@ def test_many_views_of_one_buffer_are_not_compared_with_each_other():
     for number, part in enumerate(flat.split(20)):
         targets.add(f"other {number}", RecordRef("other", number), False, part, part + 1)
     assert targets._searches == len(targets._overwritten) == tied_targets._MAX_SEARCHES
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_elements_that_share_memory_need_equal_values(tmp_path, shape, equal):
+    """Windows of a table are loaded into windows, and other values are refused; views without overlaps are not."""
+    windows = torch.zeros(sum(shape)).unfold(0, shape[1], 1)[: shape[0]]
+    saved = state(shape, 1)["a"]
+    if equal:
+        saved = torch.randn(sum(shape), generator=torch.Generator().manual_seed(1)).unfold(0, shape[1], 1)[: shape[0]]
+    dsq_ckpt.save({"a": saved}, tmp_path / "a")
+    apart = torch.zeros(2 * shape[0], 2 * shape[1])[::2, ::2]
+    dsq_ckpt.load({"a": apart}, tmp_path / "a")
+    if equal:
+        dsq_ckpt.load({"a": windows}, tmp_path / "a")
+        assert windows.equal(apart)
+    else:
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"'a' has elements that share memory .* load into its clone"):
+            dsq_ckpt.load({"a": windows}, tmp_path / "a")
