@@ -355,3 +355,16 @@ def test_lists_with_other_values_than_tensors_are_loaded_without_a_warning(tmp_p
         warnings.filterwarnings("default", module="torch")
         TrainingState([other], [target]).restore(tmp_path / "a")
     assert leaves(target.state_dict()) == leaves(optimizer.state_dict())
+
+
+def test_state_of_replaced_parameters_is_told(tmp_path):
+    """Accelerate replaces parameters by FSDP2's in place, also of an optimizer that makes state when it is made."""
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model = nn.Linear(3, 5)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    state = TrainingState([model], [optimizer])
+    with pytest.raises(dsq_ckpt.ConfigError, match=r"Adagrad has state of 2 tensor\(s\) .*shape \(5, 3\): .* Clear"):
+        state.collect()
+    optimizer.state.clear()
+    assert state.collect()["optimizer"]["param_groups"]
