@@ -142,19 +142,23 @@ def get_named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     """Return an optimizer's state dict with names of parameters in place of numbers.
 
     Raises:
-        ConfigError: the optimizer has a parameter that is not the model's, or state of tensors that are none of its
-            parameters, with which its `state_dict` fails.
+        ConfigError: the optimizer has a parameter that is not the model's, or its `state_dict` fails as it has state of
+            tensors that are none of its parameters.
     """
     names = get_parameter_names(optimizer, parameters)
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if foreign := [tensor for tensor in optimizer.state if isinstance(tensor, torch.Tensor) and id(tensor) not in own]:
+    try:
+        with in_user_code():
+            torch_state, extra_state = split_state(optimizer.state_dict(), type(optimizer).__name__)
+    except KeyError as error:  # of `Optimizer.state_dict`, which looks up the number of each tensor that has state
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        foreign = [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in own]
+        if not foreign:
+            raise
         raise ConfigError(
             f"{type(optimizer).__name__} has state of {len(foreign)} tensor(s) that are none of its parameters, the "
             f"first of shape {tuple(foreign[0].shape)}: its parameters were replaced when it had state already, as by "
             "sharding with FSDP2. Clear `optimizer.state` right after that, or make the optimizer then"
-        )
-    with in_user_code():
-        torch_state, extra_state = split_state(optimizer.state_dict(), type(optimizer).__name__)
+        ) from error
     names_by_number = [name for group in names for name in group]
     groups = zip(torch_state["param_groups"], names, strict=True)
     return {
